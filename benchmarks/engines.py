@@ -50,7 +50,7 @@ from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.engine_kind import EngineSpec
 from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 from models.settings import EmbeddedConfig, VllmConfig
 from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
 from models.weights.sending import open_transport
@@ -246,7 +246,7 @@ class LocalLearner:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids_T = torch.tensor(token_ids)
         with torch.inference_mode():
-            scored = packed_logprobs(self._model, ids_T, torch.arange(len(ids_T)), torch.tensor([len(ids_T)]))
+            scored = compute_packed_logprobs(self._model, ids_T, torch.arange(len(ids_T)), torch.tensor([len(ids_T)]))
         return tuple(scored.logprobs_T[1:].tolist())
 
     async def connect(self, link: GroupLink | None) -> None:

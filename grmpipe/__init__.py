@@ -1,4 +1,10 @@
-"""The names that users import. Imports neither torch nor Hydra before one of them is used."""
+"""The names that users import; neither torch nor Hydra is imported before one of them is used.
+
+config = grmpipe.compose("quickstart", ["train.num_steps=8"])   # overrides as on the command line
+run = grmpipe.launch(config)                                    # runs it to its end; grmpipe.start gives its steps
+run = grmpipe.read_run("runs/quickstart/latest")                # the files of any run
+run.metrics.to_arrow()                                          # ... as rows and as tables
+"""
 
 from __future__ import annotations
 
@@ -42,6 +48,11 @@ _MODULES = {
 }  # fmt: skip
 
 put_working_folder_last()
+
+
+def __dir__() -> list[str]:
+    """The public names: what `help(grmpipe)` shows and an editor completes."""
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> object:

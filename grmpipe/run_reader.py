@@ -1,4 +1,6 @@
-"""The files of a run as typed rows and Arrow tables. Each read begins anew: of a run in progress it gives more."""
+"""The files of a run as typed rows and Arrow tables. Each read starts from the beginning: of a run in progress it gives
+more.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
+from grmpipe.evaluation.evaluation_rows import EvaluationFigure, JudgedLine, read_figures, read_items
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
@@ -172,6 +175,20 @@ class RunReader:
         columns = {"prompts": "string", "step": "int64", **JUDGED}
         return RunTable(lambda: self._there(EVAL_JUDGEMENTS, load_eval_judgements), _of_eval_judgement, columns)
 
+    @property
+    def figures(self) -> RunTable[EvaluationFigure]:
+        """What task=evaluate found; `evaluations` has the same by their names in the metrics."""
+        columns = {"about": "string", "name": "string", "part": "string", "figure": "string", "value": "double",
+                   "low": "double", "high": "double", "count": "int64"}  # fmt: skip
+        return RunTable(lambda: read_figures(self.run_dir), asdict, columns)
+
+    @property
+    def judged_items(self) -> RunTable[JudgedLine]:
+        """The labelled items that a judge was evaluated on."""
+        columns = {"item_id": "string", "subset": "string", "outcome": "string", "scores": "floats",
+                   "failed": "texts", "critiques": "texts"}  # fmt: skip
+        return RunTable(lambda: read_items(self.run_dir), _of_item, columns)
+
     def _there(self, name: str, load: Callable[..., Iterator[Row]]) -> Iterator[Row]:
         return load(self.run_dir / name, run_id=run_id_of(self.run_dir))
 
@@ -226,6 +243,15 @@ def _of_turn(row: EpisodeTurn) -> Record:
         "finish_reason": completion.finish_reason, "tool_calls": [call.name for call in turn.tool_calls],
         "replies": [str(message.content) for message in turn.replies],
         "reward": sum(turn.rewards.values()) if turn.rewards else None, "faults": turn.faults, "env_s": turn.env_s,
+    }  # fmt: skip
+
+
+def _of_item(row: JudgedLine) -> Record:
+    siblings = sorted(row.scores.keys() | row.failed.keys())
+    return {
+        "item_id": row.item_id, "subset": row.subset, "outcome": row.outcome,
+        "scores": [row.scores.get(sibling) for sibling in siblings],
+        "failed": [row.failed.get(sibling) for sibling in siblings], "critiques": row.critiques,
     }  # fmt: skip
 
 

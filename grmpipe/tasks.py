@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.run_context import HasConfig, Run, run_session
 from grmpipe.run.run_watcher import RunWatcher
-from grmpipe.run.session import HasConfig, Run, run_session
-from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation
+from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from grmpipe.validate.prepare import Prepared, prepare
 from scheduler.event_loop import run_to_end
@@ -63,18 +63,18 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
 
 
 def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | None:
-    """Claim a directory, refuse what can't run, and run the rest to its end."""
-    with Claim(config) as claim:
-        if claim.place.complete:
-            watcher.opened(claim.place.run_dir)
-            return objective_of_complete(claim.place.run_dir)
+    """Lock a directory, refuse what can't run, and run the rest to its end."""
+    with RunLock(config) as lock:
+        if lock.place.complete:
+            watcher.opened(lock.place.run_dir)
+            return objective_of_complete(lock.place.run_dir)
         if missing := config.tracking.missing():
             raise ConfigError(missing)
         prepared = task.prepare(config)
-        for line in (*claim.place.notes, *task.notes(prepared)):
+        for line in (*lock.place.notes, *task.notes(prepared)):
             print(f"grmpipe: note: {line}", file=sys.stderr)
-        watcher.opened(run_dir := claim.open())
-        summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place), watcher))
+        watcher.opened(run_dir := lock.open())
+        summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, lock.place), watcher))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
@@ -116,10 +116,10 @@ def rft() -> RunTask[Prepared]:
 
 
 def retraining() -> RunTask[PreparedRetraining]:
-    from grmpipe.run.tasks.retrain import RetrainRun
+    from grmpipe.run.tasks.retrain import RecordedRunTraining
     from grmpipe.validate.retraining import prepare_retraining
 
-    return RunTask(prepare=prepare_retraining, make_run=RetrainRun)
+    return RunTask(prepare=prepare_retraining, make_run=RecordedRunTraining)
 
 
 def meta_rm_training() -> RunTask[MetaRmTraining]:

@@ -14,7 +14,7 @@ InfraCause = Literal["timeout", "refused", "died"]
 DataCause = Literal["unparseable", "truncated", "too_long", "undecided", "abstained", "out_of_range"]
 EnvCause = Literal["boot", "unreachable", "died", "timeout", "capacity", "protocol", "broken"]
 Cause = InfraCause | DataCause | EnvCause
-Stage = Literal["rollout", "judge", "env"]
+FailureStage = Literal["rollout", "judge", "env"]
 TruncationReason = Literal["", "tokens", "turns", "context", "time"]
 Metrics = dict[str, float]  # name -> value of one step; names are `area/what_unit`
 
@@ -173,7 +173,7 @@ class Failed:
     turn: of the rollout, for a judgement of one turn.
     """
 
-    stage: Stage
+    stage: FailureStage
     cause: Cause
     attempts: int
     detail: str = ""

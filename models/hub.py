@@ -58,7 +58,7 @@ def _fetched(path: str, weights: bool) -> str:
         raise ValueError(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error
 
 
-def missing_files(path: str) -> str:
+def find_missing_files(path: str) -> str:
     """What a model's files lack on this machine, and what to type; empty if nothing. Fetches nothing."""
     if "://" in path:  # made by the project itself
         return ""

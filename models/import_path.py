@@ -25,18 +25,18 @@ def put_working_folder_last(*more: Path) -> None:
     sys.path[:] = dict.fromkeys([*first, str(ROOT), *moved])
 
 
-def imported(module: str, key: str) -> ModuleType:
+def import_module(module: str, key: str) -> ModuleType:
     """A module of the user's, by its dotted path. Raises ValueError that begins with the key."""
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"{key}: {module} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
-            f"PYTHONPATH{hidden_by_ours(error.name or '' if isinstance(error, ImportError) else '')}"
+            f"PYTHONPATH{explain_hidden_package(error.name or '' if isinstance(error, ImportError) else '')}"
         ) from error
 
 
-def hidden_by_ours(module: str) -> str:
+def explain_hidden_package(module: str) -> str:
     """What to say of a module that isn't found because its package has a name of ours; empty for others."""
     name = module.partition(".")[0]
     folders = [Path(path or ".").absolute() for path in sys.path if name in COMMON_NAMES]

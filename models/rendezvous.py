@@ -37,7 +37,7 @@ def gloo_listening_towards(address: str, port: int) -> Iterator[None]:
 
     By default gloo listens at the address of the host's name. A user's GLOO_SOCKET_IFNAME takes precedence.
     """
-    interface = interface_of(address_towards(address, port))
+    interface = find_interface(address_towards(address, port))
     if GLOO_INTERFACE in os.environ or interface is None:
         yield
         return
@@ -56,7 +56,7 @@ def address_towards(address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(own_address: str) -> str | None:
+def find_interface(own_address: str) -> str | None:
     """The name of the interface with this address; None if unknown (IPv6, not Linux)."""
     if sys.platform != "linux":
         return None

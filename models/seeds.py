@@ -14,7 +14,7 @@ def derive_seed(run_seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def repeated_as(group_id: str, times: int) -> str:
+def name_repetition(group_id: str, times: int) -> str:
     """The id of a group that is sampled again."""
     return f"{first_name(group_id)}~{times}"
 

@@ -24,12 +24,12 @@ class StoredFile:
     xxh3: str
 
 
-def stored_files(directory: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:
+def describe_files(directory: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:
     """Sizes and checksums of the files now."""
 
     def stored(name: str) -> StoredFile:
         path = directory / name
-        return StoredFile(name=name, num_bytes=path.stat().st_size, xxh3=checksum_of(path))
+        return StoredFile(name=name, num_bytes=path.stat().st_size, xxh3=compute_checksum(path))
 
     with ThreadPoolExecutor(THREADS) as threads:
         return tuple(threads.map(stored, names))
@@ -44,7 +44,7 @@ def first_difference(directory: Path, files: Iterable[StoredFile]) -> str | None
         return next(filter(None, threads.map(lambda file: _bytes_differ(directory, file), files)), None)
 
 
-def checksum_of(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
     hashed = xxhash.xxh3_64()
     for chunk in _chunks(path):
         hashed.update(chunk)
@@ -78,7 +78,7 @@ def _size_differs(directory: Path, file: StoredFile) -> str | None:
 
 def _bytes_differ(directory: Path, file: StoredFile) -> str | None:
     try:
-        same = checksum_of(directory / file.name) == file.xxh3
+        same = compute_checksum(directory / file.name) == file.xxh3
     except OSError as error:
         return f"{file.name} can't be read ({error.strerror})"
     return None if same else f"{file.name} was changed after it was written (xxh3-64)"

@@ -250,7 +250,7 @@ class TransportKind:
     """A transport of weights from a learner to engines: its sending end, and its requirements on the placement.
 
     sender:        dotted path of a subclass of models.weights.sending.WeightTransport; the receiving end of its payload
-                   is registered in the same file (models.weights.opening.opened).
+                   is registered in the same file (models.weights.opening.open_bucket).
     needs:         the requirements below in words, for errors.
     same_machine:  learner and engines on one machine.
     own_processes: the engines' weights in other processes than the learner's.
@@ -461,11 +461,11 @@ class Usage:
 class RequestLog(Protocol):
     """Counts the requests to one model."""
 
-    def sending(self, *, retry: bool) -> int:
+    def begin_request(self, *, retry: bool) -> int:
         """Note a request before it is sent; returns its number. retry: an earlier try was of no use."""
         ...
 
-    def answered(self, number: int, usage: Usage) -> None:
+    def end_request(self, number: int, usage: Usage) -> None:
         """Note the tokens of a request. Those of a request that was never answered stay unknown."""
         ...
 

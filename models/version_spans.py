@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from models.types import VersionSpan
 
 
-def joined_spans(model: str, stretches: Iterable[tuple[int, int, int]], latest: int) -> tuple[VersionSpan, ...]:
+def join_spans(model: str, stretches: Iterable[tuple[int, int, int]], latest: int) -> tuple[VersionSpan, ...]:
     """The spans of stretches (version, start, end), which follow each other: neighbours of one version become one, and
     those without a token none. Without any token: an empty span of the version `latest`.
     """

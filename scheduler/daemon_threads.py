@@ -87,7 +87,7 @@ async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
     Whoever cancels this (a time limit) leaves the thread behind. Raises what the function raises (a RuntimeError for
     what ends processes, such as SystemExit), and TooManyStuck if MAX_STUCK calls of this function were left behind.
     """
-    place = place_of(function)
+    place = describe_place(function)
     _stuck.check(place)
     call = functools.partial(contextvars.copy_context().run, functools.partial(function, *args, **kwargs))
     future: Future[T] = Future()
@@ -103,7 +103,7 @@ async def in_own_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
         raise
 
 
-def place_of(function: Callable[..., object]) -> str:
+def describe_place(function: Callable[..., object]) -> str:
     """A function's name, file and line, for those who wrote it."""
     plain = inspect.unwrap(function)
     if not inspect.isfunction(plain):

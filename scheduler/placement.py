@@ -129,7 +129,7 @@ class Placement:
     seats: Mapping[str, tuple[Seat, ...]]  # role -> its seats by rank
     served: tuple[str, ...] = ()  # roles that engines serve: slots of an elastic pool move between them
 
-    def device_of(self, role: str) -> str:
+    def find_device_kind(self, role: str) -> str:
         """cuda or cpu."""
         return "cuda" if self.pools[self.seats[role][0].pool].resource == "gpu" else "cpu"
 
@@ -137,7 +137,7 @@ class Placement:
         """GPUs over which one model is sharded. On a CPU a process of several cores has threads instead, and this is
         1.
         """
-        return len(self.seats[role][0].slots) if self.device_of(role) == "cuda" else 1
+        return len(self.seats[role][0].slots) if self.find_device_kind(role) == "cuda" else 1
 
     def is_elastic(self, role: str) -> bool:
         """Whether the role's slots are elastic."""

@@ -49,7 +49,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 @asynccontextmanager
-async def raising_first() -> AsyncIterator[asyncio.TaskGroup]:
+async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group whose first failure is raised itself, not in an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from grmpipe.capacity.plan.memory import learner_parts
 from grmpipe.config.io.yaml_io import config_of
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "grmpipe" / "capacity" / "plan" / "fake_learner_process.py"
@@ -69,7 +69,7 @@ def planned_gb(case: LearnerCase) -> float:
     train = {"dtype": "bfloat16", "micro_batch_tokens": case.num_tokens, **case.train}
     with tempfile.TemporaryDirectory() as path:
         AutoConfig.for_model(**case.config).save_pretrained(path)
-        footprint = footprint_of(path)
+        footprint = read_footprint(path)
     parts = learner_parts(config_of({"train": train, "algorithm": case.algorithm}), footprint, case.ranks)
     return sum(part.num_bytes for part in parts) / 1e9
 

@@ -49,7 +49,7 @@ def shown_commands() -> list[ShownCommand]:
 def shell_text(page: str) -> Iterator[str]:
     """The shell blocks of a page, and the commands within its sentences."""
     for language, block in BLOCK.findall(page):
-        if language in SHELLS:
+        if language in SHELLS or (not language and re.search(r"^grmpipe ", block, re.MULTILINE)):
             yield block
     for command in IN_TEXT.findall(BLOCK.sub("", page)):
         yield " ".join(command.split())

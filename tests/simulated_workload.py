@@ -5,8 +5,8 @@ from __future__ import annotations
 from configs import judge_config, run_config
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.simulate.scripts import Lengths
-from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.simulated_answers import Lengths
+from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.task_settings import SimulateConfig
 from grmpipe.config.train import TrainConfig

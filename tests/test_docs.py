@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import dataclasses
 import importlib
 import re
 import shlex
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+import grmpipe
 import launch  # noqa: F401  registers the schema
+from grmpipe.cli import compose as compose_run
 from grmpipe.config.cross_checks import TASKS
+from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.kinds.custom_judge import load_custom_judge
+from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.observe.summary import Summary
+from grmpipe.types import Prompt, Verdict
+from models.types import Message
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROMPT = Prompt(prompt_id="p1", messages=(Message(role="user", content="6 x 7?"),), columns={"reference": "42"})
 
 
 def test_the_help_names_every_task_and_commands_that_compose() -> None:
@@ -41,6 +55,78 @@ def test_python_of_the_pages_runs(page: str, block: str) -> None:
     exec(compile(block, page, "exec"), {"__name__": "my_module"})
 
 
+def test_python_of_the_pages_that_starts_runs_compiles_and_names_what_there_is() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        compile(block, "python.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    names = set(re.findall(r"\bgrmpipe\.(\w+)", "".join(blocks)))
+    assert names == {"launch", "start", "read_run"}
+    assert all(hasattr(grmpipe, name) for name in names)
+
+
+YAML = [
+    (page.name, block)
+    for page in PAGES
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+]
+
+
+def in_project(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, code: Mapping[str, str]) -> RunConfig:
+    """The quickstart with a page's block of YAML, as an experiment of a project with the code of these files."""
+    for name, text in {
+        "grmpipe.yaml": "conf: conf",
+        "conf/experiment/page.yaml": f"# @package _global_\ndefaults: [quickstart, _self_]\n{block}",
+        **code,
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return compose_run("page")
+
+
+@pytest.mark.parametrize(("page", "block"), YAML, ids=[page for page, _ in YAML])
+def test_yaml_of_the_pages_composes(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "of a server")
+    in_project(tmp_path, monkeypatch, block, {})
+
+
+def block_below(heading: str, language: str) -> str:
+    """The first block of a section of the page of judging."""
+    section = (ROOT / "docs" / "judging.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+    return section.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+def test_a_judge_of_the_page_judges_when_it_is_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, keys = (block_below("Custom judges", language) for language in ("python", "yaml"))
+    assert len(code.splitlines()) <= 20
+    config = in_project(tmp_path, monkeypatch, keys, {"my_package/my_module.py": code})
+    judge = load_custom_judge(config.main_judge)
+    reports = asyncio.run(judge_together(judge, PROMPT, "g1", ("a long enough answer", "short", "")))
+    scores = [one.verdict.score if isinstance(one.verdict, Verdict) else one.verdict.cause for one in reports]
+    assert scores == [10, 1, "undecided"]
+
+
+def test_a_reward_function_of_the_page_rewards_when_it_is_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = block_below("Reward functions", "python")
+    assert len(code.splitlines()) <= 10
+    keys = "judge: {kind: function, function: mylab.brief}"
+    config = in_project(tmp_path, monkeypatch, keys, {"mylab.py": code})
+    judge = FunctionJudge(config.main_judge)
+    reports = asyncio.run(judge_together(judge, PROMPT, "g1", ("42", "it is 42", "43")))
+    assert [one.verdict.outcome for one in reports if isinstance(one.verdict, Verdict)] == [1 / 2, 1 / 4, 0]
+
+
+def test_the_page_of_a_runs_files_explains_every_key_of_its_summary() -> None:
+    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("**`summary.json`**")[2]
+    table = text.partition("\n\n")[2].partition("\n\n")[0]
+    explained = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert explained == {field.name for field in dataclasses.fields(Summary)}
+
+
 OF_OURS = re.compile(r"^\s*from ((?:grmpipe|scheduler|models)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 
 
@@ -56,10 +142,18 @@ def test_code_of_the_pages_imports_what_there_is() -> None:
     assert not missing
 
 
+def anchors_in(page: Path) -> set[str]:
+    """The headings of a page, as GitHub's links spell them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for page in [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors_in(file), f"{page.name} links to {target}#{anchor}"
 
 
 def is_long(file: Path, test: str) -> bool:

@@ -58,7 +58,7 @@ def test_the_table_tells_of_every_change() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_so_many_files_know_one_of_a_kind_by_its_name_as_contributing_tells(change: str) -> None:
+def test_contributing_counts_the_files_that_know_a_kind_by_name(change: str) -> None:
     names, count = told()[change]
     known = max((files_that_know(name) for name in names), key=len)
     assert len(known) == count, f"{', '.join(names)}: CONTRIBUTING.md tells {count}, and there are {known}"

@@ -186,7 +186,7 @@ def test_no_folder_holds_more_files_than_a_reader_oversees() -> None:
     assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
-def test_the_scheduler_knows_no_model_and_models_know_nobody() -> None:
+def test_scheduler_knows_no_model_and_models_import_no_other_package() -> None:
     for path in sources():
         package = path.relative_to(ROOT).parts[0]
         for name in imported(path) if package != "grmpipe" else ():

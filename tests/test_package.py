@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from models.import_path import imported
+from models.import_path import import_module
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("grmpipe", "models", "scheduler")
@@ -108,7 +107,7 @@ def test_a_dotted_path_into_a_hidden_package_is_refused_with_both_paths(
     monkeypatch.chdir(lab(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"^judge\.rule: models\.mine can't be imported") as error:
-        imported("models.mine", "judge.rule")
+        import_module("models.mine", "judge.rule")
     assert str(ROOT / "models") in str(error.value)
     assert str(tmp_path / "models") in str(error.value)
 
@@ -132,13 +131,18 @@ def built(kind: str, folder: Path) -> Path:
     return folder / done.stdout.splitlines()[-1]
 
 
-def installed(what: Path, folder: Path, *options: str) -> Path:
+SHARED = (
+    "import sys, sysconfig; print(sysconfig.get_path('purelib'), *(p for p in sys.path if p.endswith('-packages')))"
+)
+
+
+def installed(what: Path, folder: Path, *options: str, base: str = sys.executable) -> Path:
     """The folder of the commands of a new environment with `what`, which reads the packages that ours needs from the
-    present environment.
+    environment of the interpreter `base`.
     """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    shared = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))]
+    subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True)
+    shared = subprocess.run([base, "-c", SHARED], check=True, capture_output=True, text=True).stdout.split()
+    (site,) = folder.glob("lib/python3.*/site-packages")
     (site / "shared.pth").write_text("\n".join(dict.fromkeys(shared)))
     python = str(folder / "bin" / "python")
     done = subprocess.run(
@@ -183,7 +187,7 @@ assert any("image/png" in out.get("data", {}) for cell in notebook.cells for out
 
 
 @pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient, ipykernel")
-def test_the_notebook_runs_on_a_wheel_beside_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
+def test_notebook_runs_on_a_wheel_next_to_folders_of_our_names(tmp_path: Path, wheel_commands: Path) -> None:
     done = subprocess.run(
         [str(wheel_commands / "python"), "-c", RUN_NOTEBOOK, str(ROOT / "examples" / "notebook.ipynb")],
         cwd=lab(tmp_path), capture_output=True, text=True, timeout=280, check=False, env=HERE,
@@ -200,3 +204,28 @@ def test_an_sdist_and_a_checkout_run_the_quickstart_too(tmp_path: Path, kind: st
         built("wheel", tmp_path)  # brings the copy
         commands = installed(tmp_path / "source", tmp_path / "env", "-e")
     run_quickstart(commands, lab(tmp_path / "lab"))
+
+
+OTHERS = os.environ.get("GRMPIPE_OTHER_PYTHONS", "").split(os.pathsep)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not OTHERS[0], reason="needs GRMPIPE_OTHER_PYTHONS, interpreters of environments with our dependencies"
+)
+@pytest.mark.parametrize("python", OTHERS)
+def test_a_wheel_runs_the_quickstart_on_later_pythons(tmp_path: Path, python: str) -> None:
+    commands = installed(built("wheel", tmp_path), tmp_path / "env", "--ignore-installed", base=python)
+    run_quickstart(commands, lab(tmp_path / "lab"))
+    version = subprocess.run([python, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True)
+    tested = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3." in name]
+    assert str(version.stdout).strip() in [f"(3, {name.partition('.')[2]})" for name in tested]
+
+
+def test_the_versions_of_python_that_are_named_are_the_same_everywhere() -> None:
+    tested = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3." in name]
+    page, workflow = (ROOT / "docs/projects.md").read_text(), (ROOT / ".github/workflows/release.yml").read_text()
+    (told,) = re.findall(r"^\*\*Python\.\*\* (.*?) on Linux", page, re.MULTILINE)
+    assert re.findall(r"3\.\d+", told) == tested
+    assert PROJECT["requires-python"] == f">={tested[0]}"
+    assert set(re.findall(r'python-version: "(3\.\d+)"', workflow)) <= set(tested)

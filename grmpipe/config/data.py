@@ -21,7 +21,7 @@ class DataConfig(Bounded):
     num_prompts: int = at_least(1, 4096)  # [prompts] Prompts made for a tiny:// path; a file is read whole.
     # [prompts] Held-out prompts: the number made for tiny://, or the first of a file.
     num_eval_prompts: int = at_least(1, 256)
-    shuffle: bool = True  # Shuffle the prompts anew in each epoch; false: the order of the file.
+    shuffle: bool = True  # Shuffle the prompts again in each epoch; false: the order of the file.
     max_epochs: int | None = at_least(1, None)  # [epochs] Most passes over the prompts; null: no limit.
     # The rollouts.jsonl of a run, whose judged batches are trained again; nothing is sampled or judged then. Null: off.
     retrain_from: str | None = None

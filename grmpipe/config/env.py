@@ -248,7 +248,8 @@ class EnvConfig(Bounded):
         if self.env_kind.is_workflow:
             return (
                 "a workflow needs the network, to ask the policy; it runs with the run's own rights: start a program "
-                "that isolates itself (env.runs_in=command env.command=[docker,run,..]), or write an env (env=custom)"
+                "that isolates itself (env.runs_in=command, an env.command that begins with docker run), or write an "
+                "env (env=custom)"
             )
         return f"kind={self.kind} has none" if self.env_kind.is_single else ""
 

@@ -169,11 +169,11 @@ def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
     """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
     deterministic run it is batch-invariant."""
     model, kind = config.models[role], config.engine_kind_of(role)
-    shared = kind.shared_options(config.engine)
+    shared = kind.read_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{model.key}.engine: the options of {model.engine} are no dataclass")
     engine = kind(overlaid(shared, model.engine_options, f"{model.key}.engine_options."))
-    return engine.made_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
+    return engine.make_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
@@ -218,7 +218,7 @@ def place_of(role: str, placement: Placement) -> SeatFacts:
     return SeatFacts(
         pool=seats[0].pool,
         num_replicas=len(seats),
-        device=placement.device_of(role),
+        device=placement.find_device_kind(role),
         num_gpus=placement.gpus_per_process(role),
     )
 
@@ -232,7 +232,7 @@ def sharing_engine(
     swap, alone = config.slots.balance.swap, any(config.models[name].lora.in_engines for name in here)
     if swap == "auto" and alone:  # adapters need their own base weights
         return ()
-    if not here or not is_one_engine([engines[name] for name in here], swap, placement.device_of(role)):
+    if not here or not is_one_engine([engines[name] for name in here], swap, placement.find_device_kind(role)):
         return ()
     return tuple(name for name in here if name != role)
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from grmpipe.config.keys.user_code import called, described, number_of, plain_text, scalar_of, shown
-from grmpipe.envs.blame import FaultRules, blaming, fault_of
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
+from grmpipe.envs.fault_owner import FaultRules, blaming, fault_of
 from grmpipe.envs.opened_envs import OpenedEnvs
 from models.types import Message, ToolSpec
 

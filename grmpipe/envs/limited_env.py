@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.keys.user_code import called, shortened
-from grmpipe.envs.blame import blaming, readable
 from grmpipe.envs.checked_env import NO_RULES, check, checked_observation, checked_opening
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.fault_owner import blaming, readable
 from grmpipe.types import EnvCause
 from models.types import Message
 from scheduler.event_loop import TimeIsUp, within

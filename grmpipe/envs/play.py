@@ -16,7 +16,7 @@ from typing import Protocol
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.types import Prompt, Rollout, TruncationReason, Turn
-from models.chat.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import count_chars, off_loop_if_long
 from models.types import (
     Completion,
     EngineDied,
@@ -182,7 +182,7 @@ class _Episode:
         """Play all turns. Returns what truncated the episode; None if it came to its own end."""
         with self._rendering("open"):
             new_ids = prompt_ids = await off_loop_if_long(
-                chars_of(opening), partial(self.renderer.render, opening, self.tools)
+                count_chars(opening), partial(self.renderer.render, opening, self.tools)
             )
         while True:
             room = self._room(prompt_ids)
@@ -202,7 +202,7 @@ class _Episode:
                 return "time"
             with self._rendering("step"):
                 extend = partial(self.renderer.extend, turn.replies, self.tools, ended=not completion.stop_text)
-                new_ids = await off_loop_if_long(chars_of(turn.replies), extend)
+                new_ids = await off_loop_if_long(count_chars(turn.replies), extend)
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"

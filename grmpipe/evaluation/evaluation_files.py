@@ -15,9 +15,11 @@ from rich.table import Table
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
+from grmpipe.observe.records import of_judge
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.types import Failed
 
+JUDGE_RESULTS, JUDGED = "evaluation.json", "judged.jsonl"
 WIDTH = 400  # columns, more than any table has
 TableRow = tuple[str, Iterable[str]]  # its name, and its cells
 
@@ -26,9 +28,9 @@ def write_files(
     run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale, scales: Mapping[str, Scale]
 ) -> None:
     """Write the files. scale: of the labels. scales: of the judges' own scores, by name."""
-    (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    (run_dir / JUDGE_RESULTS).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
-    (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
+    (run_dir / JUDGED).write_text("".join(lines), "utf-8")
 
 
 def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
@@ -62,10 +64,6 @@ def verdicts_of(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
         "scores": one.verdict_scores(own),
         "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
     }
-
-
-def of_judge(name: str) -> dict[str, str]:
-    return {"judge": name} if name else {}
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -179,8 +177,8 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
             yield f"  by {name}{causes(own.failed_judgements)}"
     if result.by_judge:
         yield (
-            "judge by judge: right on the items of which it judged every response; a cascade, a gate or a route leaves "
-            "some out. Judgements and tokens are all of it"
+            "judge by judge: right counts only items where it judged every response; a cascade, a gate or a route "
+            "leaves some out. Judgements and tokens include all that it gave"
         )
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"

@@ -14,7 +14,7 @@ import msgspec
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.kinds.labels import judged_right, num_scores
 from grmpipe.types import Failed, Judgement, Prompt
-from scheduler.supervise import raising_first
+from scheduler.supervise import raise_first_failure
 
 Split = Literal["train", "held_out"]
 
@@ -60,7 +60,7 @@ async def sample(
         for judging_task in some
         for index in range(num_judgements)
     ]  # fmt: skip
-    async with raising_first() as tasks:
+    async with raise_first_failure() as tasks:
         answers = [
             tasks.create_task(client.judgement(question_of(client, judging_task), i, 0)) for _, judging_task, i in asked
         ]

@@ -134,10 +134,10 @@ class LocalGrm(MeteredGrm):
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
-        number = self._requests.sending(retry=context.is_retry)
+        number = self._requests.begin_request(retry=context.is_retry)
         with self._in_flight():
             completion = await self._engine.generate(prompt.token_ids, params, context)
-        self._requests.answered(number, Usage(prompt=prompt.num_tokens, sampled=completion.num_tokens))
+        self._requests.end_request(number, Usage(prompt=prompt.num_tokens, sampled=completion.num_tokens))
         return completion
 
 
@@ -192,7 +192,7 @@ class RemoteGrm(MeteredGrm):
         if self.thinking is None:
             return completion
         markers = replace(self.thinking, in_prompt=self.thinking.close in completion.text)
-        return replace(completion, thought_chars=markers.thought_in(completion.text).num_chars)
+        return replace(completion, thought_chars=markers.split_thought(completion.text).num_chars)
 
 
 def remote_markers(declared: Sequence[str] | None) -> ThinkingMarkers | None:

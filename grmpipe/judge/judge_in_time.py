@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 from grmpipe.judge.verdict import failed, only_finite, unjudged
 from grmpipe.types import Judge, JudgeReport, JudgeTask, Prompt, Rollout
-from scheduler.supervise import raising_first
+from scheduler.supervise import raise_first_failure
 
 LATE = unjudged(failed("timeout", "group deadline", attempts=1))
 
@@ -33,7 +33,7 @@ async def judge_in_time(
             reports[sibling] = only_finite(report)
 
     try:
-        async with limit, raising_first() as tasks:
+        async with limit, raise_first_failure() as tasks:
             for judge_task in judge_tasks:
                 tasks.create_task(do(judge_task))
     except TimeoutError:

@@ -15,7 +15,7 @@ class LoggedScorer:
         self._requests = requests
 
     async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
-        number = self._requests.sending(retry=False)
+        number = self._requests.begin_request(retry=False)
         score = await self._scorer.score(token_ids, priority)
-        self._requests.answered(number, Usage(prompt=len(token_ids)))
+        self._requests.end_request(number, Usage(prompt=len(token_ids)))
         return score

@@ -139,13 +139,13 @@ class ModelRequests:
         self._journal = journal
         self._model = model
 
-    def sending(self, *, retry: bool) -> int:
+    def begin_request(self, *, retry: bool) -> int:
         number = self._journal.totals.last + 1
         record = {"n": number, "model": self._model, "purpose": current_purpose()}
         self._journal.note(record | {"retry": True} if retry else record)
         return number
 
-    def answered(self, number: int, usage: Usage) -> None:
+    def end_request(self, number: int, usage: Usage) -> None:
         tokens = {"prompt": usage.prompt, "cached": usage.cached, "sampled": usage.sampled}
         self._journal.note({"n": number} | tokens)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import StoredFile, first_difference, stored_files, sync_directory, sync_file
+from models.stored_files import StoredFile, describe_files, first_difference, sync_directory, sync_file
 
 STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"
@@ -58,7 +58,7 @@ class Checkpoints:
         files: all files in the draft, synced to the disk.
         """
         (draft / STATE_FILE).write_text(state.to_json(), encoding="utf-8")
-        _write_manifest(draft, [*files, *stored_files(draft, [STATE_FILE])])
+        _write_manifest(draft, [*files, *describe_files(draft, [STATE_FILE])])
         for path in (draft / STATE_FILE, draft / MANIFEST_FILE):
             sync_file(path)
         for folder in {(draft / file.name).parent for file in files} | {draft}:

@@ -13,7 +13,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import is_made
 from grmpipe.judge.prompt import path_of
-from models.stored_files import checksum_of
+from models.stored_files import compute_checksum
 
 IDENTITY_FILE = "run.json"
 
@@ -85,7 +85,7 @@ def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> Non
 
 
 def checksums_of(config: RunConfig) -> dict[str, str]:
-    return {key: checksum_of(path) for key, path in input_files(config).items() if path.is_file()}
+    return {key: compute_checksum(path) for key, path in input_files(config).items() if path.is_file()}
 
 
 def input_files(config: RunConfig) -> dict[str, Path]:

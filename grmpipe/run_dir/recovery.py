@@ -30,7 +30,7 @@ from grmpipe.observe.records import Record
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt
-from models.seeds import repeated_as
+from models.seeds import name_repetition
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _kept(
             valid.setdefault(line.rollout.sibling, line)
     names = list(dict.fromkeys(line.rollout.group_id for line, _ in lines))
     renamed = len(valid) < len(lines)
-    group_id = repeated_as(names[0], len(names)) if renamed else names[0]
+    group_id = name_repetition(names[0], len(names)) if renamed else names[0]
     return RecoveredGroup(
         group_id=group_id,
         renamed=renamed,

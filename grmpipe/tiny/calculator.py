@@ -18,7 +18,7 @@ TOOLS = "add(a, b)\nsub(a, b)"  # as the chat template lists them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CalculatorCall:
     """One call as a policy writes it: with the space, each number is the same token as in a question."""
 
     name: str  # "add" or "sub"
@@ -41,7 +41,7 @@ class Call:
 class Episode:
     """Calls, each answered by its true result, then the final answer."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[CalculatorCall, ...]
     answer: int
 
     @property
@@ -71,11 +71,11 @@ def final(answer: int) -> str:
     return f"Answer: {answer}"
 
 
-def call_of(step: SolutionStep, left: int) -> Call:
-    return Call(name=NAMES[step.sign], left=left, right=step.right)
+def call_of(step: SolutionStep, left: int) -> CalculatorCall:
+    return CalculatorCall(name=NAMES[step.sign], left=left, right=step.right)
 
 
-def played(first: int, calls: tuple[Call, ...]) -> Episode:
+def played(first: int, calls: tuple[CalculatorCall, ...]) -> Episode:
     """The episode of these calls, whose answer is the last result."""
     return Episode(calls=calls, answer=calls[-1].result if calls else first)
 
@@ -98,7 +98,7 @@ def careless_episode(problem: Problem, carelessness: Carelessness, rng: random.R
     return played(shown[0], tuple(calls))
 
 
-def chained(first: int, calls: list[Call]) -> Episode:
+def chained(first: int, calls: list[CalculatorCall]) -> Episode:
     """The same signs and numbers, each call from the last result."""
     total, made = first, []
     for call in calls:
@@ -107,7 +107,7 @@ def chained(first: int, calls: list[Call]) -> Episode:
     return played(first, tuple(made))
 
 
-def near_call(call: Call, rng: random.Random) -> Call:
+def near_call(call: CalculatorCall, rng: random.Random) -> CalculatorCall:
     """Another call that differs in one place."""
     return rng.choice(
         (
@@ -126,7 +126,7 @@ def other_number(episode: Episode, rng: random.Random) -> Episode:
     return changed(episode, rng, lambda call: replace(call, right=another(call.right, rng)))
 
 
-def changed(episode: Episode, rng: random.Random, change: Callable[[Call], Call]) -> Episode:
+def changed(episode: Episode, rng: random.Random, change: Callable[[CalculatorCall], CalculatorCall]) -> Episode:
     """One call changed, and the rest from its result."""
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
     calls[at] = change(calls[at])
@@ -150,7 +150,7 @@ def call_missing(episode: Episode, rng: random.Random) -> Episode:
 def call_added(episode: Episode, rng: random.Random) -> Episode:
     """A call twice, or an invented one."""
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
-    more = rng.choice((calls[at], Call(name=rng.choice(tuple(SIGNS)), left=0, right=rng.randint(1, 12))))
+    more = rng.choice((calls[at], CalculatorCall(name=rng.choice(tuple(SIGNS)), left=0, right=rng.randint(1, 12))))
     return chained(calls[0].left, [*calls[: at + 1], more, *calls[at + 1 :]])
 
 
@@ -192,9 +192,9 @@ VIEW = re.compile(rf"(?:{ANSWERED_CALL})*> Answer: (?P<answer>-?\d{{1,3}})", re.
 CALLS = re.compile(ANSWERED_CALL, re.ASCII)
 
 
-def parse_call(text: str) -> Call | None:
+def parse_call(text: str) -> CalculatorCall | None:
     match = re.fullmatch(CALL, text, re.ASCII)
-    return Call(name=match[1], left=int(match[2]), right=int(match[3])) if match else None
+    return CalculatorCall(name=match[1], left=int(match[2]), right=int(match[3])) if match else None
 
 
 def parse_view(view: str) -> Episode | None:
@@ -202,7 +202,9 @@ def parse_view(view: str) -> Episode | None:
     match = VIEW.fullmatch(view)
     if match is None:
         return None
-    calls = tuple(Call(name=name, left=int(left), right=int(right)) for name, left, right, _ in CALLS.findall(view))
+    calls = tuple(
+        CalculatorCall(name=name, left=int(left), right=int(right)) for name, left, right, _ in CALLS.findall(view)
+    )
     return Episode(calls=calls, answer=int(match["answer"]))
 
 

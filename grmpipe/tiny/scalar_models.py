@@ -22,7 +22,7 @@ from grmpipe.tiny.recipes import MetaRmRecipe, ScalarRecipe
 from grmpipe.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
 from grmpipe.tiny.tokenizer import TURN_END, encode_content, encode_prompt
 from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.lm.scalar_head import last_of_samples, packed_scores, start_scalar_head
+from models.lm.scalar_head import compute_packed_scores, last_of_samples, start_scalar_head
 
 NUM_HELD_OUT_ITEMS = 512  # every second one is a scored text
 NUM_VOTES = 8
@@ -125,7 +125,7 @@ def packed_loss(model: PreTrainedModel, batch: Sequence[Read]) -> Tensor:
     lengths_S = torch.tensor([len(one.token_ids) for one in by_length])
     ids_T = torch.tensor([token_id for one in by_length for token_id in one.token_ids])
     positions_T = torch.cat([torch.arange(length) for length in lengths_S.tolist()])
-    scores_S = last_of_samples(packed_scores(model, ids_T, positions_T, lengths_S), lengths_S)
+    scores_S = last_of_samples(compute_packed_scores(model, ids_T, positions_T, lengths_S), lengths_S)
     return F.binary_cross_entropy_with_logits(scores_S, torch.tensor([float(one.right) for one in by_length]))
 
 

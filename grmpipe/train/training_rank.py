@@ -71,15 +71,15 @@ class TrainingRank(ABC):
 
     def save(self, directory: str) -> None:
         """Model, optimizer and version, for `load` on any number of ranks."""
-        self._begin_save(directory, aside=False)
+        self._begin_save(directory, in_background=False)
 
     def begin_save(self, directory: str) -> None:
         """Like save, from a copy in host memory: training may continue when this returns."""
-        self._begin_save(directory, aside=True)
+        self._begin_save(directory, in_background=True)
 
-    def _begin_save(self, directory: str, *, aside: bool) -> None:
+    def _begin_save(self, directory: str, *, in_background: bool) -> None:
         with self._moments.on_device():
-            self._save.begin(directory, self._model, self._optimizer, self._version, aside=aside)
+            self._save.begin(directory, self._model, self._optimizer, self._version, in_background=in_background)
 
     def saved(self) -> tuple[StoredFile, ...] | None:
         """The files that this rank wrote. None while it is writing."""

@@ -6,8 +6,8 @@ import asyncio
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.envs.blame import exception_at
 from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.fault_owner import exception_at
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.validate.sections import section

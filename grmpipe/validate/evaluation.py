@@ -34,7 +34,7 @@ from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
-from models.lm.footprint import heads_of
+from models.lm.footprint import read_heads
 from models.settings import LoraConfig
 from scheduler.placement import Placement, place
 
@@ -281,7 +281,7 @@ def check_playing(prepared: Prepared, data: Data) -> None:
     check_options(roles, config, prepared.placement)
     for model in prepared.models:
         if (role := roles.served[model.name]).num_gpus > 1:
-            check_tensor_parallel(role, heads_of(model.path))
+            check_tensor_parallel(role, read_heads(model.path))
     check_swap(roles, prepared.models)
     check_tools(config, prepared.policy)
     check_policy(config, prepared.policy, data)

@@ -7,7 +7,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import FSDP2
 from grmpipe.validate.sections import section
 from models.engines.installed import peft_missing
-from models.lm.footprint import Heads, heads_of
+from models.lm.footprint import Heads, read_heads
 from models.lm.packable_configs import is_known_to_pack
 from scheduler.placement import Placement
 
@@ -37,7 +37,7 @@ def check_divides(config: RunConfig, learner: str, section_of_model: str, path: 
     `path`.
     """
     if config.parallel[learner].cp > 1:
-        check_query_heads(config, learner, section_of_model, heads_of(path))
+        check_query_heads(config, learner, section_of_model, read_heads(path))
     check_experts(config, path, learner)
 
 

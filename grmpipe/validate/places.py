@@ -16,7 +16,7 @@ from models.engines.installed import nccl_version
 from models.types import TransportKind
 from models.weights.transports import TRANSPORTS, transport_kind
 from scheduler.placement import Placement
-from scheduler.weights.transport import Route, choose_transport
+from scheduler.weights.transport import WeightPath, choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +139,11 @@ def taken_by(engine: AnyEngine, *others: TransportKind) -> tuple[TransportKind, 
     return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))
 
 
-def route_of(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> Route:
+def route_of(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> WeightPath:
     assert role.learner is not None, f"{role.name} doesn't learn"
     learner, engines = placement.seats[role.learner], placement.seats[role.name]
     ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
-    return Route(
+    return WeightPath(
         learner=placement.pools[learner[0].pool].resource,
         engines=placement.pools[engines[0].pool].resource,
         same_machine=same_machine,

@@ -44,7 +44,7 @@ from grmpipe.validate.models import (
 )
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.sections import section
-from models.lm.footprint import heads_of
+from models.lm.footprint import read_heads
 from scheduler.placement import Placement
 
 
@@ -150,7 +150,7 @@ def check_models(prepared: Prepared) -> None:
         check_lora_targets(model, config)
         check_weight_names(model, role)
         if role.num_gpus > 1:
-            check_tensor_parallel(role, heads_of(model.path))
+            check_tensor_parallel(role, read_heads(model.path))
     check_swap(roles, prepared.models)
     check_routing(config, prepared.policy, roles.served[POLICY])
 

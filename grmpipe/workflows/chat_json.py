@@ -35,14 +35,14 @@ class _ToolCall(msgspec.Struct):
     id: str = ""
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str
     text: str = ""
 
 
 class _Message(msgspec.Struct):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
     tool_calls: list[_ToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -236,7 +236,7 @@ def _message(entry: _Message) -> Message:
     )
 
 
-def _text(content: str | list[_Part] | None) -> str:
+def _text(content: str | list[_ContentPart] | None) -> str:
     if not isinstance(content, list):
         return content or ""
     for part in content:

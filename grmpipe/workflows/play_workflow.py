@@ -15,18 +15,18 @@ from typing import Protocol, cast
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.keys.dotted_path import found_at
 from grmpipe.config.keys.user_code import MAX_CHARS, called, described
-from grmpipe.envs.blame import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import FaultRules, fault_of, fault_rules, readable
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
+from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.outcome import Rewards, plain_rewards, rewards_of
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
-from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.server import Gateway, check_gateway_installed
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from dataclasses import asdict
 
 import msgspec
 
-from grmpipe.envs.blame import RaisedElsewhere
 from grmpipe.envs.env import EnvFault
+from grmpipe.envs.fault_owner import RaisedElsewhere
 from grmpipe.envs.process_group import DIED_BY_SIGNAL, end_group, exited, last_bytes, start_group
 from grmpipe.workflows.chat_json import message_json
 from grmpipe.workflows.policy import Policy, Task

@@ -29,8 +29,8 @@ from grmpipe.workflows.chat_json import (
     read_request,
     tools_of_json,
 )
+from grmpipe.workflows.chat_recorder import EpisodeChat
 from grmpipe.workflows.policy import ChatEndpoint
-from grmpipe.workflows.recorder import EpisodeChat
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -13,8 +13,8 @@ from typing import cast, get_args
 
 import msgspec
 
-from grmpipe.envs.blame import RaisedElsewhere
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import RaisedElsewhere
 from grmpipe.envs.process_group import end_group, last_bytes, start_group
 from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode

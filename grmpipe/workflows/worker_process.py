@@ -14,8 +14,8 @@ import msgspec
 
 from grmpipe.config.keys.dotted_path import found_at
 from grmpipe.config.keys.user_code import described, plain_text, words_of
-from grmpipe.envs.blame import types_of
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import types_of
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.http_chat import HttpChat
 from grmpipe.workflows.in_process import workflow_at

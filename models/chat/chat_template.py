@@ -17,8 +17,8 @@ from models.chat.template_layout import (
     ApplyTemplate,
     Layout,
     MessageShape,
-    layout_of,
-    shape_of,
+    find_layout,
+    split_message,
     texts_in,
     tool_json,
 )
@@ -55,7 +55,7 @@ class ChatTemplate:
                 return True
         return False
 
-    def texts_of(self, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
+    def render_tools(self, tools: Sequence[ToolSpec]) -> tuple[str, ...]:
         """Each tool as the template gets it, checked. Remembered by identity: the same ones come with each turn."""
         key = tuple(map(id, tools))
         known = self._texts.get(key)
@@ -108,14 +108,14 @@ class ChatTemplate:
 
     def _layout(self, shapes: Sequence[MessageShape], tools: Sequence[str], *, asks_next: bool) -> Layout:
         as_text = any(shape.calls for shape in shapes) and self._takes_arguments_as_text
-        return layout_of(self._apply, shapes, tools, asks_next=asks_next, arguments_as_text=as_text)
+        return find_layout(self._apply, shapes, tools, asks_next=asks_next, arguments_as_text=as_text)
 
     @cached_property
     def _takes_arguments_as_text(self) -> bool:
         """Whether the template takes the arguments of a call as JSON. Most take a dictionary."""
         for as_text in (False, True):
             try:
-                layout_of(self._apply, (USER, _turn_with("probe")), (), asks_next=False, arguments_as_text=as_text)
+                find_layout(self._apply, (USER, _turn_with("probe")), (), asks_next=False, arguments_as_text=as_text)
             except ValueError:
                 continue
             return as_text
@@ -152,4 +152,4 @@ def _turns_before(replies: Sequence[MessageShape]) -> list[MessageShape]:
 def _turn_with(*names: str) -> MessageShape:
     """A turn with calls, each with one text."""
     calls = tuple(ToolCall(name=name, arguments={"value": "x"}) for name in names)
-    return shape_of(Message(role="assistant", content="", tool_calls=calls))[0]
+    return split_message(Message(role="assistant", content="", tool_calls=calls))[0]

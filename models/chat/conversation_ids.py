@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from models.chat.chat_template import ChatTemplate
 from models.chat.chat_tokenizer import ChatTokenizer
-from models.chat.template_layout import Layout, MessageShape, shape_of
+from models.chat.template_layout import Layout, MessageShape, split_message
 from models.types import Message, ToolSpec
 
 REMEMBERED_LAYOUTS = 4096
@@ -26,14 +26,14 @@ class ConversationIds:
     def whole(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, asks_next: bool) -> tuple[int, ...]:
         """A conversation from its beginning. asks_next: whether the assistant's next turn begins after it."""
         shapes, texts = _shapes_of(messages)
-        return self._fill(*self._layout(shapes, self._template.texts_of(tools), asks_next), texts)
+        return self._fill(*self._layout(shapes, self._template.render_tools(tools), asks_next), texts)
 
     def replies(self, replies: Sequence[Message], tools: Sequence[ToolSpec], *, ended: bool) -> tuple[int, ...]:
         """What follows the stop token of an assistant's turn, or the end of a turn without one: then the token is the
         first.
         """
         shapes, texts = _shapes_of(replies)
-        return self._fill(*self._reply_layout(shapes, self._template.texts_of(tools), ended), texts)
+        return self._fill(*self._reply_layout(shapes, self._template.render_tools(tools), ended), texts)
 
     def _fill(self, pieces: Pieces, layout: Layout, texts: Sequence[Sequence[str]]) -> tuple[int, ...]:
         """The pieces with the texts between them, each as the template writes it.
@@ -43,7 +43,7 @@ class ConversationIds:
         """
         token_ids = list(pieces[0])
         for slot, after in zip(layout.slots, pieces[1:], strict=True):
-            token_ids += self._tokenizer.encode_content(slot.filled(texts[slot.message][slot.text]))
+            token_ids += self._tokenizer.encode_content(slot.fill(texts[slot.message][slot.text]))
             token_ids += after
         return tuple(token_ids)
 
@@ -72,5 +72,5 @@ class ConversationIds:
 
 def _shapes_of(messages: Sequence[Message]) -> tuple[tuple[MessageShape, ...], list[tuple[str, ...]]]:
     """The shape of each message, and its texts."""
-    both = [shape_of(message) for message in messages]
+    both = [split_message(message) for message in messages]
     return tuple(shape for shape, _ in both), [texts for _, texts in both]

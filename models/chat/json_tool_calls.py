@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from models.chat.tool_call_checks import checked_call, is_tool_name, quoted
+from models.chat.tool_call_checks import check_call, is_tool_name, quote_start
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -65,11 +65,11 @@ def parse_hermes(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         place = end + len(CALL_END) if end >= 0 else len(text)
         body = text[start + len(CALL_START) : end if end >= 0 else len(text)]
         if end < 0:
-            reading.add(f"a call is not closed with {CALL_END}: {quoted(body)}", text[start:place])
+            reading.add(f"a call is not closed with {CALL_END}: {quote_start(body)}", text[start:place])
         elif isinstance(value, JsonProblem) or text[after:end].strip():
-            reading.add(f"a call is not one JSON object: {quoted(body)}", text[start:place])
+            reading.add(f"a call is not one JSON object: {quote_start(body)}", text[start:place])
         else:
-            reading.add(call_of(value, ("arguments",)), text[start:place])
+            reading.add(parse_call(value, ("arguments",)), text[start:place])
     reading.texts.append(text[place:])
     return reading.turn(text)
 
@@ -88,14 +88,14 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         value, after = json_at(text, start)
         if isinstance(value, dict) and _is_call(value, known):
             reading.texts.append(before)
-            reading.add(call_of(value, ("arguments", "parameters")), text[start:after])
+            reading.add(parse_call(value, ("arguments", "parameters")), text[start:after])
             place = search_from = after
         elif not isinstance(value, JsonProblem):
             search_from = after
         elif before or reading.texts:
             search_from = match.end()
         else:
-            reading.add(f"a call is not a JSON object: {quoted(text[start:])}", text[start:])
+            reading.add(f"a call is not a JSON object: {quote_start(text[start:])}", text[start:])
             place = len(text)
             break
     reading.texts.append(text[place:].strip("; \n\t"))
@@ -130,10 +130,10 @@ def parse_mistral(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
 def _read_list(reading: Reading, calls: str) -> None:
     values, after = json_at(calls, 0)
     if not isinstance(values, list):
-        reading.add(f"the calls are not a JSON list: {quoted(calls)}", calls)
+        reading.add(f"the calls are not a JSON list: {quote_start(calls)}", calls)
         return
     for value in values:
-        reading.add(call_of(value, ("arguments",)), json.dumps(value, ensure_ascii=False))
+        reading.add(parse_call(value, ("arguments",)), json.dumps(value, ensure_ascii=False))
     reading.texts.append(calls[after:])
 
 
@@ -144,14 +144,16 @@ def _read_named(reading: Reading, calls: str) -> None:
         value, after = json_at(calls, match.end())
         if isinstance(value, JsonProblem):
             name = match[1]
-            reading.add(f"the arguments of {name} are not a JSON object: {quoted(calls[match.end() :])}", calls[place:])
+            reading.add(
+                f"the arguments of {name} are not a JSON object: {quote_start(calls[match.end() :])}", calls[place:]
+            )
             return
-        reading.add(checked_call(match[1], value, match[2] or ""), calls[place:after])
+        reading.add(check_call(match[1], value, match[2] or ""), calls[place:after])
         place = after
         if calls[place:].lstrip().startswith(MISTRAL_START):
             place = calls.index(MISTRAL_START, place) + len(MISTRAL_START)
     if not place:
-        reading.add(f"a call is neither a list nor a name with its arguments: {quoted(calls)}", calls)
+        reading.add(f"a call is neither a list nor a name with its arguments: {quote_start(calls)}", calls)
     else:
         reading.texts.append(calls[place:])
 
@@ -173,18 +175,18 @@ def json_at(text: str, start: int) -> tuple[object, int]:
         return JsonProblem(), start
 
 
-def call_of(value: object, keys: Sequence[str]) -> ToolCall | str:
+def parse_call(value: object, keys: Sequence[str]) -> ToolCall | str:
     """The call in an object with a name and its arguments, which stand under one of the keys."""
     if not isinstance(value, dict):
-        return f"a call is not a JSON object: {quoted(json.dumps(value, ensure_ascii=False))}"
+        return f"a call is not a JSON object: {quote_start(json.dumps(value, ensure_ascii=False))}"
     name = value.get("name")
     if not is_tool_name(name):
-        return f'a call has no "name" of a tool: {quoted(json.dumps(value, ensure_ascii=False))}'
+        return f'a call has no "name" of a tool: {quote_start(json.dumps(value, ensure_ascii=False))}'
     key = next((key for key in keys if key in value), None)
     if key is None:
         return f'the call of {name} has no "{keys[-1]}"'
     call_id = value.get("id", "")
-    return checked_call(name, value[key], call_id if is_tool_name(call_id) else "")
+    return check_call(name, value[key], call_id if is_tool_name(call_id) else "")
 
 
 DECODER = json.JSONDecoder()

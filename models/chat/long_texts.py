@@ -24,7 +24,7 @@ async def off_loop_if_long(num_chars: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(THREAD, work)
 
 
-def chars_of(messages: Iterable[Message]) -> int:
+def count_chars(messages: Iterable[Message]) -> int:
     """The length of the messages' texts, with those that calls of tools have."""
     return sum(
         len(text)

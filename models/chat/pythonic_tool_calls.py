@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from models.chat.json_tool_calls import Reading
-from models.chat.tool_call_checks import MAX_NESTING, checked_call, parameters_of, quoted
+from models.chat.tool_call_checks import MAX_NESTING, check_call, parameters_of, quote_start
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 MAX_CODE_CHARS = 1 << 16  # of one list or call: what Python's parser takes without trouble
@@ -80,19 +80,19 @@ def _line_end(text: str, place: int) -> int:
 
 
 def _unclosed(code: str) -> str:
-    return f"a call is not closed, or its brackets don't match: {quoted(code)}"
+    return f"a call is not closed, or its brackets don't match: {quote_start(code)}"
 
 
 def _calls_in(code: str, known: dict[str, ToolSpec]) -> list[ToolCall | str]:
     """The calls in a list of calls, or in one call."""
     if len(code) > MAX_CODE_CHARS:
-        return [f"a call is longer than {MAX_CODE_CHARS} characters: {quoted(code)}"]
+        return [f"a call is longer than {MAX_CODE_CHARS} characters: {quote_start(code)}"]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as unknown escapes in the model's strings
             body = ast.parse(code, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return [f"a call is not valid Python: {quoted(code)}"]
+        return [f"a call is not valid Python: {quote_start(code)}"]
     return [_call_of(node, known) for node in (body.elts if isinstance(body, ast.List) else [body])]
 
 
@@ -100,21 +100,21 @@ def _call_of(node: ast.expr, known: dict[str, ToolSpec]) -> ToolCall | str:
     if not isinstance(node, ast.Call) or not (name := _dotted_name(node.func)):
         return "a list of calls holds something that is not a call"
     if name not in known and node.args:
-        return f"there is no tool {quoted(name)} to whose parameters the values belong"
+        return f"there is no tool {quote_start(name)} to whose parameters the values belong"
     parameters = parameters_of(known.get(name))
     arguments: dict[str, object] = {}
     try:
         if len(node.args) > len(parameters):
             return f"{name} takes {len(parameters)} values without names, got {len(node.args)}"
         for parameter, value in zip(parameters, node.args, strict=False):
-            arguments[parameter] = value_of(value, parameters[parameter])
+            arguments[parameter] = parse_value(value, parameters[parameter])
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg in arguments:
                 return f"the call of {name} gives {keyword.arg or 'an argument'} twice, or without a name"
-            arguments[keyword.arg] = value_of(keyword.value, parameters.get(keyword.arg, False))
+            arguments[keyword.arg] = parse_value(keyword.value, parameters.get(keyword.arg, False))
     except ValueError as error:
         return f"the arguments of {name} can't be read: {error}"
-    return checked_call(name, arguments)
+    return check_call(name, arguments)
 
 
 def _dotted_name(node: ast.expr) -> str:
@@ -126,7 +126,7 @@ def _dotted_name(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def value_of(node: ast.expr, takes_text: bool = False, room: int = MAX_NESTING) -> object:
+def parse_value(node: ast.expr, takes_text: bool = False, room: int = MAX_NESTING) -> object:
     """The JSON value of a literal. Raises ValueError.
 
     takes_text: whether a word without quotes is a text.
@@ -136,7 +136,7 @@ def value_of(node: ast.expr, takes_text: bool = False, room: int = MAX_NESTING) 
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        number = value_of(node.operand, room=room - 1)
+        number = parse_value(node.operand, room=room - 1)
         if isinstance(number, int | float) and not isinstance(number, bool):
             return -number if isinstance(node.op, ast.USub) else number
     if isinstance(node, ast.Name):
@@ -145,10 +145,10 @@ def value_of(node: ast.expr, takes_text: bool = False, room: int = MAX_NESTING) 
         if takes_text:
             return node.id
     if isinstance(node, ast.List | ast.Tuple):
-        return [value_of(part, room=room - 1) for part in node.elts]
+        return [parse_value(part, room=room - 1) for part in node.elts]
     if isinstance(node, ast.Dict):
         return _object_of(node, room)
-    raise ValueError(f"{quoted(_source_of(node))} is not a literal value")
+    raise ValueError(f"{quote_start(_source_of(node))} is not a literal value")
 
 
 def _object_of(node: ast.Dict, room: int) -> dict[str, object]:
@@ -156,7 +156,7 @@ def _object_of(node: ast.Dict, room: int) -> dict[str, object]:
     for key, value in zip(node.keys, node.values, strict=True):
         if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
             raise ValueError("a key of an object is not a text")
-        found[key.value] = value_of(value, room=room - 1)
+        found[key.value] = parse_value(value, room=room - 1)
     return found
 
 

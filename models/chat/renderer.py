@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from models.chat.chat_template import ChatTemplate
 from models.chat.chat_tokenizer import ChatTokenizer
 from models.chat.conversation_ids import ConversationIds
-from models.chat.thinking import ThinkingMarkers, markers_of, with_thought
-from models.chat.tool_calls import AUTO_PARSER, FORMATS, ToolParser, format_of, parser_named, read_turn
+from models.chat.thinking import ThinkingMarkers, find_markers, with_thought
+from models.chat.tool_calls import AUTO_PARSER, FORMATS, ToolParser, detect_format, parser_named, read_turn
 from models.model_files import PlainConfig, is_plain_tokenizer, read_json
 from models.types import Completion, Message, ParsedTurn, ToolSpec
 
@@ -147,7 +147,7 @@ class Renderer:
         if not self.takes_tools:
             return None
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return format_of(self.tokenizer.get_chat_template(tools=[{}]), special)
+        return detect_format(self.tokenizer.get_chat_template(tools=[{}]), special)
 
     @cached_property
     def _parse_calls(self) -> ToolParser:
@@ -171,7 +171,7 @@ class Renderer:
         """The markers around the model's thoughts. None if it has none."""
         added = {token.content: token_id for token_id, token in self.tokenizer.added_tokens_decoder.items()}
         template = self.tokenizer.get_chat_template()
-        return markers_of(self._thinking_markers, added.get, template, self._template.generation_prompt())
+        return find_markers(self._thinking_markers, added.get, template, self._template.generation_prompt())
 
     def with_thought(self, completion: Completion) -> Completion:
         """The completion with its thought marked."""

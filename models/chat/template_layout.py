@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.chat.tool_call_checks import is_tool_name, problem_of
+from models.chat.tool_call_checks import find_problem, is_tool_name
 from models.types import Message, ToolCall, ToolSpec
 
 TOOL = "tool"  # the role of a tool's result
@@ -59,9 +59,9 @@ class Slot:
     text: int
     escapes: int
 
-    def filled(self, text: str) -> str:
+    def fill(self, text: str) -> str:
         for _ in range(self.escapes):
-            text = escaped(text)
+            text = escape_json(text)
         return text
 
 
@@ -73,7 +73,7 @@ class Layout:
     slots: tuple[Slot, ...]
 
 
-def escaped(text: str) -> str:
+def escape_json(text: str) -> str:
     """The text within a JSON string, as transformers' `tojson` writes it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -85,7 +85,7 @@ def tool_json(tool: ToolSpec) -> str:
             f"tools: {tool.name!r} can't be the name of a tool; take 1 to 64 letters, digits, underscores, hyphens "
             "and dots"
         )
-    if problem := problem_of(tool.parameters):
+    if problem := find_problem(tool.parameters):
         raise ValueError(f"tools: the parameters of {tool.name} are no JSON schema: {problem}")
     function = {"name": tool.name, "description": tool.description, "parameters": _plain(tool.parameters)}
     return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
@@ -106,7 +106,7 @@ def texts_in(value: object) -> list[str]:
     return [text for part in value for text in texts_in(part)] if isinstance(value, list | tuple) else []
 
 
-def shape_of(message: Message) -> tuple[MessageShape, tuple[str, ...]]:
+def split_message(message: Message) -> tuple[MessageShape, tuple[str, ...]]:
     """The shape of a message, and its texts. Raises ValueError for a call that no template can be given."""
     if message.role == TOOL:
         if message.name and not is_tool_name(message.name):
@@ -136,7 +136,7 @@ def _call_shape(call: ToolCall, texts: list[str]) -> CallShape:
     """texts: gets those in the arguments."""
     if not is_tool_name(call.name):
         raise ValueError(f"tool_calls: {call.name!r} is not the name of a tool")
-    if problem := problem_of(call.arguments):
+    if problem := find_problem(call.arguments):
         raise ValueError(f"tool_calls: the arguments of {call.name} can't be written: {problem}")
     return CallShape(name=call.name, arguments=json.dumps(_marked(call.arguments, texts)))
 
@@ -151,7 +151,7 @@ def _marked(value: object, texts: list[str]) -> object:
     return [_marked(part, texts) for part in value] if isinstance(value, list | tuple) else value
 
 
-def layout_of(
+def find_layout(
     apply: ApplyTemplate,
     shapes: Sequence[MessageShape],
     tools: Sequence[str],
@@ -236,7 +236,7 @@ def _places_of(rendered: str, placeholder: str, is_id: bool) -> list[tuple[int, 
         return [(match.start(), match.end(), 0) for match in re.finditer(re.escape(placeholder), rendered)]
     forms = [placeholder]
     for _ in range(MOST_ESCAPES):
-        forms.append(escaped(forms[-1]))
+        forms.append(escape_json(forms[-1]))
     places = []
     for match in re.finditer(re.escape(placeholder.removesuffix(PROBE)), rendered):
         start = match.start()

@@ -53,7 +53,7 @@ class ThinkingMarkers:
     is_off: bool = False
     close_id: int | None = None
 
-    def thought_in(self, text: str) -> Thought:
+    def split_thought(self, text: str) -> Thought:
         """The thought that a text begins with."""
         if not self.in_prompt and not text.lstrip(BLANK).startswith(self.open):
             return Thought()
@@ -76,11 +76,11 @@ class ThinkingMarkers:
 
         decode: with special tokens, which markers may be.
         """
-        if not (thought := self.thought_in(decode(token_ids))).has_ended:
+        if not (thought := self.split_thought(decode(token_ids))).has_ended:
             return None if thought.is_open else 0
 
         def holds_it(num_tokens: int) -> bool:
-            return self.thought_in(decode(token_ids[:num_tokens])).has_ended
+            return self.split_thought(decode(token_ids[:num_tokens])).has_ended
 
         counts = range(1, len(token_ids) + 1)
         closing = [count for count in counts if token_ids[count - 1] == self.close_id]
@@ -97,7 +97,7 @@ def with_thought(
     decode: as the completion's text was. decode_special: with special tokens.
     """
     token_ids, text = completion.token_ids, completion.text
-    in_text = markers.thought_in(text)
+    in_text = markers.split_thought(text)
     if not token_ids:
         return replace(completion, thought_chars=in_text.num_chars)
     num_tokens = markers.tokens_of_thought(token_ids, decode_special)
@@ -108,7 +108,7 @@ def with_thought(
     return replace(completion, thought_tokens=num_tokens, thought_chars=num_chars if num_tokens else 0)
 
 
-def markers_of(
+def find_markers(
     declared: Sequence[str] | None, vocabulary: Callable[[str], int | None], template: str, generation_prompt: str
 ) -> ThinkingMarkers | None:
     """A model's markers. None if it has none.

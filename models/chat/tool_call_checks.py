@@ -21,20 +21,20 @@ def is_tool_name(name: object) -> bool:
     return isinstance(name, str) and TOOL_NAME.fullmatch(name) is not None
 
 
-def quoted(text: str) -> str:
+def quote_start(text: str) -> str:
     """The beginning of a text in one line, for an error."""
     line = " ".join(text.split())
     return line if len(line) <= QUOTED_CHARS else line[:QUOTED_CHARS] + " .."
 
 
-def checked_call(name: object, arguments: object, call_id: str = "") -> ToolCall | str:
+def check_call(name: object, arguments: object, call_id: str = "") -> ToolCall | str:
     """The call, or what is wrong with it."""
     if not is_tool_name(name):
-        return f"{quoted(repr(name))} is not the name of a tool"
+        return f"{quote_start(repr(name))} is not the name of a tool"
     assert isinstance(name, str)
     if not isinstance(arguments, Mapping):
-        return f"the arguments of {name} are not a JSON object: {quoted(repr(arguments))}"
-    if problem := problem_of(arguments):
+        return f"the arguments of {name} are not a JSON object: {quote_start(repr(arguments))}"
+    if problem := find_problem(arguments):
         return f"the arguments of {name} can't be read: {problem}"
     return ToolCall(name=name, arguments=arguments, call_id=call_id)
 
@@ -51,7 +51,7 @@ def parameters_of(tool: ToolSpec | None) -> dict[str, bool]:
     }
 
 
-def problem_of(value: object, room: int = MAX_NESTING) -> str:
+def find_problem(value: object, room: int = MAX_NESTING) -> str:
     """Why a value can't be an argument; empty if it can."""
     if isinstance(value, str):
         return "" if _is_unicode(value) else "a text has half a character (a lone surrogate)"
@@ -71,7 +71,7 @@ def problem_of(value: object, room: int = MAX_NESTING) -> str:
         parts = list(value)
     else:
         return f"a value is a {type(value).__name__}"
-    return next(filter(None, (problem_of(part, room - 1) for part in parts)), "")
+    return next(filter(None, (find_problem(part, room - 1) for part in parts)), "")
 
 
 def _is_unicode(text: str) -> bool:

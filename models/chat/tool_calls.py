@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from models.chat.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
 from models.chat.pythonic_tool_calls import parse_pythonic
 from models.chat.xml_tool_calls import parse_qwen3_coder
-from models.import_path import imported
+from models.import_path import import_module
 from models.types import ParsedTurn, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ FORMATS: dict[str, ToolFormat] = {
 }
 
 
-def format_of(template: str, hidden: Collection[str] = ()) -> str | None:
+def detect_format(template: str, hidden: Collection[str] = ()) -> str | None:
     """The name of the format that a chat template asks for; None if it is none of the known ones.
 
     hidden: special tokens, which the text of a completion doesn't show.
@@ -83,7 +83,7 @@ def parser_named(name: str) -> ToolParser:
             f"tool_parser: unknown value {name!r}; known: {', '.join((AUTO_PARSER, *FORMATS))}; or the dotted path of "
             "a function of yours, as my_module.my_parser"
         )
-    found = vars(imported(module_name, "tool_parser")).get(own)
+    found = vars(import_module(module_name, "tool_parser")).get(own)
     if not callable(found) or not _takes_two(found):
         raise ValueError(f"tool_parser: {name} must be a function that takes (text, tools)")
     return _own(name, found)

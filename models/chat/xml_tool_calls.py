@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from models.chat.json_tool_calls import CALL_END, Reading
-from models.chat.tool_call_checks import checked_call, parameters_of, quoted
+from models.chat.tool_call_checks import check_call, parameters_of, quote_start
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 FUNCTION_START, FUNCTION_END = "<function=", "</function>"
@@ -32,9 +32,9 @@ def parse_qwen3_coder(text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
         body = text[match.end() : end]
         written = text[match.start() : place]
         if not match.group().endswith(FUNCTION_START):
-            reading.add(f"a call has no {FUNCTION_START}..>: {quoted(body)}", written)
+            reading.add(f"a call has no {FUNCTION_START}..>: {quote_start(body)}", written)
         elif end == len(text):
-            reading.add(f"a call is not closed with {FUNCTION_END}: {quoted(body)}", written)
+            reading.add(f"a call is not closed with {FUNCTION_END}: {quote_start(body)}", written)
         else:
             reading.add(_call_of(body, known), written)
     reading.texts.append(text[place:])
@@ -54,7 +54,7 @@ def _ends(text: str, start: int) -> tuple[int, int]:
 def _call_of(body: str, known: Mapping[str, ToolSpec]) -> ToolCall | str:
     name, closed, rest = body.partition(">")
     if not closed:
-        return f"the tag of a function is not closed: {quoted(body)}"
+        return f"the tag of a function is not closed: {quote_start(body)}"
     takes_text = parameters_of(known.get(name.strip()))
     arguments: dict[str, object] = {}
     place = 0
@@ -62,8 +62,8 @@ def _call_of(body: str, known: Mapping[str, ToolSpec]) -> ToolCall | str:
         parameter, place = match[1].strip(), match.end()
         arguments[parameter] = match[2] if takes_text.get(parameter, True) else _value_of(match[2])
     if rest[place:].strip():
-        return f"the arguments of {quoted(name)} can't be read: {quoted(rest[place:])}"
-    return checked_call(name.strip(), arguments)
+        return f"the arguments of {quote_start(name)} can't be read: {quote_start(rest[place:])}"
+    return check_call(name.strip(), arguments)
 
 
 def _value_of(text: str) -> object:

@@ -21,17 +21,17 @@ class NoLimits:
 class NoRequestLog:
     """A log that counts nothing."""
 
-    def sending(self, *, retry: bool) -> int:
+    def begin_request(self, *, retry: bool) -> int:
         return 0
 
-    def answered(self, number: int, usage: Usage) -> None:
+    def end_request(self, number: int, usage: Usage) -> None:
         return None
 
     def unsent(self, number: int) -> None:
         return None
 
 
-def shared_key(option: str) -> str:
+def name_shared_key(option: str) -> str:
     """The key of an option that all models behind endpoints share."""
     return f"engine.openai.{option}"
 
@@ -47,6 +47,6 @@ class EndpointUse:
     """
 
     model_key: str = "grm"
-    option_key: Callable[[str], str] = shared_key
+    option_key: Callable[[str], str] = name_shared_key
     limits: SendLimits = field(default_factory=NoLimits)
     requests: RequestLog = field(default_factory=NoRequestLog)

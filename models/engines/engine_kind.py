@@ -99,7 +99,7 @@ class EngineKind(ABC, Generic[Options]):
     reads_model_files: it takes the weights of a model's folder (ModelFiles).
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
-    batch_invariant:   it can make a request's tokens independent of those beside it, by `made_batch_invariant`.
+    batch_invariant:   it can make a request's tokens independent of those beside it, by `make_batch_invariant`.
     swaps_weights:     it can serve several models of one shape, one at a time.
     """
 
@@ -127,7 +127,7 @@ class EngineKind(ABC, Generic[Options]):
 
     @classmethod
     @abstractmethod
-    def shared_options(cls, sections: EngineConfig) -> Options:
+    def read_options(cls, sections: EngineConfig) -> Options:
         """The options of `engine.<section>`, or the defaults. A role's `engine_options` override them."""
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class EngineKind(ABC, Generic[Options]):
         """Whether its options make weights or cache coarser than what it is sent."""
         return False
 
-    def made_batch_invariant(self) -> EngineKind[Options]:
+    def make_batch_invariant(self) -> EngineKind[Options]:
         """The kind with options that make a request's tokens independent of other requests."""
         raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from models.lm.packed_check import probe_scores
-from models.lm.scalar_head import last_of_samples, load_scalar_head, packed_scores, padding_of, without_padding
+from models.lm.scalar_head import (
+    compute_packed_scores,
+    find_padding,
+    last_of_samples,
+    load_scalar_head,
+    without_padding,
+)
 
 Sequences = Sequence[Sequence[int]]
 
@@ -37,7 +43,7 @@ class ScalarScorer:
             torch.set_num_threads(1)  # engines and learners share the cores
         self._spec = spec
         self._model = load_scalar_head(spec.path, spec.dtype, spec.device)
-        self._pad_id = padding_of(self._model.config)
+        self._pad_id = find_padding(self._model.config)
         with torch.inference_mode():
             probe_scores(self._model, torch.device(spec.device), spec.dtype)
 
@@ -56,7 +62,7 @@ class ScalarScorer:
         ids_T = torch.cat([torch.tensor(sequence) for sequence in sequences])
         positions_T = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
         ids_T, positions_T, lengths_S = (x.to(self._spec.device) for x in (ids_T, positions_T, lengths_S))
-        scores_T = packed_scores(self._model, ids_T, positions_T, lengths_S)
+        scores_T = compute_packed_scores(self._model, ids_T, positions_T, lengths_S)
         return last_of_samples(scores_T, lengths_S).tolist()
 
 

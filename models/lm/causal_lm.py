@@ -21,11 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from models.hub import is_hub_name
 from models.lm.linear_logprobs import ENTROPY, LOGPROB
-from models.lm.logprobs import Wanted, chosen_logprobs
+from models.lm.logprobs import Wanted, compute_chosen_logprobs
 from models.lm.output_head import OutputHead, find_output_head
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.settings import CHUNK_LOGITS
 
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
@@ -34,15 +34,15 @@ ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained temporarily sets the pr
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The model in a Hugging Face directory (or of a hub name), in eval mode. Raises ValueError for anything else."""
-    return loaded(AutoModelForCausalLM, path, read_config(path), dtype, device)
+    return load_model(AutoModelForCausalLM, path, read_config(path), dtype, device)
 
 
 def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
     """The same model without its numbers, on the meta device: first sharded, then filled."""
-    return outlined(AutoModelForCausalLM, read_config(path), dtype)
+    return make_on_meta(AutoModelForCausalLM, read_config(path), dtype)
 
 
-def loaded(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, device: str) -> PreTrainedModel:
+def load_model(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, device: str) -> PreTrainedModel:
     """A model of this kind with packed attention, in eval mode. Raises ValueError for weights that can't be read."""
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -61,8 +61,8 @@ def loaded(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, devi
     return model.eval()
 
 
-def outlined(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """Like `loaded`, without numbers and on the meta device."""
+def make_on_meta(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """Like `load_model`, without numbers and on the meta device."""
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
         model = kind.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION)
     find_output_head(model)
@@ -98,7 +98,7 @@ class PackedLogprobs:
     entropy_T: Tensor  # zeros unless requested
 
 
-def packed_logprobs(
+def compute_packed_logprobs(
     model: nn.Module,
     token_ids_T: Tensor,
     position_ids_T: Tensor,
@@ -110,7 +110,7 @@ def packed_logprobs(
     wanted_T: Tensor | None = None,
     temperature: float = 1.0,
     fp32_logits: bool = False,
-    context: ContextGroup | None = None,
+    context: ContextRanks | None = None,
 ) -> PackedLogprobs:
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 
@@ -141,7 +141,7 @@ def packed_logprobs(
     zeros_T = logprobs_R.new_zeros(len(token_ids_T))
     logprobs_T, entropy_T = (zeros_T.index_copy(0, targets_R, rows_R) for rows_R in (logprobs_R, entropy_R))
     if context is not None:
-        logprobs_T, entropy_T = context.united(torch.stack([logprobs_T, entropy_T]))
+        logprobs_T, entropy_T = context.unite(torch.stack([logprobs_T, entropy_T]))
     return PackedLogprobs(logprobs_T=logprobs_T, entropy_T=entropy_T)
 
 
@@ -149,17 +149,19 @@ def _chosen(
     model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, before_R: Tensor, wanted: Wanted
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the wanted tokens. [R]"""
-    forward = functools.partial(packed_logits, model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R)
+    forward = functools.partial(
+        compute_packed_logits, model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R
+    )
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     # Few logits are cheaper to keep than to compute again.
     if isinstance(head, OutputHead) and (wanted.fp32_logits or len(before_R) * head.out_features > wanted.chunk_logits):
         with head.asked_for(wanted):
             chosen_R2 = forward()
         return chosen_R2[:, LOGPROB], chosen_R2[:, ENTROPY]
-    return chosen_logprobs(forward(), wanted)
+    return compute_chosen_logprobs(forward(), wanted)
 
 
-def packed_logits(
+def compute_packed_logits(
     model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, **options: Tensor
 ) -> Tensor:
     """The head's output at each token, or at those that the `options` of the model's forward pass keep. [T, ..]; of a

@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from models.lm.checkpoint_metadata import SafeReader
-from models.lm.lora import merged_state, save_adapters
+from models.lm.lora import merge_state, save_adapters
 from models.lm.parallel.ranks import group_for_files
 from models.settings import LoraConfig
-from models.stored_files import StoredFile, stored_files, sync_directory
+from models.stored_files import StoredFile, describe_files, sync_directory
 
 # A single rank's state is complete, but torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
@@ -55,13 +55,18 @@ class ShardedSave:
         self._written: Future[tuple[StoredFile, ...]] = Future()
 
     def begin(
-        self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
+        self,
+        directory: str,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        version: int,
+        in_background: bool,
     ) -> None:
-        """A collective. aside: copy the state to the host, and write it from there while training continues; otherwise
-        it is written when this returns.
+        """A collective. in_background: copy the state to the host, and write it from there while training continues;
+        otherwise it is written when this returns.
         """
         state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
-        if aside:
+        if in_background:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             copied = cast(dict[str, Any], stager.stage(state))
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -126,7 +131,7 @@ def export_hf(
         return
     if lora is not None and lora.learns:
         save_adapters(adapter_dir, model, weights, lora)
-        weights = {name: _cast(tensor, kind) for name, tensor in merged_state(model, weights).items()}
+        weights = {name: _cast(tensor, kind) for name, tensor in merge_state(model, weights).items()}
     model.save_pretrained(directory, state_dict=weights, max_shard_size=SHARD_SIZE)
     model.config.dtype = str(kind).removeprefix("torch.")  # transformers set that of the model in memory
     model.config.save_pretrained(directory)
@@ -178,7 +183,7 @@ def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:
         dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group_for_files(), no_dist=alone)
     sync_directory(Path(directory))
     names = [path.name for path in Path(directory).glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
-    return stored_files(Path(directory), sorted(names))
+    return describe_files(Path(directory), sorted(names))
 
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from models.lm.causal_lm import outlined
+from models.lm.causal_lm import make_on_meta
 
 EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 Shapes = dict[str, tuple[int, ...]]
@@ -37,9 +37,9 @@ class CheckpointNames:
 
     @staticmethod
     def of(config: PreTrainedConfig) -> CheckpointNames:
-        return CheckpointNames(outlined(AutoModelForCausalLM, copy.deepcopy(config), "float32"))
+        return CheckpointNames(make_on_meta(AutoModelForCausalLM, copy.deepcopy(config), "float32"))
 
-    def converted(self, name: str, tensor: Tensor, experts: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def convert(self, name: str, tensor: Tensor, experts: Sequence[int] | None = None) -> dict[str, Tensor]:
         """A whole tensor of the model as in the checkpoint: one tensor, or several for fused experts; views if
         possible. experts: the numbers of those in `tensor`, if it has only some; see `separates`.
         """
@@ -49,8 +49,8 @@ class CheckpointNames:
         return converted if experts is None else {_numbered(key, experts): held for key, held in converted.items()}
 
     def shapes(self, name: str, shape: Sequence[int], experts: Sequence[int] | None = None) -> Shapes:
-        """Name -> shape of the results of `converted`. Computes nothing."""
-        converted = self.converted(name, torch.empty(tuple(shape), device="meta"), experts)
+        """Name -> shape of the results of `convert`. Computes nothing."""
+        converted = self.convert(name, torch.empty(tuple(shape), device="meta"), experts)
         return {name: tuple(tensor.shape) for name, tensor in converted.items()}
 
     def separates(self, name: str, shape: Sequence[int]) -> bool:

@@ -101,11 +101,11 @@ class Footprint:
         """The parameters of low-rank adapters on these layers; no targets: on all."""
         return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
 
-    def adapted_weights(self, targets: Sequence[str]) -> int:
+    def count_adapted_weights(self, targets: Sequence[str]) -> int:
         """The weights of the layers that get adapters; no targets: of all linear layers of the blocks."""
         return sum(weights for name, weights in self.linear_weights.items() if not targets or name in targets)
 
-    def working_bytes(
+    def estimate_working_bytes(
         self,
         dtype: str,
         num_tokens: int,
@@ -186,7 +186,7 @@ class Heads:
     key: int
 
 
-def heads_of(path: str) -> Heads:
+def read_heads(path: str) -> Heads:
     """The heads of the model in a directory."""
     from transformers import AutoConfig  # late: seconds, which a checked run without GPUs does without
 
@@ -196,7 +196,7 @@ def heads_of(path: str) -> Heads:
     )
 
 
-def footprint_of(path: str) -> Footprint:
+def read_footprint(path: str) -> Footprint:
     """The footprint of the model in a directory. Raises OSError if there is no config at `path`."""
     import torch
     from torch import nn

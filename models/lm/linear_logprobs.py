@@ -99,7 +99,7 @@ def _chunks(
     hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: Wanted
 ) -> Iterator[tuple[int, Tensor]]:
     """The logits of some columns at a time, in float and after temperature, with the number of the first column."""
-    for start, stop in columns_of(len(hidden_RD), len(weight_VD), wanted.chunk_logits):
+    for start, stop in split_columns(len(hidden_RD), len(weight_VD), wanted.chunk_logits):
         rows_CD = weight_VD[start:stop]
         kind = torch.promote_types(hidden_RD.dtype, torch.float32)
         logits_RC = _product(hidden_RD, rows_CD.t(), kind if wanted.fp32_logits else hidden_RD.dtype)
@@ -109,7 +109,7 @@ def _chunks(
         yield start, logits_RC.div_(wanted.temperature) if wanted.temperature != 1.0 else logits_RC
 
 
-def columns_of(num_rows: int, vocab_size: int, chunk_logits: int) -> Iterator[tuple[int, int]]:
+def split_columns(num_rows: int, vocab_size: int, chunk_logits: int) -> Iterator[tuple[int, int]]:
     """The first and last column of each chunk, all of about the same size."""
     num_chunks = min(vocab_size, max(1, -(-num_rows * vocab_size // chunk_logits)))
     ends = [vocab_size * chunk // num_chunks for chunk in range(num_chunks + 1)]

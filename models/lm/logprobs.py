@@ -28,7 +28,7 @@ class Wanted:
     chunk_logits: int = CHUNK_LOGITS
 
 
-def chosen_logprobs(logits_RV: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+def compute_chosen_logprobs(logits_RV: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
     """Log-softmax of row r at chosen_R[r], and the entropy of row r (zeros unless wanted). R: rows, V: vocabulary.
 
     Returns float32 (float64 for float64 logits), natural log. Only `chunk_logits` logits at a time are copied to float;

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm
-from models.lm.pieces import Outgoing, Piece, pieces_of, unshard
+from models.lm.pieces import Outgoing, Piece, list_pieces, unshard
 from models.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LowRank:
         return self.scale * (b_OR @ a_RI)
 
 
-def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+def find_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """The last parts of the names of linear layers that get adapters; all within the blocks if the configuration names
     none. Raises ValueError that names one that doesn't exist.
     """
@@ -72,7 +72,7 @@ def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 def check_targets(path: str, lora: LoraConfig) -> None:
     """Raises ValueError if the model at `path` can't have such adapters. Reads no weights, needs no peft."""
-    targets_of(outline_causal_lm(path), lora)
+    find_targets(outline_causal_lm(path), lora)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int = 0) -> PreTrainedModel:
@@ -82,7 +82,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int
     """
     from peft import inject_adapter_in_model
 
-    config = _peft_config(model, lora, targets_of(model, lora))
+    config = _peft_config(model, lora, find_targets(model, lora))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
@@ -108,11 +108,11 @@ def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Archite
 def adapters(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
     """Name of a linear layer -> its adapter, in the order of the model; none in a plain model."""
     for name, module in model.named_modules():
-        if (low_rank := low_rank_of(module)) is not None:
+        if (low_rank := find_adapter(module)) is not None:
             yield name, low_rank
 
 
-def low_rank_of(module: Any) -> LowRank | None:
+def find_adapter(module: Any) -> LowRank | None:
     """The adapter of a layer; None for a plain layer."""
     if not hasattr(module, "lora_A"):  # peft may not be installed, so its classes can't be checked
         return None
@@ -127,7 +127,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
     It sets the scale to 0: peft's own switch would remove `requires_grad` from the adapters without FSDP2 noticing.
     """
-    layers: list[Any] = [module for module in model.modules() if low_rank_of(module) is not None]
+    layers: list[Any] = [module for module in model.modules() if find_adapter(module) is not None]
     scales = [layer.scaling[ADAPTER] for layer in layers]
     try:
         for layer in layers:
@@ -146,17 +146,17 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def outgoing(model: nn.Module, lora: LoraConfig, dtype: str) -> Outgoing:
+def list_outgoing(model: nn.Module, lora: LoraConfig, dtype: str) -> Outgoing:
     """The tensors of a push: adapters under peft's names, or merged weights under the names of the plain model; then
     weights without adapters are sent once and are fixed from then on.
     """
     low_ranks = {f"{name}.base_layer.weight": low_rank for name, low_rank in adapters(model)}
     trained = {id(p) for low_rank in low_ranks.values() for p in (low_rank.a_RI, low_rank.b_OR)}
     if lora.sync == "adapters":
-        return Outgoing(changing=[piece for piece in pieces_of(model, dtype) if id(piece.tensor) in trained])
+        return Outgoing(changing=[piece for piece in list_pieces(model, dtype) if id(piece.tensor) in trained])
     held: torch.dtype = getattr(torch, dtype)
     fixed, changing = [], []
-    for piece in pieces_of(model, dtype):
+    for piece in list_pieces(model, dtype):
         plain = plain_name(piece.name)
         if (low_rank := low_ranks.get(piece.name)) is not None:
             merged = partial(_merged, piece.tensor, low_rank, held)
@@ -166,7 +166,7 @@ def outgoing(model: nn.Module, lora: LoraConfig, dtype: str) -> Outgoing:
     return Outgoing(changing=changing, fixed=fixed)
 
 
-def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the plain model, from a whole one with adapters. Sums are in the adapters' type."""
     plain = dict(state)
     for name, low_rank in adapters(model):

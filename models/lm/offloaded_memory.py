@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from models.arena import padded
+from models.bucket_memory import round_up_to_page
 
 
 class OffloadedMemory:
@@ -54,17 +54,17 @@ class OffloadedMemory:
         Pinned for a GPU, so that loading back runs at the speed of the bus.
         """
         sizes = [storage.nbytes() for storage in storages]
-        ends = list(accumulate(padded(size) for size in sizes))
+        ends = list(accumulate(round_up_to_page(size) for size in sizes))
         whole, block = ends[-1] if ends else 0, self._rooms.get(device)
         if block is None or block.numel() < whole:
             self._rooms.pop(device, None)  # free it before taking more
             block = self._rooms[device] = (
-                pinned(whole) if device.type == "cuda" else torch.empty(whole, dtype=torch.uint8)
+                allocate_pinned(whole) if device.type == "cuda" else torch.empty(whole, dtype=torch.uint8)
             )
-        return [block[end - padded(size) :][:size] for end, size in zip(ends, sizes, strict=True)]
+        return [block[end - round_up_to_page(size) :][:size] for end, size in zip(ends, sizes, strict=True)]
 
 
-def pinned(num_bytes: int) -> Tensor:
+def allocate_pinned(num_bytes: int) -> Tensor:
     """Host memory, uint8, that a GPU copies from and to directly: of exactly this size, not of the next power of two.
 
     It is registered with CUDA as pinned, and unregistered when it is no longer referenced.

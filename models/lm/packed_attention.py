@@ -18,13 +18,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from models.lm.packing import Packing, PaddedRows
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 PACKED_ATTENTION = "packed_sdpa"
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
 
 
-def packed_attention(
+def attend_packed(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -59,7 +59,7 @@ def packed_attention(
 
 
 def _of_all_tokens(
-    query_PHD: Tensor, key_PGD: Tensor, value_PGD: Tensor, packing: Packing, context: ContextGroup
+    query_PHD: Tensor, key_PGD: Tensor, value_PGD: Tensor, packing: Packing, context: ContextRanks
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a rank's tokens -> those of all tokens, of its share of the heads."""
     num_heads = query_PHD.shape[1]
@@ -135,7 +135,7 @@ def _padded(
         key_TGD, value_TGD = (_to_every_head(x, num_heads) for x in (key_TGD, value_TGD))
 
     def attend(rows: PaddedRows) -> Tensor:
-        seen_NQK = rows.seen_NQK(window)
+        seen_NQK = rows.make_mask(window)
         out_NHQD = F.scaled_dot_product_attention(
             query_THD[rows.queries_NQ].transpose(1, 2),
             key_TGD[rows.keys_NK].transpose(1, 2),
@@ -159,5 +159,5 @@ def _to_every_head(states_TGD: Tensor, num_heads: int) -> Tensor:
     return states_TGD.repeat_interleave(num_heads // states_TGD.shape[1], dim=1)
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(PACKED_ATTENTION, attend_packed)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.lm.causal_lm import outline_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, outline_causal_lm
 from models.lm.packable_configs import unpackable_config
 from models.lm.packing import Prefixes
-from models.lm.parallel.context_parallel import ContextGroup
-from models.lm.scalar_head import HEAD, packed_scores
+from models.lm.parallel.context_parallel import ContextRanks
+from models.lm.scalar_head import HEAD, compute_packed_scores
 
 WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."
 
@@ -60,7 +60,7 @@ def unpackable(model: PreTrainedModel) -> str | None:
 
 
 def probe_logprobs(
-    model: PreTrainedModel, device: torch.device, dtype: str, context: ContextGroup | None = None
+    model: PreTrainedModel, device: torch.device, dtype: str, context: ContextRanks | None = None
 ) -> None:
     """Compare a short sample packed after another one, and with a shared prefix, with the sample alone, as transformers
     calls the model. Three passes, a collective; the caller disables gradients. context: ranks that share samples.
@@ -71,10 +71,10 @@ def probe_logprobs(
     logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, :-1]
     alone_T = logits_TV.float().log_softmax(-1).gather(-1, sample_T[1:, None]).squeeze(-1)
     for num_shared in (0, len(PREFIX)):
-        packed_T = packed_logprobs(model, *_behind_another(num_shared, device), context=context).logprobs_T
+        packed_T = compute_packed_logprobs(model, *_behind_another(num_shared, device), context=context).logprobs_T
         packed = packed_T[-len(SECOND) :]
         off = float((packed - alone_T[-len(SECOND) :]).abs().mean())
-        _refuse_above(tolerance_of(dtype), off, "nats", num_shared, model)
+        _refuse_above(choose_tolerance(dtype), off, "nats", num_shared, model)
 
 
 def probe_scores(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
@@ -85,15 +85,15 @@ def probe_scores(model: PreTrainedModel, device: torch.device, dtype: str) -> No
     hook = model.get_submodule(HEAD).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0].detach()))
     try:
         model(input_ids=torch.tensor([PREFIX + SECOND], device=device), use_cache=False)
-        packed_scores(model, *_behind_another(0, device)[:3])
+        compute_packed_scores(model, *_behind_another(0, device)[:3])
     finally:
         hook.remove()
     alone_TD, packed_TD = (hidden_TD[-len(SECOND) :].float() for hidden_TD in read)
     off = float((packed_TD - alone_TD).norm() / alone_TD.norm())
-    _refuse_above(tolerance_of(dtype), off, "of a hidden state", 0, model)
+    _refuse_above(choose_tolerance(dtype), off, "of a hidden state", 0, model)
 
 
-def tolerance_of(dtype: str) -> float:
+def choose_tolerance(dtype: str) -> float:
     return PROBE_TOLERANCE_16BIT if dtype in ("bfloat16", "float16") else PROBE_TOLERANCE
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 
@@ -46,7 +46,7 @@ class PaddedRows:
     keys_NK: Tensor
     prefix_lengths_N: Tensor | None  # None: no prefixes, and each query sees as many keys as its place says
 
-    def seen_NQK(self, window: int | None) -> Tensor | None:
+    def make_mask(self, window: int | None) -> Tensor | None:
         """Which keys each query sees: up to its own position, and within the window. None: plain causal attention."""
         if self.prefix_lengths_N is None and (window is None or window >= self.keys_NK.shape[1]):
             return None
@@ -66,7 +66,7 @@ class Packing:
     """The packing of a micro-batch. What all layers need is computed once, when the first of them asks."""
 
     def __init__(
-        self, lengths_S: Tensor, prefixes: Prefixes | None = None, context: ContextGroup | None = None
+        self, lengths_S: Tensor, prefixes: Prefixes | None = None, context: ContextRanks | None = None
     ) -> None:
         """lengths_S: int64, of own tokens; sums to T. context: the ranks that hold a slice of the tokens each."""
         self.context = context

@@ -39,13 +39,13 @@ class Outgoing:
     fixed: Sequence[Piece] = ()
 
 
-def pieces_of(model: nn.Module, dtype: str) -> Iterator[Piece]:
+def list_pieces(model: nn.Module, dtype: str) -> Iterator[Piece]:
     """All tensors of a model, unchanged."""
     for name, tensor in _tensors(model):
         yield Piece(name=name, tensor=tensor, unsharded=partial(unshard, tensor, getattr(torch, dtype)))
 
 
-def rows_of(tensor: Tensor, dtype: str, at_a_time: int) -> Iterator[Rows]:
+def split_rows(tensor: Tensor, dtype: str, at_a_time: int) -> Iterator[Rows]:
     """A tensor in parts of about `at_a_time` entries, so that no rank holds it whole. Each shard of the first dimension
     adds as many entries to a part, at least one: their numbers have gaps.
     """

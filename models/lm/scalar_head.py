@@ -14,9 +14,9 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from models.lm.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
+from models.lm.causal_lm import compute_packed_logits, load_causal_lm, load_model, make_on_meta, read_config
 from models.lm.packing import Packing
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 HEAD = "score"
 # A sequence classifier has the same trunk and the same head except for a bias, and reads it at the last token.
@@ -27,7 +27,7 @@ def load_scalar_head(path: str, dtype: str = "float32", device: str = "cpu") -> 
     """Load the model of a directory that has a scalar head, in eval mode. The head computes in float32 for any
     `dtype`.
     """
-    return finished(loaded(AutoModelForTokenClassification, path, scalar_config(path), dtype, device), path)
+    return finish_model(load_model(AutoModelForTokenClassification, path, scalar_config(path), dtype, device), path)
 
 
 def start_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
@@ -40,7 +40,7 @@ def start_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
         return load_scalar_head(path, dtype)
     model = outline_scalar_head(path, dtype)
     setattr(model, model.base_model_prefix, load_causal_lm(path, dtype).base_model)
-    head = head_of(model, path).to_empty(device="cpu")
+    head = find_head(model, path).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
@@ -51,7 +51,7 @@ def outline_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
     """The result of `start_scalar_head` without its numbers, on the meta device."""
     config = read_config(path)
     config = scalar_config(path) if has_head(config) else with_one_label(config, path)
-    return finished(outlined(AutoModelForTokenClassification, config, dtype), path)
+    return finish_model(make_on_meta(AutoModelForTokenClassification, config, dtype), path)
 
 
 def scalar_config(path: str) -> PreTrainedConfig:
@@ -95,27 +95,27 @@ def with_one_label(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
     return config
 
 
-def head_of(model: nn.Module, path: str = "") -> nn.Linear:
+def find_head(model: nn.Module, path: str = "") -> nn.Linear:
     head = model.get_submodule(HEAD) if isinstance(model, GenericForTokenClassification) else None
     if not isinstance(head, nn.Linear):
         raise ValueError(f"path: {type(model).__name__} ({path!r}) has no head that reads only the trunk")
     return head
 
 
-def finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    head = head_of(model, path)
+def finish_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    head = find_head(model, path)
     head.to(torch.promote_types(head.weight.dtype, torch.float32))  # bf16 can't separate values 1 % apart
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(head.weight.dtype),))
     head.register_forward_hook(lambda _, inputs, output: output.clone())  # FSDP2 warns of outputs that are views
     return model
 
 
-def packed_scores(
+def compute_packed_scores(
     model: nn.Module,
     token_ids_T: Tensor,
     position_ids_T: Tensor,
     sample_lengths_S: Tensor,
-    context: ContextGroup | None = None,
+    context: ContextRanks | None = None,
 ) -> Tensor:
     """The head's number at each token, given its sample up to there. [T]; T: packed tokens, S: samples.
 
@@ -123,8 +123,8 @@ def packed_scores(
     context: ranks that share samples, as in `packed_logprobs`.
     """
     packing = Packing(sample_lengths_S, context=context)
-    scores = packed_logits(model, token_ids_T, position_ids_T, packing)[:, 0]
-    return scores if context is None else context.united_slices(scores, packing.num_tokens)
+    scores = compute_packed_logits(model, token_ids_T, position_ids_T, packing)[:, 0]
+    return scores if context is None else context.unite_slices(scores, packing.num_tokens)
 
 
 def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
     return values_T[sample_lengths_S.cumsum(0) - 1]
 
 
-def padding_of(config: PreTrainedConfig) -> int | None:
+def find_padding(config: PreTrainedConfig) -> int | None:
     """The token that a sequence classifier skips at the end of a sequence. None: the last token is read, whatever it
     is.
     """

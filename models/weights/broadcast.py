@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from models.arena import Arena
+from models.bucket_memory import BucketMemory
 from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from models.weights.opening import dtype_of, opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.opening import open_bucket, parse_dtype
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
@@ -22,8 +22,8 @@ class GlooBroadcasts(WeightTransport):
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
         super().__init__(dtype, device, folder)
-        self._group = BroadcastGroup(device)
-        self._arenas = tuple(Arena(self._posted_on(device)) for _ in range(2))
+        self._group = BroadcastLink(device)
+        self._arenas = tuple(BucketMemory(self._posted_on(device)) for _ in range(2))
         self._posted: dict[int, tuple[tuple[str, ...], list[Tensor]]] = {}  # the last two
 
     def connect(self, link: GroupLink | None) -> None:
@@ -81,9 +81,9 @@ class NcclBroadcasts(GlooBroadcasts):
         return device
 
 
-@opened.register
-def _(payload: Broadcast, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+@open_bucket.register
+def _(payload: Broadcast, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     if group is None:
         raise ConnectionError("weights: a bucket comes by broadcast, but this engine has no process group")
     names, shapes = [tensor.name for tensor in tensors], [tensor.shape for tensor in tensors]
-    return group.receive(names, [dtype_of(tensor) for tensor in tensors], shapes)
+    return group.receive(names, [parse_dtype(tensor) for tensor in tensors], shapes)

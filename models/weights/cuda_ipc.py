@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
-from models.arena import Arena
+from models.bucket_memory import BucketMemory
 from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
-from models.weights.opening import opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.opening import open_bucket
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
@@ -25,23 +25,23 @@ class CudaMemory(WeightTransport):
             raise ValueError(
                 f"sync.transport: cuda_ipc shares a GPU's memory, but the learner is on {device}; set shared_memory"
             )
-        self._arenas = tuple(Arena(device) for _ in range(2))
+        self._arenas = tuple(BucketMemory(device) for _ in range(2))
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
         self._arenas = self._arenas[::-1]
         sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
         self._fill(sent, bucket)
         torch.cuda.synchronize(self._device)  # another process reads it next
-        handles = tuple(handle_of(tensor) for tensor in sent)
+        handles = tuple(make_handle(tensor) for tensor in sent)
         return self._announce(bucket, sent, CudaHandles(handles={gpu_id(self._device): handles}))
 
 
-@opened.register
-def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+@open_bucket.register
+def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     """The tensors on the GPU that this process sees. Raises ValueError if the handles are for another GPU."""
     for device in gpus_seen():
         if (own := payload.handles.get(gpu_id(device))) is not None:
-            return [mapped(handle, device) for handle in own]
+            return [map_handle(handle, device) for handle in own]
     raise ValueError(
         f"sync.transport: cuda_ipc is for engines on the learner's GPUs ({', '.join(payload.handles)}); this engine "
         "sees none of them: set sync.transport=auto"
@@ -57,7 +57,7 @@ def gpus_seen() -> range:
     return range(torch.cuda.device_count())
 
 
-def handle_of(tensor: Tensor) -> CudaHandle:
+def make_handle(tensor: Tensor) -> CudaHandle:
     """The handle of a contiguous tensor, as torch's `reduce_tensor` shares it."""
     assert tensor.is_contiguous() and not tensor.requires_grad
     _, _, _, offset, _, _, _, memory, size, start, _, counter, counter_offset, event, sync = reduce_tensor(tensor)[1]
@@ -75,7 +75,7 @@ def handle_of(tensor: Tensor) -> CudaHandle:
     )
 
 
-def mapped(handle: CudaHandle, device: int) -> Tensor:
+def map_handle(handle: CudaHandle, device: int) -> Tensor:
     """The sender's tensor itself, on the device number that this process gives the GPU."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
     shape = torch.Size(handle.shape)

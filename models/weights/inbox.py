@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from models.types import GroupLink, WeightBucket, WeightTensor
-from models.weights.process_group import BroadcastGroup
-from models.weights.receiving import checksums_of, received
+from models.weights.process_group import BroadcastLink
+from models.weights.receiving import compute_checksums, receive_tensors
 
 
 class WeightInbox:
@@ -17,7 +17,7 @@ class WeightInbox:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._group = BroadcastGroup(device)
+        self._group = BroadcastLink(device)
         self._checksums: dict[str, str] = {}
 
     def begin(self, link: GroupLink | None) -> None:
@@ -32,12 +32,12 @@ class WeightInbox:
         try:
             held = self._model.state_dict()
             targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
-            with received(bucket, self._group) as tensors:
+            with receive_tensors(bucket, self._group) as tensors:
                 applied = [
                     (announced, _applied(target, source))
                     for target, (announced, source) in zip(targets, tensors, strict=True)
                 ]
-                checksums = checksums_of(applied)
+                checksums = compute_checksums(applied)
         except BaseException:
             self._group.leave()  # otherwise the sender waits for us until its timeout
             raise

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from models.types import InlineBytes, WeightBucket, WeightTensor
 from models.weights.checksums import as_bytes
-from models.weights.opening import dtype_of, num_bytes, opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.opening import num_bytes, open_bucket, parse_dtype
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import UnshardedBucket, WeightTransport
 
 
@@ -23,8 +23,8 @@ class ObjectStore(WeightTransport):
         return self._announce(bucket, held, InlineBytes(data=tuple(as_bytes(tensor) for tensor in held)))
 
 
-@opened.register
-def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+@open_bucket.register
+def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     came = []
     for tensor, data in zip(tensors, payload.data, strict=True):
         if data.nbytes != num_bytes(tensor):
@@ -33,5 +33,5 @@ def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastGro
             )
         # torch wants writable memory; memory in a shared store may be read-only
         writable = data if data.flags.writeable else data.copy()
-        came.append(torch.from_numpy(writable).view(dtype_of(tensor)).view(tensor.shape))
+        came.append(torch.from_numpy(writable).view(parse_dtype(tensor)).view(tensor.shape))
     return came

@@ -12,13 +12,15 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from models.arena import bytes_of
+from models.bucket_memory import count_bytes
 from models.types import ModelFiles, Payload, WeightTensor
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 
 
 @singledispatch
-def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
+def open_bucket(
+    payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None
+) -> Sequence[Tensor]:
     """The tensors of a bucket, in order, on the CPU or their device. Read them before the sender makes its second next
     bucket.
 
@@ -27,16 +29,16 @@ def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastGr
     raise ValueError(f"weights: no transport here takes {type(payload).__name__}")
 
 
-@opened.register
-def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
+@open_bucket.register
+def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> Sequence[Tensor]:
     raise ValueError(f"weights: {payload.path} is for engines that read model files themselves")
 
 
 def num_bytes(tensor: WeightTensor) -> int:
     """The bytes of one tensor, unsharded, as sent."""
-    return bytes_of(dtype_of(tensor), tensor.shape)
+    return count_bytes(parse_dtype(tensor), tensor.shape)
 
 
-def dtype_of(tensor: WeightTensor) -> torch.dtype:
+def parse_dtype(tensor: WeightTensor) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, tensor.dtype)
     return dtype

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.arena import Arena
+from models.bucket_memory import BucketMemory
 from models.rendezvous import address_towards, store_at
 from models.types import GroupLink
 
@@ -31,7 +31,7 @@ class _Backend(Protocol):
     def abort(self) -> None: ...
 
 
-class BroadcastGroup:
+class BroadcastLink:
     """One member's end of a group. Joining under a new name leaves the old group; a failed member leaves, so that the
     others notice.
 
@@ -44,7 +44,7 @@ class BroadcastGroup:
         self._local_rank = local_rank
         self._link: GroupLink | None = None
         self._backend: _Backend | None = None
-        self._arena = Arena(torch.device("cpu"))
+        self._arena = BucketMemory(torch.device("cpu"))
         self._connected = False  # NCCL connects its members in the first broadcast
 
     @property
@@ -67,12 +67,12 @@ class BroadcastGroup:
                 f"{link.name!r} at {link.address}:{link.port} within {link.meeting_timeout_s:g} s: {_plain(error)}"
             ) from None
         self._link, self._connected = link, False
-        self._arena = Arena(self._device if link.backend == "nccl" else torch.device("cpu"))
+        self._arena = BucketMemory(self._device if link.backend == "nccl" else torch.device("cpu"))
 
     def leave(self) -> None:
         """Close the connections: all who wait on them fail now."""
         backend, link, self._backend, self._link = self._backend, self._link, None, None
-        self._arena = Arena(torch.device("cpu"))
+        self._arena = BucketMemory(torch.device("cpu"))
         if backend is not None and link is not None and link.backend == "nccl":
             backend.abort()  # not shutdown, which waits for hanging operations
 

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from models.types import WeightBucket, WeightTensor
 from models.weights.checksums import tensor_checksums
-from models.weights.opening import dtype_of, opened
-from models.weights.process_group import BroadcastGroup
-from models.weights.transports import TRANSPORTS, named
+from models.weights.opening import open_bucket, parse_dtype
+from models.weights.process_group import BroadcastLink
+from models.weights.transports import TRANSPORTS, import_transport
 
 for kind in TRANSPORTS.values():
-    named(kind.sender)  # importing its file registers the receiving end
+    import_transport(kind.sender)  # importing its file registers the receiving end
 
 Received = list[tuple[WeightTensor, Tensor]]
 
 
 @contextmanager
-def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Iterator[Received]:
+def receive_tensors(bucket: WeightBucket, group: BroadcastLink | None = None) -> Iterator[Received]:
     """The tensors of a bucket, in order, in the announced type and shape: valid only within the block.
 
     On the CPU, or on their device. Raises ValueError that names a tensor that differs from its announcement,
@@ -37,7 +37,7 @@ def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Itera
     """
     tensors = [
         _checked(announced, tensor)
-        for announced, tensor in zip(bucket.tensors, opened(bucket.payload, bucket.tensors, group), strict=True)
+        for announced, tensor in zip(bucket.tensors, open_bucket(bucket.payload, bucket.tensors, group), strict=True)
     ]
     try:
         yield tensors
@@ -45,14 +45,14 @@ def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Itera
         tensors.clear()  # mapped memory is released with its last tensor
 
 
-def checksums_of(tensors: Received) -> dict[str, str]:
+def compute_checksums(tensors: Received) -> dict[str, str]:
     """Name -> checksum of the received tensors."""
     sums = tensor_checksums([tensor for _, tensor in tensors])
     return {announced.name: checksum for (announced, _), checksum in zip(tensors, sums, strict=True)}
 
 
 def _checked(announced: WeightTensor, tensor: Tensor) -> tuple[WeightTensor, Tensor]:
-    if tensor.dtype != dtype_of(announced) or tuple(tensor.shape) != announced.shape:
+    if tensor.dtype != parse_dtype(announced) or tuple(tensor.shape) != announced.shape:
         raise ValueError(
             f"weights: {announced.name!r} was announced as {announced.dtype} {announced.shape}, "
             f"but arrived as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.arena import Arena
+from models.bucket_memory import BucketMemory
 from models.types import SafetensorsFile, WeightBucket, WeightTensor
-from models.weights.opening import opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.opening import open_bucket
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import WeightFile, sweep
 
@@ -29,7 +29,7 @@ class SafetensorsFiles(WeightTransport):
         place.mkdir(parents=True, exist_ok=True)
         sweep(place)
         self._next, self._other = (WeightFile(place, ".safetensors") for _ in range(2))
-        self._arena = Arena(CPU)
+        self._arena = BucketMemory(CPU)
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
         file = self._next
@@ -44,8 +44,8 @@ class SafetensorsFiles(WeightTransport):
         self._other.close()
 
 
-@opened.register
-def _(payload: SafetensorsFile, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+@open_bucket.register
+def _(payload: SafetensorsFile, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     came = []
     try:
         with safe_open(payload.path, framework="pt", device="cpu") as file:

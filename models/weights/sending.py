@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.types import GroupLink, Payload, WeightBucket, WeightTensor
 from models.weights.checksums import tensor_checksums
-from models.weights.transports import named, transport_kind
+from models.weights.transports import import_transport, transport_kind
 
 CPU = torch.device("cpu")
 Shape = tuple[int, ...]
@@ -80,7 +80,7 @@ class WeightTransport(ABC):
 def open_transport(name: str, dtype: str, device: torch.device = CPU, folder: str = "") -> WeightTransport:
     """The sending end of `sync.transport`. Raises ValueError that names this key."""
     kind = transport_kind(name)
-    sender = named(kind.sender)
+    sender = import_transport(kind.sender)
     if not (isinstance(sender, type) and issubclass(sender, WeightTransport)):
         raise ValueError(f"sync.transport: {kind.sender} is no WeightTransport")
     return sender(dtype, device, folder)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.arena import room_for, views
+from models.bucket_memory import room_for, views
 from models.types import SharedMemory, WeightBucket, WeightTensor
-from models.weights.opening import dtype_of, opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.opening import open_bucket, parse_dtype
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import SharedArena, folders_of_shared_memory, sweep
 
@@ -41,10 +41,10 @@ class SharedMemoryFiles(WeightTransport):
         self._other.close()
 
 
-@opened.register
-def _(payload: SharedMemory, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+@open_bucket.register
+def _(payload: SharedMemory, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     """Tensors without a copy, and read-only: a page that is written to would become this process's own."""
-    dtypes, shapes = [dtype_of(tensor) for tensor in tensors], [tensor.shape for tensor in tensors]
+    dtypes, shapes = [parse_dtype(tensor) for tensor in tensors], [tensor.shape for tensor in tensors]
     room = max(room_for(dtypes, shapes), 1)
     with Path(payload.path).open("rb") as file:
         size = file.seek(0, 2)

@@ -7,7 +7,7 @@ A new one is a file with both its ends (see shared_memory.py) and a row here. A 
 
 from __future__ import annotations
 
-from models.import_path import hidden_by_ours, imported
+from models.import_path import explain_hidden_package, import_module
 from models.types import TransportKind
 
 TRANSPORTS: dict[str, TransportKind] = {
@@ -57,16 +57,16 @@ def transport_kind(name: str) -> TransportKind:
             f"sync.transport: unknown transport {name!r}; known: {', '.join(TRANSPORTS)}; your own by its dotted path, "
             "like my_package.my_module.PIGEON"
         )
-    kind = named(name)
+    kind = import_transport(name)
     if not isinstance(kind, TransportKind):
         raise ValueError(f"sync.transport: {name} is no TransportKind")
     return kind
 
 
-def named(path: str) -> object:
+def import_transport(path: str) -> object:
     """The object at a dotted path. Raises ValueError if it can't be imported."""
     module, _, name = path.rpartition(".")
-    found = vars(imported(module, "sync.transport"))
+    found = vars(import_module(module, "sync.transport"))
     if name not in found:
-        raise ValueError(f"sync.transport: the module {module} has no {name}{hidden_by_ours(module)}")
+        raise ValueError(f"sync.transport: the module {module} has no {name}{explain_hidden_package(module)}")
     return found[name]

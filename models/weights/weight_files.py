@@ -78,7 +78,7 @@ def sweep(folder: Path) -> None:
 
 
 @contextmanager
-def held_folder(place: Path, kind: str) -> Iterator[Path]:
+def hold_folder(place: Path, kind: str) -> Iterator[Path]:
     """Context: a unique folder in `place`; its lock is proof of life, as for a WeightFile."""
     folder = Path(tempfile.mkdtemp(prefix=f"grmpipe-{kind}-{_host()}-{os.getpid()}-", dir=place))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

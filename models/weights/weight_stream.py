@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.pieces import Outgoing, Piece, has_even_rows, pieces_of, rows_of
+from models.lm.pieces import Outgoing, Piece, has_even_rows, list_pieces, split_rows
 from models.weights.sending import Shape, UnshardedBucket
 
 BUCKETS_PER_PUSH = 256  # if the size of the bucket depends on the model's
@@ -36,7 +36,7 @@ class _Sent:
         if self.names is None:
             yield whole
             return
-        converted = self.names.converted(self.name, whole, self.experts)
+        converted = self.names.convert(self.name, whole, self.experts)
         yield from (converted[name] for name in self.shapes)
 
 
@@ -57,7 +57,7 @@ class WeightStream:
         """bucket_bytes: 0: by the size of the model. outgoing: the tensors to send; None: all of the model, unchanged.
         names: of checkpoints, for engines that need them; None: the model's own.
         """
-        pieces = outgoing or Outgoing(changing=list(pieces_of(model, dtype)))
+        pieces = outgoing or Outgoing(changing=list(list_pieces(model, dtype)))
         itemsize = getattr(torch, dtype).itemsize
         num_bytes = itemsize * sum(piece.tensor.numel() for piece in (*pieces.fixed, *pieces.changing))
         size = bucket_bytes or bucket_bytes_for(num_bytes)
@@ -100,7 +100,7 @@ def _sent(piece: Piece, names: CheckpointNames | None, dtype: str, bucket_bytes:
     if names is None or not divides or not names.separates(piece.name, shape):
         yield _Sent(name=piece.name, shapes=shapes, names=names, unsharded=piece.unsharded)
         return
-    for rows in rows_of(piece.tensor, dtype, bucket_bytes * shape[0] // num_bytes):
+    for rows in split_rows(piece.tensor, dtype, bucket_bytes * shape[0] // num_bytes):
         some = names.shapes(piece.name, (len(rows.numbers), *shape[1:]), rows.numbers)
         yield _Sent(name=piece.name, shapes=some, names=names, unsharded=rows.unsharded, experts=rows.numbers)
 

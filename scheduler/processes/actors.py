@@ -33,7 +33,7 @@ class ActorDied(Exception):
         return f"{self.name} died: {self.reason}"
 
 
-class ActorGroup(Protocol):
+class ActorRanks(Protocol):
     """Members of one class, one per rank. An error of a method is raised here as itself, a death as ActorDied."""
 
     @property
@@ -59,7 +59,7 @@ class ActorGroup(Protocol):
 class Cluster(Protocol):
     """Starts and ends the processes of a placement."""
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         """One member per replica of the role, all made at the same time.
 
         meet: whether the members meet in collectives, as ranks of a learner do; else each works by itself, and gets no
@@ -160,7 +160,7 @@ class InProcessMember:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class InProcessGroup:
+class InProcessRanks:
     """The members of one class, all in this process."""
 
     def __init__(self, seats: Sequence[Seat], make_member: MemberFactory, members: list[InProcessMember]) -> None:
@@ -169,7 +169,7 @@ class InProcessGroup:
         self._members = members  # by rank
 
     @classmethod
-    async def start(cls, seats: Sequence[Seat], make_member: MemberFactory) -> InProcessGroup:
+    async def start(cls, seats: Sequence[Seat], make_member: MemberFactory) -> InProcessRanks:
         group = cls(seats, make_member, [])
         try:
             for seat in seats:
@@ -212,11 +212,11 @@ class InProcessCluster:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._turns = StartTurns(placement)
-        self._groups: dict[str, InProcessGroup] = {}
+        self._groups: dict[str, InProcessRanks] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._engines: dict[str, Engine] = {}
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         seats = self._placement.seats[role]
         if meet and len(seats) > 1:
             raise ValueError(
@@ -224,7 +224,7 @@ class InProcessCluster:
                 f"set cluster=ray, or placement.roles.{role}.replicas=1"
             )
         async with self._turns.one_at_a_time(seats):
-            group = self._groups[role] = await InProcessGroup.start(seats, make_member)
+            group = self._groups[role] = await InProcessRanks.start(seats, make_member)
         return group
 
     async def restart_member(self, role: str, rank: int) -> None:

@@ -28,7 +28,7 @@ from models.types import (
 from scheduler.processes.actors import Closable, EngineFactory
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcServer
-from scheduler.processes.wire_types import Dialect, RemoteError, made_anew, remote_error
+from scheduler.processes.wire_types import Dialect, RemoteError, rebuild_error, remote_error
 
 NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
 # Errors of an engine that callers distinguish; any other arrives as a RuntimeError with its traceback.
@@ -101,7 +101,7 @@ class EngineHost(OrderedHost):
         try:
             return await super().call_in_order(number, method, *args)
         except Exception as error:
-            raise made_anew(remote_error(error, ENGINE_ERRORS), ENGINE_ERRORS) from error
+            raise rebuild_error(remote_error(error, ENGINE_ERRORS), ENGINE_ERRORS) from error
 
     async def process_id(self) -> int:
         return os.getpid()

@@ -79,7 +79,7 @@ class MemberHost(OrderedHost):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def sent_by_value(host: type[OrderedHost]) -> type:
+def define_actor(host: type[OrderedHost]) -> type:
     """The actor's class around a host. Like any class within a function it is sent by value: the host's module is
     imported only once the process finds our packages.
     """

@@ -22,19 +22,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from models.types import Engine
 from scheduler.placement import ClusterConfig, Placement, Seat, bundles_by_node, check_capacity
-from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
+from scheduler.processes.actors import LOOPBACK, ActorRanks, EngineFactory, MemberFactory
 from scheduler.processes.call_limits import CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
-from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause, sent_by_value
-from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
+from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, define_actor, first_cause
+from scheduler.processes.ray_start import (
+    count_threads,
+    free_now,
+    init_ray,
+    nodes_of_ray,
+    select_env_vars,
+    without_allocator,
+)
 from scheduler.processes.remote_engine import RemoteEngine
 from scheduler.processes.start_turns import StartTurns
 
 MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
-class RayGroup:
+class RayRanks:
     """The members of one class, one process each."""
 
     def __init__(self, actors: Sequence[RayActor]) -> None:
@@ -91,13 +98,14 @@ class RayCluster:
         cluster = cls(config, placement, owns_ray)
         try:
             check_capacity(placement, nodes_of_ray())
-            await asyncio.to_thread(cluster._reserve_pools)
+            cluster._ask_for_pools()  # not in the thread, which goes on when this is cancelled
+            await asyncio.to_thread(cluster._until_reserved)
         except BaseException:
             await cluster.shutdown()
             raise
         return cluster
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorGroup:
+    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         seats = self._placement.seats[role]
         async with self._turns.one_at_a_time(seats):
             actors = [self._create(seat, MemberHost) for seat in seats]
@@ -110,7 +118,7 @@ class RayCluster:
             )
             for seat, actor in zip(seats, actors, strict=True):
                 await self._open_rpc(seat, actor)
-        return RayGroup(actors)
+        return RayRanks(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
         members = self._groups[role]  # the group's own list, which it calls
@@ -180,10 +188,13 @@ class RayCluster:
         if self._owns_ray:
             ray.shutdown()
 
-    def _reserve_pools(self) -> None:
+    def _ask_for_pools(self) -> None:
         for name, pool in self._placement.pools.items():
             bundles = [{pool.resource.upper(): float(len(slots))} for slots in self._placement.bundles(name)]
             self._pools[name] = placement_group(bundles, strategy=pool.strategy)
+
+    def _until_reserved(self) -> None:
+        """Wait for the pools. Raises ValueError if one doesn't become free in time."""
         for name, group in self._pools.items():
             if not group.wait(self._config.start_timeout_s):
                 raise ValueError(
@@ -221,10 +232,10 @@ class RayCluster:
         """Variables of a process on a GPU: its threads; for an engine no settings of torch's allocator, which are the
         learner's. An engine that sleeps has an allocator of its own, and refuses expandable segments.
         """
-        name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
+        name, given = "OMP_NUM_THREADS", select_env_vars(self._config.env_vars, os.environ)
         return {
             "env_vars": {
-                name: given.get(name) or str(threads_of(nodes_of_ray(), gpus)),
+                name: given.get(name) or str(count_threads(nodes_of_ray(), gpus)),
                 **(without_allocator(given, os.environ) if role in self._placement.served else {}),
             }
         }
@@ -239,7 +250,7 @@ class RayCluster:
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
         handle = cast(
             ActorHandle,
-            ray.remote(sent_by_value(host))
+            ray.remote(define_actor(host))
             .options(
                 name=name,
                 num_cpus=0 if on_gpu else amount,

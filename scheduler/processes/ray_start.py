@@ -31,7 +31,7 @@ def nodes_of_ray() -> list[NodeCapacity]:
     hosts = Counter(node["NodeManagerHostname"] for node in alive)
     return [
         NodeCapacity(
-            name="this machine" if len(alive) == 1 else name_of(node, hosts),
+            name="this machine" if len(alive) == 1 else name_node(node, hosts),
             cpus=int(node["Resources"].get("CPU", 0)),
             gpus=int(node["Resources"].get("GPU", 0)),
             address=node["NodeManagerAddress"],
@@ -40,14 +40,14 @@ def nodes_of_ray() -> list[NodeCapacity]:
     ]
 
 
-def name_of(node: Mapping[str, str], hosts: Mapping[str, int]) -> str:
+def name_node(node: Mapping[str, str], hosts: Mapping[str, int]) -> str:
     """The host's name, with the address where several nodes have the same one. `hosts`: name -> number of nodes."""
     host = node["NodeManagerHostname"]
     return host if hosts[host] == 1 else f"{host} ({node['NodeManagerAddress']})"
 
 
 @contextmanager
-def joined(config: ClusterConfig) -> Iterator[list[NodeCapacity]]:
+def join_cluster(config: ClusterConfig) -> Iterator[list[NodeCapacity]]:
     """Context on a running Ray, with the resources of its machines. Raises ValueError if nothing answers."""
     init_ray(config)
     try:
@@ -61,7 +61,7 @@ def init_ray(config: ClusterConfig) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     with _own_signals():
         if config.address is not None:
-            _join_ray(config.address, config.packages, passed_on(config.env_vars, os.environ))
+            _join_ray(config.address, config.packages, select_env_vars(config.env_vars, os.environ))
             return
         ray.init(
             address="local",
@@ -89,7 +89,7 @@ def _own_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+def select_env_vars(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that the processes of a joined cluster get from the driver. Raises ValueError for a
     name without a value.
     """
@@ -109,7 +109,7 @@ def without_allocator(*environments: Mapping[str, str]) -> dict[str, str]:
     return {name: "" for name in ALLOCATOR_VARIABLES if any(name in one for one in environments)}
 
 
-def threads_of(nodes: Sequence[NodeCapacity], gpus: float) -> int:
+def count_threads(nodes: Sequence[NodeCapacity], gpus: float) -> int:
     """The threads of a process with this many GPUs, or a part of one: its share of the cores per GPU."""
     cores = min((node.cpus / node.gpus for node in nodes if node.gpus > 0), default=1.0)
     return max(1, int(cores * min(gpus, 1.0)))

@@ -31,7 +31,7 @@ from scheduler.processes.engine_host import (
     Message,
     Notice,
 )
-from scheduler.processes.wire_types import made_anew
+from scheduler.processes.wire_types import rebuild_error
 
 
 class Host(Protocol):
@@ -45,7 +45,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _RemoteCall:
     """A call of `generate` that waits for its answer."""
 
     answer: asyncio.Future[Completion]
@@ -58,7 +58,7 @@ class RemoteEngine:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._tickets = itertools.count()
-        self._waiting: dict[int, _Call] = {}
+        self._waiting: dict[int, _RemoteCall] = {}
         self._outbox: list[Message] = []
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class RemoteEngine:
     ) -> Completion:
         self._check_alive()
         ticket = next(self._tickets)
-        call = _Call(answer=asyncio.get_running_loop().create_future(), on_first_token=on_first_token)
+        call = _RemoteCall(answer=asyncio.get_running_loop().create_future(), on_first_token=on_first_token)
         self._waiting[ticket] = call
         self._post(EngineRequest(ticket=ticket, prompt_ids=tuple(prompt_ids), params=params, context=context))
         if self._collector is None or self._collector.done():
@@ -165,7 +165,7 @@ class RemoteEngine:
         elif isinstance(notice, Finished):
             call.answer.set_result(notice.completion)
         else:
-            call.answer.set_exception(made_anew(notice.error, ENGINE_ERRORS))
+            call.answer.set_exception(rebuild_error(notice.error, ENGINE_ERRORS))
 
     def _fail_all(self, error: Exception) -> None:
         """Fail all waiting calls, each with its own exception."""

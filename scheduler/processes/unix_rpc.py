@@ -17,7 +17,15 @@ from typing import Any
 
 import msgspec
 
-from scheduler.processes.wire_types import Dialect, RemoteError, args_type, decoder, encoder, made_anew, remote_error
+from scheduler.processes.wire_types import (
+    Dialect,
+    RemoteError,
+    args_type,
+    decoder,
+    encoder,
+    rebuild_error,
+    remote_error,
+)
 
 # A frame is the number of its call, its kind, the length of its body, and the body. The kind of a call is the place of
 # its method in the dialect; that of an answer is ANSWERED or FAILED.
@@ -150,7 +158,7 @@ class RpcClient:
                 continue  # cancelled while the answer was on its way
             try:
                 if what == FAILED:
-                    waiting.answer.set_exception(made_anew(_error_decoder.decode(body), self._errors, self._name))
+                    waiting.answer.set_exception(rebuild_error(_error_decoder.decode(body), self._errors, self._name))
                 else:
                     waiting.answer.set_result(waiting.method.answer.decode(body))
             except Exception as unknown:  # not of the method's return type

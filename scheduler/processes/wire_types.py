@@ -106,7 +106,7 @@ def remote_error(error: BaseException, known: Mapping[str, type[Exception]]) -> 
     return RemoteError(kind="RuntimeError", args=(trace,), trace=trace)
 
 
-def made_anew(error: RemoteError, known: Mapping[str, type[Exception]], where: str = "") -> Exception:
+def rebuild_error(error: RemoteError, known: Mapping[str, type[Exception]], where: str = "") -> Exception:
     """The error, made from what was sent; returned, not raised. `where`: the process in which it was raised."""
     again = known.get(error.kind, RuntimeError)(*error.args)
     if where:

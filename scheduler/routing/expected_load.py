@@ -69,7 +69,7 @@ class LoadEstimate:
         if len(self._trajectories) > TRAJECTORIES_REMEMBERED:
             self._trajectories.popitem(last=False)
 
-    def ended_trajectory(self, trajectory_id: str) -> str:
+    def forget_trajectory(self, trajectory_id: str) -> str:
         """Forget a trajectory. Returns the engine that has its last turn, or an empty name."""
         home = self._trajectories.pop(trajectory_id, None)
         return "" if home is None else home.name

@@ -108,7 +108,7 @@ class RoleLoad:
                 here = (now_s - ask.begun_s) / token_s if ask.begun_s is not None and token_s else 0.0
                 sampled.append(ask.num_before + here)
         mean = rates.mean(sum(sampled))
-        left = [rates.remaining(tokens, mean) for tokens in sampled]
+        left = [rates.estimate_remaining(tokens, mean) for tokens in sampled]
         self._idle_from_s = now_s if left else self._idle_from_s or now_s
         step_s, row_s = rates.step()
         return RoleBacklog(

@@ -125,7 +125,7 @@ class RoleMembers:
             await self._change.wait()
 
     @asynccontextmanager
-    async def answering(self, name: str) -> AsyncIterator[None]:
+    async def track_request(self, name: str) -> AsyncIterator[None]:
         """Context in which an engine answers a request. Raises EngineDied at once if it is marked dead."""
         member = self._members[name]
         waits = member.waits  # of this engine, not of its replacement

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from models.types import Completion, SamplingParams
-from models.version_spans import joined_spans
+from models.version_spans import join_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Continuation:
             logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
             text=self.decode(token_ids),
             finish_reason=parts[-1].finish_reason,
-            versions=joined_spans(last.model, _stretches(parts), last.version),
+            versions=join_spans(last.model, _stretches(parts), last.version),
             experts_TLK=_joined_experts(parts),
             cached_tokens=parts[0].cached_tokens,
         )

@@ -159,7 +159,7 @@ class Router:
 
     def end_trajectory(self, trajectory_id: str) -> None:
         """No further turn of this trajectory comes: the engine that has its last one may free it."""
-        engine = self.members.alive.get(self._estimate.ended_trajectory(trajectory_id))
+        engine = self.members.alive.get(self._estimate.forget_trajectory(trajectory_id))
         if isinstance(engine, KeepsTrajectories):
             engine.end_trajectory(trajectory_id)
 
@@ -194,7 +194,7 @@ class Router:
 
         engine_context = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
         try:
-            async with self.members.answering(name):
+            async with self.members.track_request(name):
                 part = await engine.generate(partial.prompt_ids, partial.params, engine_context, on_first_token)
             num_tokens = part.num_tokens
             member.heard_s = now_s()

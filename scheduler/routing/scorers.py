@@ -12,7 +12,7 @@ from typing import cast
 
 from models.types import EngineDied
 from scheduler.events import EventSink, NoEvents
-from scheduler.processes.actors import ActorDied, ActorGroup
+from scheduler.processes.actors import ActorDied, ActorRanks
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ScorerPool:
     def __init__(
         self,
         role: str,
-        group: ActorGroup,
+        group: ActorRanks,
         restart: Restart,
         max_replacements: int,
         max_batch_tokens: int,

@@ -62,7 +62,7 @@ class RateEstimator:
             return max(self.expected_tokens, running_tokens)
         return (sum(self._lengths) + running_tokens) / len(self._lengths)
 
-    def remaining(self, num_sampled: float, mean: float) -> float:
+    def estimate_remaining(self, num_sampled: float, mean: float) -> float:
         """The expected remaining tokens of a request: the mean rest of longer ones, with a prior of two requests of
         length `mean` for a request longer than all.
         """

@@ -102,7 +102,7 @@ class SharedEngines:
             for role, name in names.items()
         }
 
-    def seen_by(self, role: str) -> dict[str, Engine]:
+    def list_engines(self, role: str) -> dict[str, Engine]:
         """The engines under the role's names."""
         return {names[role]: self._seen[names[role]] for names in self._slots.values()}
 

@@ -9,7 +9,7 @@ from models.types import TransportKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class WeightPath:
     """The places at both ends of a transport: the learner, and the engines of a role.
 
     with_engine:  rank 0, which sends broadcasts, has an engine on its GPU.
@@ -30,7 +30,7 @@ class Route:
 
 
 def choose_transport(
-    wanted: TransportKind | None, engine: str, taken: Sequence[TransportKind], route: Route
+    wanted: TransportKind | None, engine: str, taken: Sequence[TransportKind], route: WeightPath
 ) -> TransportKind:
     """The transport that is wanted, or (None) the best. Raises ValueError that names what works instead.
 
@@ -51,7 +51,7 @@ def choose_transport(
     raise ValueError(f"sync.transport: {reason}; set sync.transport to {' or '.join(names)}")
 
 
-def possible(kind: TransportKind, route: Route) -> bool:
+def possible(kind: TransportKind, route: WeightPath) -> bool:
     """Whether the placement allows this transport."""
     if (kind.same_machine and not route.same_machine) or (kind.own_processes and route.same_process):
         return False

@@ -96,7 +96,7 @@ def tensor_groups(names: Collection[str]) -> str:
     return ", ".join(groups[:GROUPS_SHOWN]) + more
 
 
-def span_of(bucket: WeightBucket) -> str:
+def describe_span(bucket: WeightBucket) -> str:
     """The tensors of a bucket, for a message."""
     names = [tensor.name for tensor in bucket.tensors]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "empty"

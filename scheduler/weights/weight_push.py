@@ -23,9 +23,9 @@ from scheduler.weights.weight_checks import (
     check_finite,
     check_probe,
     check_receipt,
+    describe_span,
     num_bytes,
     probe_bound,
-    span_of,
 )
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ class Push:
         self.num_bytes += size
         copies = 1 if is_broadcast else len(takers)
         self.allow(size * copies / (self.config.min_mb_per_s * 1e6))
-        what = f"bucket {index} ({span_of(bucket)})"
+        what = f"bucket {index} ({describe_span(bucket)})"
         work: dict[str, Coroutine[object, object, object]] = {}
         if is_broadcast:
             work["the sender"] = self.step(LEARNER, f"to broadcast {what}", self.source.deliver(index))

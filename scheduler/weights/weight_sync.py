@@ -94,26 +94,29 @@ class WeightSync:
                     arrival.current.set_result(report)
             return report
 
-    async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None], *, anew: bool = False) -> SyncReport:
+    async def catch_up(
+        self, name: str, engine: Engine, admit: Callable[[], None], *, is_replacement: bool = False
+    ) -> SyncReport:
         """Bring a new or reactivated engine to the version of the last push; if the learner has stepped since, the next
         push does so.
 
-        `admit` is called at the moment when the engine is up to date, so that no later push misses it. `anew`: its
-        earlier weights may be lost, and its place in a group. Raises like `push`; the other engines aren't affected.
+        `admit` is called at the moment when the engine is up to date, so that no later push misses it.
+        `is_replacement`: its earlier weights may be lost, and its place in a process group. Raises like `push`; the
+        other engines aren't affected.
         """
         async with self._turn:
-            if anew:
+            if is_replacement:
                 self._versions.pop(name, None)
                 self._link = None
-            if anew and self._last is None:  # nothing was pushed yet: it is as good as the others
+            if is_replacement and self._last is None:  # nothing was pushed yet: it is as good as the others
                 admit()
-                return nothing_sent(0, self._transport)
+                return make_empty_report(0, self._transport)
             # Without a deadline: the hold waits for an optimizer step of any duration.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:
                     if self._versions.get(name) == (engine, self._last[0]):
                         admit()
-                        return nothing_sent(self._last[0], self._transport)
+                        return make_empty_report(self._last[0], self._transport)
                     push = self._begin({name: engine}, self._last[0])
                     async with push.deadline():
                         report = await self._run(push)
@@ -198,7 +201,7 @@ class WeightSync:
         )
 
 
-def nothing_sent(version: int, transport: str) -> SyncReport:
+def make_empty_report(version: int, transport: str) -> SyncReport:
     """The report for an engine that was inactive since the last push and missed none."""
     return SyncReport(
         version=version, seconds=0.0, pause_seconds=0.0, num_bytes=0, probe_error=0.0, transport=transport

@@ -27,7 +27,7 @@ def run(step_s: float, stages_s: dict[str, float]) -> against_trl.Run:
     )  # fmt: skip
 
 
-def test_seconds_to_an_accuracy_are_those_of_the_steps_before_the_first_look_that_has_it() -> None:
+def test_seconds_to_an_accuracy_end_at_the_first_evaluation_that_reaches_it() -> None:
     one = run(0.5, OURS)
     assert one.mean_s == 0.5
     assert one.seconds_to(0.4) == pytest.approx(against_trl.SETTLED * 9.0 + 15 * 0.5)  # at step 20

@@ -124,7 +124,7 @@ def steps(*seconds: float) -> list[in_sequence.Step]:
     return [in_sequence.Step(seconds=s, num_tokens=1000, stages_s=stages) for s in seconds]
 
 
-def test_shares_are_of_the_steps_and_not_of_the_looks_around_them(tmp_path: Path) -> None:
+def test_shares_leave_out_the_time_of_evaluations(tmp_path: Path) -> None:
     run = quickstart.read_run(write_run(tmp_path / "seed0"), PROCESS)
     assert run.steps_s == pytest.approx(3.0)
     rows = {label: format(value(run), form) for label, form, value in (*quickstart.STAGES, *quickstart.WALL)}
@@ -169,7 +169,7 @@ def test_in_sequence_no_stage_begins_before_the_one_before_it_ended() -> None:
     assert counted[0].seconds == pytest.approx(sum(counted[0].stages_s.values()))
 
 
-def test_pipeline_and_sequence_go_on_from_each_other_with_fresh_groups_and_the_same_seeds() -> None:
+def test_pipeline_and_sequence_alternate_with_fresh_groups_and_the_same_seeds() -> None:
     async def by_turns(*ways: str) -> tuple[RecordingParts, PipelineState]:
         recorded, pipeline_state = RecordingParts(), PipelineState()
         parts = recorded.parts()
@@ -196,7 +196,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert rows[2] == f"| {third} | 2.000 | 2.50 | 1.00, 4.00 | 1,000 |"
 
 
-def test_the_stages_of_the_baseline_are_told_one_by_one() -> None:
+def test_report_lists_each_stage_of_the_baseline() -> None:
     told = in_sequence.stages_in_sequence([{in_sequence.BASELINE: steps(1.0)}])
     assert told == "rollouts 0.250 s, judgements 0.250 s, micro-batches and step 0.250 s, weight sync 0.250 s"
 

@@ -34,7 +34,7 @@ def test_there_are_recipes_for_1_8_and_64_gpus() -> None:
     assert {recipes.num_gpus(recipes.composed(name)) for name in NAMES} == {1, 8, 64}
 
 
-def test_the_page_has_a_simulation_of_each_recipe_or_why_there_is_none() -> None:
+def test_page_has_a_simulation_of_each_recipe_or_the_reason_for_none() -> None:
     sections = recipes.sections_of(PAGE)
     assert sections.keys() == set(NAMES)
     for name, section in sections.items():

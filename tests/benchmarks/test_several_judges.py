@@ -47,7 +47,7 @@ def cascaded(alarms: list[str]) -> Measured:
     return Measured(seed=1, true_accuracy=0.7, summary=summary, kept_error=0.025)
 
 
-def test_an_audit_is_told_beside_the_measured_error() -> None:
+def test_report_shows_an_audit_next_to_the_measured_error() -> None:
     quiet = several_judges.audits({"cascade": [cascaded([])]})
     assert quiet[-1] == "| cascade | 1 | 40% | 64 | 0.020 ± 0.020 | 0.025 | 3% | no |"
     loud = several_judges.audits({"cascade": [cascaded(["The first judge is wrong where it is sure: ..."])]})
@@ -67,7 +67,7 @@ def test_a_kept_response_is_one_that_only_a_sure_first_judge_saw() -> None:
     assert not cascade_audit.is_kept({"by_judge": {"cheap": {"failed": {"cause": "unparseable"}}}})
 
 
-def test_tokens_are_told_judge_by_judge() -> None:
+def test_report_counts_tokens_by_judge() -> None:
     assert several_judges.by_judge({"jury": runs_of(0.7, 0.8)})[-1] == "| jury | judge | 8 | 100 |"
 
 

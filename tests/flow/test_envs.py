@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,12 @@ def users_module(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-def test_a_run_in_a_failing_environment_goes_on_and_no_fault_becomes_a_number_or_a_text(run_once: Callable) -> None:
+@pytest.fixture(scope="module")
+def plain_run(run_once: Callable) -> Any:
+    return run_once(*TWICE, "train.num_steps=1", "judge=rule", run_dir="whole")
+
+
+def test_run_survives_a_failing_environment_whose_faults_become_no_number_and_no_text(run_once: Callable) -> None:
     files = run_once(*TWICE, "+env.options.fault_share=0.2", "env.attempts=2", "env.max_failure_rate=1", "judge=rule")
     summary = files.summary
     assert summary["status"] == "completed", summary["failure"]
@@ -87,10 +93,10 @@ def test_a_run_in_a_failing_environment_goes_on_and_no_fault_becomes_a_number_or
     assert "SECRET-FAULT" not in (files.run_dir / "judgements.jsonl").read_text()
 
 
-def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(run_once: Callable) -> None:
+def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(plain_run: Any) -> None:
     import users_env  # type: ignore[import-not-found]
 
-    files = run_once(*TWICE, "train.num_steps=1", "judge=rule", run_dir="whole")
+    files = plain_run
     assert len(users_env.OPENED) == len(users_env.CLOSED) > 0
     envs = files.summary["envs"]
     assert (envs["opened"], envs["killed"]) == (envs["closed"], 0) and envs["episodes"] > 0
@@ -170,10 +176,8 @@ def test_a_judge_reads_what_the_environment_said_and_its_rewards_are_a_component
     assert "turn 2: the policy" in page and "first 0.25" in page
 
 
-def test_a_replay_of_episodes_makes_the_same_weights(run_once: Callable) -> None:
-    played = run_once(*TWICE, "train.num_steps=1", "judge=rule", run_dir="played")
-    replayed = run_once(
-        f"data.retrain_from={played.run_dir / 'rollouts.jsonl'}", "judge=rule", "train.num_steps=1", run_dir="replayed"
-    )
-    weights, again = (load_file(run.run_dir / "policy" / "model.safetensors") for run in (played, replayed))
+def test_a_replay_of_episodes_makes_the_same_weights(plain_run: Any, run_once: Callable) -> None:
+    rollouts = plain_run.run_dir / "rollouts.jsonl"
+    replayed = run_once(f"data.retrain_from={rollouts}", "judge=rule", "train.num_steps=1", run_dir="replayed")
+    weights, again = (load_file(run.run_dir / "policy" / "model.safetensors") for run in (plain_run, replayed))
     assert all(torch.equal(weight, again[name]) for name, weight in weights.items())

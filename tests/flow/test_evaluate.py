@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe import RunReader, read_run
 from grmpipe.config.run_config import ConfigError
 from grmpipe.run.errors import RunFailed
 from models.types import EngineDied
@@ -128,6 +129,7 @@ def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
     assert all(rewards[line["group_id"]] == float(line["right"]) and line["answer"] for line in answers)
     result = json.loads((files.run_dir / "policy_evaluation.json").read_text())["mine"]
     assert {name: one["num_prompts"] for name, one in result["by_source"].items()} == {"one step": 2, "two": 1}
+    check_tables(read_run(files.run_dir), summary["eval"], files.lines("judged"))
     out = capsys.readouterr().out
     page = (files.run_dir / "report.html").read_text()
     for shown in ("avg@3", "pass@2", "greedy", "one step"):
@@ -136,9 +138,28 @@ def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
     assert "right, in percent of all items" in page
 
 
-def test_what_breaks_stands_in_the_summary(
-    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_tables(run: RunReader, measured: dict, judged: list[dict]) -> None:
+    """The tables of the figures and the items, against summary.json and judged.jsonl."""
+    figures = {(row.about, row.name, row.part, row.figure): row for row in run.figures}
+    own = figures["policy", "mine", "", "avg_at_3"]
+    assert (own.value, own.low, own.high, own.count) == (
+        *(pytest.approx(measured["mine"][f"avg_at_3{end}"]) for end in ("", "_low", "_high")), 3,
+    )  # fmt: skip
+    assert figures["policy", "mine", "one step", "greedy"].count == 2
+    accuracy = figures["judge", "", "", "accuracy"]
+    assert (accuracy.value, accuracy.low, accuracy.count) == (
+        measured["final"]["accuracy"], measured["final"]["accuracy_low"], 8,
+    )  # fmt: skip
+    subsets = {row.part: row.count for row in run.figures if row.about == "judge" and row.part}
+    assert sum(subsets.values()) == 8, "items by subset"
+    assert run.figures.to_arrow().num_rows == len(figures) > 8
+    items = run.judged_items.to_arrow().to_pylist()
+    assert [(one["item_id"], one["outcome"]) for one in items] == [(one["item_id"], one["outcome"]) for one in judged]
+    assert [one["scores"] for one in items] == [[*one["scores"].values()] for one in judged]
+    assert next(iter(run.judged_items)).scores[0] == judged[0]["scores"]["0"]
+
+
+def test_summary_names_what_broke(small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 

@@ -18,7 +18,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import resolve_model
 from models.lm.checkpoint import export_hf
-from models.lm.scalar_head import head_of, start_scalar_head
+from models.lm.scalar_head import find_head, start_scalar_head
 
 ROOT = Path(__file__).parents[2]
 SMALL_TRAINING = (
@@ -46,7 +46,7 @@ def meta_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny GRM's trunk with a new head."""
     directory, grm = tmp_path_factory.mktemp("meta"), resolve_model("tiny://grm")
     model = start_scalar_head(grm)
-    head_of(model).weight.data.normal_()
+    find_head(model).weight.data.normal_()
     export_hf(str(directory), model, grm)
     return directory
 

@@ -11,7 +11,7 @@ import pytest
 from grmpipe.run.errors import RunFailed
 
 
-def test_a_frozen_judge_stands_still_through_a_run(small_run: Callable) -> None:
+def test_frozen_judge_does_not_drift_during_a_run(small_run: Callable) -> None:
     files = small_run(
         "judge_monitor.every=1", "judge_monitor.canaries=6", "judge_monitor.adversarial_prompts=1", "train.num_steps=2"
     )

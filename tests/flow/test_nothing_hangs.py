@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from forks import Forked
 
-from grmpipe.envs.sandbox.leftovers import start_of
+from grmpipe.envs.sandbox.crash_cleanup import start_of
 from grmpipe.envs.sandbox.worker_processes import descendants
 
 SOURCE = '''

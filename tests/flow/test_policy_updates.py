@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,16 +56,19 @@ def test_its_weights_are_the_policys_of_that_step(updated: Any) -> None:
     assert any(not third[name].equal(last[name]) for name in last)
 
 
-def test_a_resume_judges_as_the_policy_was_and_needs_its_folder(small_run: Callable) -> None:
-    first = small_run(*UPDATED, "train.num_steps=4")
-    (first.run_dir / "summary.json").unlink()
-    again = small_run(*UPDATED, "train.num_steps=5", "resume=auto")
-    assert again.summary["versions"] == {"policy": 5, "grm": 3}
-    assert [line["grm/version"] for line in again.steps()] == [1, 1, 3, 3, 3]
-    shutil.rmtree(first.run_dir / "policy_versions" / "3")
-    (first.run_dir / "summary.json").unlink()
+def test_a_resume_judges_as_the_policy_was_and_needs_its_folder(
+    small_run: Callable, updated: Any, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(updated.run_dir, run_dir)
+    (run_dir / "summary.json").unlink()
+    again = small_run(*UPDATED, "train.num_steps=7", "resume=auto")
+    assert again.summary["versions"] == {"policy": 7, "grm": 3}
+    assert [line["grm/version"] for line in again.steps()] == [1, 1, 3, 3, 3, 3, 3]
+    shutil.rmtree(run_dir / "policy_versions" / "3")
+    (run_dir / "summary.json").unlink()
     with pytest.raises(ConfigError, match=r"policy_versions/3 is missing, the policy of step 3, which judges as grm"):
-        small_run(*UPDATED, "train.num_steps=6", "resume=auto")
+        small_run(*UPDATED, "train.num_steps=8", "resume=auto")
 
 
 def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run: Callable) -> None:

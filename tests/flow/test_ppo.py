@@ -20,7 +20,7 @@ EVALUATE = ["task=evaluate"]
 PPO = ("algorithm=ppo", "critic=policy")
 
 
-def test_a_run_learns_by_a_critic_that_learns_beside_the_policy(small_run: Callable) -> None:
+def test_run_trains_a_critic_along_with_the_policy(small_run: Callable) -> None:
     files = small_run("critic.warmup_steps=1", experiment="ppo")
     summary, steps = files.summary, files.steps()
     assert (summary["status"], summary["versions"]) == ("completed", {"policy": 3, "grm": 0, "critic": 3})

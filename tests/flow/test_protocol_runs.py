@@ -12,9 +12,9 @@ import pytest
 from configs import judge_config, run_config
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.simulate.scripts import lognormal
+from grmpipe.capacity.simulate.simulated_answers import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
-from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import pydoc
 import re
 import threading
 from collections.abc import Callable, Coroutine
@@ -72,7 +73,7 @@ async def test_the_end_of_the_block_stops_a_run_and_an_error_of_the_user_stays_i
 
 
 @awaited
-async def test_finish_goes_on_without_waiting_and_what_is_refused_is_raised() -> None:
+async def test_finish_runs_the_remaining_steps_and_raises_refusals() -> None:
     config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run"])
     async with grmpipe.start(config) as run:
         files = await run.finish()
@@ -151,13 +152,19 @@ def test_the_public_names_are_few_no_subpackage_has_one_and_the_page_lists_them(
     assert re.findall(r"^\| `(\w+)`", page.partition("## Rows and columns")[0], re.MULTILINE) == sorted(
         grmpipe.__all__, key=lambda name: (name[0].isupper(), name)
     )
+    assert dir(grmpipe) == sorted([*grmpipe.__all__, "__version__"])
+    shown = pydoc.render_doc(grmpipe, renderer=pydoc.plaintext)
     for name in grmpipe.__all__:
-        assert getattr(grmpipe, name)
+        assert re.search(rf"^    (class )?{name}\b", shown, re.MULTILINE), f"help(grmpipe) doesn't show {name}"
+    assert "launch(config: 'RunConfig') -> 'RunReader | None'" in shown
 
 
 def test_the_page_has_every_column(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     reader = grmpipe.read_run(tmp_path)
-    for name in ("groups", "rollouts", "episodes", "judgements", "trained", "eval_rollouts", "eval_judgements"):
+    for name in (
+        "groups", "rollouts", "episodes", "judgements", "trained", "eval_rollouts", "eval_judgements", "figures",
+        "judged_items",
+    ):  # fmt: skip
         (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
         assert re.findall(r"`(\w+)`", row.split("|")[3]) == getattr(reader, name).to_arrow().column_names

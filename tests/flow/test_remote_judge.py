@@ -101,7 +101,7 @@ def outside(bill: Bill) -> tuple[str, ...]:
     return "grm.engine=openai", "grm.path=a-judge", f"engine.openai.base_url={url}", "engine.openai.api_key_env=THE_KEY"
 
 
-def test_a_judge_outside_judges_the_run_is_billed_as_it_says_and_planted_secrets_are_in_no_file(
+def test_remote_judge_is_billed_as_it_reports_and_no_file_holds_a_secret(
     small_run: Callable,
     outside: tuple[str, ...],
     bill: Bill,

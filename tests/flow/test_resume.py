@@ -129,11 +129,11 @@ def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> N
 
 @pytest.mark.long  # the next test kills a run in the gate
 @pytest.mark.parametrize("step", [0, 2, 3])
-def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, launched: Start, step: int) -> None:
+def test_killed_run_resumes_and_trains_each_prompt_once(tmp_path: Path, launched: Start, step: int) -> None:
     kill_and_resume(launched, tmp_path / "run", step)
 
 
-def test_a_killed_run_with_a_critic_goes_on_with_both_learners_and_each_prompt_is_trained_once(
+def test_killed_run_with_a_critic_resumes_both_learners_and_trains_each_prompt_once(
     tmp_path: Path, launched: Start
 ) -> None:
     run = tmp_path / "run"
@@ -145,7 +145,7 @@ def test_a_killed_run_with_a_critic_goes_on_with_both_learners_and_each_prompt_i
     assert json.loads((run / "summary.json").read_text())["versions"]["critic"] == STEPS
 
 
-def test_a_run_that_is_made_longer_goes_on_by_its_new_schedule_and_says_so(small_run: Callable) -> None:
+def test_longer_run_resumes_under_its_new_schedule_and_says_so(small_run: Callable) -> None:
     small = (
         "train.num_steps=2", "train.warmup_steps=0", "train.schedule=linear", "train.groups_per_batch=2",
         "train.group_size=2", "data.num_eval_prompts=4",
@@ -174,7 +174,7 @@ def test_sigterm_in_the_start_is_an_interruption(tmp_path: Path, launched: Start
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_ctrl_c_keeps_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path, launched: Start) -> None:
+def test_ctrl_c_saves_a_checkpoint_that_the_run_resumes_from(tmp_path: Path, launched: Start) -> None:
     run = tmp_path / "run"
     process = launched(*RUN)
     wait_for_step(process, run, 3)

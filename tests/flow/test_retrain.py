@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grmpipe.run.errors import RunInterrupted
-from grmpipe.run.tasks.retrain import RetrainRun
+from grmpipe.run.tasks.retrain import RecordedRunTraining
 from grmpipe.train.batching import packer
 from grmpipe.train.learner.learner import Learner
 from grmpipe.types import Metrics, MicroBatch
@@ -82,15 +82,15 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert without_seconds(again.lines("trained")) == without_seconds(recorded.lines("trained"))
 
     # Stopped after a step, and continued.
-    step = RetrainRun._step
+    step = RecordedRunTraining._step
 
-    async def step_and_stop(run: RetrainRun, *args: object) -> None:
+    async def step_and_stop(run: RecordedRunTraining, *args: object) -> None:
         await step(run, *args)  # type: ignore[arg-type]
         run._stop()
 
     resumable = (source, "judge=rule", "train.lr=3e-3", "resume=auto")
     with monkeypatch.context() as patch, pytest.raises(RunInterrupted, match="at step 1"):
-        patch.setattr(RetrainRun, "_step", step_and_stop)
+        patch.setattr(RecordedRunTraining, "_step", step_and_stop)
         small_run(*resumable, run_dir="stopped")
     resumed = small_run(*resumable, run_dir="stopped")
     assert weights(resumed.run_dir) == weights(recorded.run_dir)
@@ -98,18 +98,22 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert of_learner(resumed.steps()) == of_learner(recorded.steps())
     assert without_seconds(resumed.lines("trained")) == without_seconds(recorded.lines("trained"))
 
-    # An idle learner's passes over a part of a micro-batch come at the same places.
-    monkeypatch.setattr(packer, "EARLY_SHARE", 1e-3)
-    taken.clear()
-    eager = small_run("judge=rule", "train.lr=3e-3", run_dir="eager")
-    first_batches = contents(taken)
-    assert any(line.get("early") for line in eager.lines("groups")) and len(first_batches) > 3
-    taken.clear()
-    small_run(f"data.retrain_from={eager.run_dir}", "judge=rule", "train.lr=3e-3", run_dir="eager again")
-    assert contents(taken) == first_batches
-
     # Another algorithm on the same data.
     other = small_run(source, "judge=rule", "algorithm=gspo", "algorithm.updates_per_batch=2", run_dir="other")
     assert other.summary["status"] == "completed"
     assert weights(other.run_dir) != weights(recorded.run_dir)
     assert [line["group_id"] for line in other.lines("groups")] == [line["group_id"] for line in again.lines("groups")]
+
+
+@pytest.mark.long
+def test_replay_passes_parts_of_a_micro_batch_where_the_run_did(
+    small_run: Callable, taken: list[MicroBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle learner begins with a part of a micro-batch."""
+    monkeypatch.setattr(packer, "EARLY_SHARE", 1e-3)
+    eager = small_run("judge=rule", "train.lr=3e-3", run_dir="eager")
+    first_batches = contents(taken)
+    assert any(line.get("early") for line in eager.lines("groups")) and len(first_batches) > 3
+    taken.clear()
+    small_run(f"data.retrain_from={eager.run_dir}", "judge=rule", "train.lr=3e-3", run_dir="again")
+    assert contents(taken) == first_batches

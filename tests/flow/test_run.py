@@ -85,10 +85,6 @@ def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(plain_run: 
             "train/clip_share",
         ),
         (["algorithm=[gspo,veto,replay_buffer]", "train.schedule=cosine"], "train/replayed_groups"),
-        (
-            ["+judge@judges.exact=rule", "reward=mix", "reward.mix={judge: 0.8, exact: 0.2}"],
-            "reward/exact_mean",
-        ),
         (["algorithm=dapo", "algorithm.kl_coefficient=0.1", "train.max_staleness=2",
           "engine.embedded.recompute_kv_on_sync=true"], "train/kl_nats"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.envs.sandbox.leftovers import processes_of, sweep
+from grmpipe.envs.sandbox.crash_cleanup import processes_of, sweep
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """

@@ -123,7 +123,7 @@ def test_a_member_that_a_jury_does_without_raises_an_alarm_by_its_name(
 
 
 @pytest.mark.long
-def test_a_resume_goes_on_with_every_model_and_the_measured_skill(
+def test_resume_restores_every_model_and_the_measured_skill(
     small_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = small_run(*JUDGES, "train.checkpoint_every=2", "train.num_steps=2")

@@ -79,9 +79,7 @@ def test_two_runs_with_shared_samples_are_equal_bit_for_bit(
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
-def test_a_run_that_shared_samples_goes_on_with_one_rank(
-    shared: Any, run_once: Callable[..., Any], policy: str
-) -> None:
+def test_run_that_shared_samples_resumes_on_one_rank(shared: Any, run_once: Callable[..., Any], policy: str) -> None:
     """Its checkpoint and its configuration allow it."""
     resumed = shared.run_dir.with_name("resumed")
     shutil.copytree(shared.run_dir, resumed)

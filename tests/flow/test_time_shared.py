@@ -22,7 +22,7 @@ def turns_of(run: Any) -> list[dict]:
     return [event for event in events if event.get("name") == "the learner's phase"]
 
 
-def test_by_turns_a_run_trains_what_it_trains_unshared_to_the_last_bit(small_run: Callable) -> None:
+def test_time_shared_run_trains_bit_for_bit_what_an_unshared_run_trains(small_run: Callable) -> None:
     """One rollout at a time and a rule as the judge: then batches come in one order, however long anything takes."""
     same = ("judge=rule", "rollout.max_concurrency=1", "train.max_staleness=0", "train.num_steps=2")
     shared, unshared = (small_run(*same, *more, run_dir=name) for name, more in (("by_turns", BY_TURNS), ("apart", ())))
@@ -54,7 +54,7 @@ def test_engines_sleep_while_the_learner_steps_and_what_runs_ahead_loses_nothing
     assert len(turns_of(run)) >= 4 + 2, "four steps, and checkpoints between them"
 
 
-def test_a_run_by_turns_that_broke_is_resumed_from_what_it_saved_between_two_turns(
+def test_broken_time_shared_run_resumes_from_the_save_between_two_phases(
     small_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = (*BY_TURNS, "train.num_steps=2", "train.max_staleness=0", "train.checkpoint_every=1")

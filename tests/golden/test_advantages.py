@@ -163,9 +163,7 @@ def test_process_compares_returns_at_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(("std", "first"), [("population", 1.0), ("sample", math.sqrt(0.5))])
-def test_a_step_that_nobody_else_reached_and_what_follows_the_last_reward_have_no_advantage(
-    std: str, first: float
-) -> None:
+def test_step_of_one_sibling_alone_and_tokens_after_the_last_reward_have_no_advantage(std: str, first: float) -> None:
     found = estimated("process", [steps(1.0, 5.0, tail=2), steps(0.0)], std=std)  # type: ignore[arg-type]
     assert found[0] == pytest.approx([first, 0.0, 0.0, 0.0], abs=1e-5)
 
@@ -241,7 +239,7 @@ def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, g
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_a_group_without_gradient_has_no_advantages_beside_any_other_group(name: str) -> None:
+def test_group_without_gradient_has_no_advantages_in_any_batch(name: str) -> None:
     """Groups of equal outcomes, of one token each. A critic's values, or the batch's mean, may give them advantages."""
     algorithm = AlgorithmConfig(estimator=name, pass_at_k=PassAtK(k=2))
     for equal in ([outcome(0.5), outcome(0.5)], [outcome(1.0)] * 4):

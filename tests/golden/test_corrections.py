@@ -237,5 +237,5 @@ def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
     )
 
 
-def test_of_no_tokens_there_is_no_mismatch_at_any_age() -> None:
+def test_mismatch_of_no_tokens_is_missing_at_any_age() -> None:
     assert mismatch_by_age(torch.zeros(0), torch.zeros(0)) == {}

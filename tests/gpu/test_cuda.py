@@ -17,7 +17,7 @@ from grmpipe.types import BatchTotals, TrainingSample
 from models.chat.renderer import Renderer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
-from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 from models.settings import EmbeddedConfig
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 
@@ -79,7 +79,7 @@ def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
     model = load_causal_lm(POLICY, dtype, "cuda")
     micro_batch = pack(packed(prompt_ids, completions))
     with torch.no_grad():
-        logprobs_T = packed_logprobs(
+        logprobs_T = compute_packed_logprobs(
             model,
             torch.tensor(micro_batch.token_ids_T, device="cuda"),
             torch.tensor(micro_batch.position_ids_T, device="cuda"),

@@ -13,8 +13,8 @@ from torch import nn
 
 from models.types import GroupLink, WeightBucket
 from models.weights.checksums import ON_DEVICE
-from models.weights.process_group import BroadcastGroup
-from models.weights.receiving import checksums_of, received
+from models.weights.process_group import BroadcastLink
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 
@@ -30,11 +30,11 @@ class Layers(nn.Module):
 
 def receive(device: str, link: GroupLink | None, buckets: Any, answers: Any) -> None:
     """Receive in a separate process: the received tensors, back on the CPU, and a result per bucket."""
-    group = BroadcastGroup(torch.device(device))
+    group = BroadcastLink(torch.device(device))
     group.join(link)
     while (bucket := buckets.get()) is not None:
-        with received(bucket, group) as tensors:
-            assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+        with receive_tensors(bucket, group) as tensors:
+            assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
             assert all(tensor.is_cuda for _, tensor in tensors if tensor.numel())
             answers.put({announced.name: tensor.cpu().numpy() for announced, tensor in tensors})
     group.leave()

@@ -36,9 +36,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restored_logging: N
         ["engine.openai.api_key_env=LAB_ENDPOINT", f"judge.template={NAMED}"],
     ],
 )
-def test_an_error_of_the_python_entry_shows_no_secret_nor_do_those_behind_it(
-    planted: None, overrides: list[str]
-) -> None:
+def test_error_of_the_python_entry_and_its_causes_show_no_secret(planted: None, overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         grmpipe.launch(grmpipe.compose("quickstart", ["cluster=inprocess", "tracking=none", *overrides]))
     shown = "".join(traceback.format_exception(caught.value))

@@ -58,7 +58,7 @@ def test_a_new_project_passes_its_tests_and_its_experiments_run(
         assert json.loads((folder / "run/summary.json").read_text())["status"] == "completed"
 
 
-def test_a_folder_with_files_is_refused_and_so_is_none(
+def test_folder_with_files_and_missing_folder_are_refused(
     tmp_path: Path, typed: Typed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed("task=new", f"new.dir={tmp_path}") == 0

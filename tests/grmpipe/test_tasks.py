@@ -191,7 +191,7 @@ def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) ->
     assert 'peft            not installed; for adapters (LoRA) type `pip install "grmpipe[lora]"`\n' in doctor()
 
 
-def test_an_unknown_task_is_told_the_known_ones(tmp_path: Path) -> None:
+def test_error_of_an_unknown_task_names_the_known_ones(tmp_path: Path) -> None:
     result = launch(tmp_path, "task=deploy")
     assert result.returncode == 2
     assert result.stderr.startswith("grmpipe: task: unknown task 'deploy'; known: train, ")

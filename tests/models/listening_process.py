@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from models.lm.parallel.ranks import join_ranks
 from models.types import GroupLink
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 
 LISTENING = "0A"  # the state in the kernel's tables
 
@@ -48,7 +48,7 @@ def free_port(address: str) -> int:
 def broadcast(address: str) -> set[str]:
     """Two members of one group, on two threads."""
     port = free_port(address)
-    groups = [BroadcastGroup(), BroadcastGroup()]
+    groups = [BroadcastLink(), BroadcastLink()]
     links = [
         GroupLink(name="g", backend="gloo", address=address, port=port, rank=rank, world_size=2, timeout_s=20.0)
         for rank in range(2)

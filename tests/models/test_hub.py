@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from grmpipe.tiny.resolve import SHIPPED
-from models.hub import NotHere, find_files, missing_files
+from models.hub import NotHere, find_files, find_missing_files
 
 
 @pytest.fixture
@@ -73,19 +73,19 @@ def test_what_can_be_no_hub_name_is_never_looked_up(path: str, monkeypatch: pyte
 
 
 def test_nothing_is_missing_of_a_whole_model_and_of_the_projects_own() -> None:
-    assert missing_files(str(SHIPPED / "policy")) == missing_files("tiny://policy") == ""
+    assert find_missing_files(str(SHIPPED / "policy")) == find_missing_files("tiny://policy") == ""
 
 
 def test_missing_files_are_named_and_not_fetched(cached: Path) -> None:
-    assert missing_files("Some/Model").startswith(
+    assert find_missing_files("Some/Model").startswith(
         "Some/Model lacks *.safetensors; on a machine with network access type"
     )
     (cached / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
     )
     (cached / "model-1.safetensors").touch()
-    assert "Some/Model lacks model-2.safetensors;" in missing_files("Some/Model")
+    assert "Some/Model lacks model-2.safetensors;" in find_missing_files("Some/Model")
     (cached / "model-2.safetensors").touch()
-    assert missing_files("Some/Model") == ""
-    assert missing_files("Some/Other").startswith("Some/Other isn't in the cache; on a machine")
-    assert missing_files("/no/such/folder").startswith("no directory '/no/such/folder'")
+    assert find_missing_files("Some/Model") == ""
+    assert find_missing_files("Some/Other").startswith("Some/Other isn't in the cache; on a machine")
+    assert find_missing_files("/no/such/folder").startswith("no directory '/no/such/folder'")

@@ -53,7 +53,7 @@ def test_one_that_is_cancelled_is_passed_over_and_its_turn_given_back() -> None:
     asyncio.run(main())
 
 
-def test_it_tells_what_the_next_one_asks_for() -> None:
+def test_gate_reports_the_amount_of_the_next_waiter() -> None:
     async def main() -> None:
         gate = PriorityGate()
         assert gate.first_amount is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forks import Forked
 
-from models.rendezvous import address_towards, interface_of, store_at
+from models.rendezvous import address_towards, find_interface, store_at
 
 SCRIPT = Path(__file__).with_name("listening_process.py")
 
@@ -45,6 +45,6 @@ def test_an_address_that_is_taken_or_of_another_machine_is_an_error_that_names_i
 
 
 def test_the_interface_of_an_address_is_known_and_of_a_strange_one_is_not() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.7") is None
+    assert find_interface("127.0.0.1") == "lo"
+    assert find_interface("203.0.113.7") is None
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"

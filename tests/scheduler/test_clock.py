@@ -29,7 +29,7 @@ def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_o
     assert run_virtually(go) == pytest.approx(9, abs=1e-3)
 
 
-def test_now_stands_still_in_a_pause() -> None:
+def test_now_does_not_change_during_a_pause() -> None:
     async def go() -> None:
         clock = ActiveClock()
         with clock.paused():
@@ -56,7 +56,7 @@ def test_clocks_of_a_standstill_stop_together_and_one_that_joins_late_stops_too(
 
 
 @pytest.mark.parametrize(("work_s", "in_time"), [(7.9, True), (8.1, False)])
-def test_a_time_limit_stands_still_in_pauses_before_it_and_within_it(work_s: float, in_time: bool) -> None:
+def test_time_limit_excludes_pauses_before_it_and_within_it(work_s: float, in_time: bool) -> None:
     """3 active seconds: 2 of the pauses were on at the beginning, then 1 active, 3 paused, and 2 active."""
 
     async def go() -> bool:

@@ -40,7 +40,7 @@ event_loop.run_to_end(main())
 """
 
 
-def test_neither_a_thread_nor_a_stubborn_task_keeps_the_process() -> None:
+def test_threads_and_stubborn_tasks_do_not_keep_the_process() -> None:
     begun_s = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", LEFT_BEHIND], cwd=ROOT, timeout=50, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "the last line\n")
@@ -48,7 +48,7 @@ def test_neither_a_thread_nor_a_stubborn_task_keeps_the_process() -> None:
     assert time.monotonic() - begun_s < 40
 
 
-def test_name_look_ups_go_on_beside_calls_that_hang() -> None:
+def test_name_look_ups_continue_while_other_calls_hang() -> None:
     free = threading.Event()
 
     async def main() -> None:

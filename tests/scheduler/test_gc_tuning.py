@@ -9,7 +9,7 @@ import pytest
 from scheduler.gc_tuning import INFREQUENT, infrequent_gc
 
 
-def test_the_collector_is_as_it_was_afterwards_whatever_happened() -> None:
+def test_collector_is_restored_afterwards_also_after_an_error() -> None:
     before = gc.get_threshold()
     with pytest.raises(KeyError), infrequent_gc():
         assert gc.get_threshold() == INFREQUENT

@@ -124,7 +124,7 @@ def test_a_replica_of_several_slots_has_them_alone() -> None:
         place(config, ("policy", "grm"))
 
 
-def test_a_role_without_place_is_told_which_pools_there_are() -> None:
+def test_error_of_a_role_without_a_place_names_the_pools() -> None:
     with pytest.raises(ValueError, match=r"type '\+placement\.roles=\{meta_rm: \{pool: train\}\}' \(or judging\)"):
         place(LAPTOP, (*ROLES, "meta_rm"))
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler.supervise import describe_failure, raising_first, run_together, run_until
+from scheduler.supervise import describe_failure, raise_first_failure, run_together, run_until
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -91,7 +91,7 @@ def test_a_crash_of_a_side_loop_ends_the_main_one() -> None:
     assert ended == ["main"]
 
 
-def test_a_failure_is_told_from_outside_in_with_what_lay_beneath() -> None:
+def test_failure_is_described_from_outside_in_with_its_causes() -> None:
     async def failing() -> None:
         try:
             raise OSError("disk full")
@@ -120,7 +120,7 @@ def test_the_main_loop_adds_no_line_of_its_own() -> None:
     assert describe_failure(caught.value) == "train.lr: too high"
 
 
-def test_the_first_failure_within_groups_of_tasks_is_told_with_all_its_places() -> None:
+def test_first_failure_in_groups_of_tasks_is_described_with_all_its_places() -> None:
     async def main() -> None:
         async def inner() -> None:
             async with asyncio.TaskGroup() as tasks:
@@ -145,7 +145,7 @@ def test_a_task_group_raises_its_first_failure_itself() -> None:
         async def fail() -> None:
             raise ValueError("first") from KeyError("its cause")
 
-        async with raising_first() as tasks:
+        async with raise_first_failure() as tasks:
             tasks.create_task(fail())
             tasks.create_task(asyncio.sleep(1e9))
 

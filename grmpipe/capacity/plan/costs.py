@@ -20,7 +20,7 @@ from grmpipe.capacity.cost import (
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
-from grmpipe.capacity.plan.survey import Seated, Survey, scorer_dtypes
+from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts, scorer_dtypes
 from grmpipe.capacity.plan.work import packed_group, packed_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError
@@ -41,47 +41,45 @@ class CostUnknown(ConfigError):
 # -- costs ---------------------------------------------------------------------------------------------------------
 
 
-def costs_of(survey: Survey) -> Costs:
+def costs_of(facts: RunFacts) -> Costs:
     """The costs of all roles, as they are placed. Raises CostUnknown."""
-    seated = {role: survey.seated(role) for role in survey.placement.seats}
-    engines = {role: speed_of(role, survey, where) for role, where in seated.items() if role in survey.roles.served}
-    learner, trained = seated[LEARNER], grm_learners(survey)
+    seated = {role: facts.seated(role) for role in facts.placement.seats}
+    engines = {role: speed_of(role, facts, where) for role, where in seated.items() if role in facts.roles.served}
+    learner, trained = seated[LEARNER], grm_learners(facts)
     return Costs(
         engines=engines,
-        learner=estimated_learner(POLICY, survey, learner),
-        critic=critic_of(survey, seated[CRITIC]) if CRITIC in seated else None,
-        grm_learners={role: estimated_learner(model, survey, seated[role]) for role, model in trained.items()},
+        learner=estimated_learner(POLICY, facts, learner),
+        critic=critic_of(facts, seated[CRITIC]) if CRITIC in seated else None,
+        grm_learners={role: estimated_learner(model, facts, seated[role]) for role, model in trained.items()},
         scorer_token_s={
-            role: scorer_of(role, survey, where)
-            for role, where in seated.items()
-            if role in scorer_dtypes(survey.config)
+            role: scorer_of(role, facts, where) for role, where in seated.items() if role in scorer_dtypes(facts.config)
         },
-        sync_s=push_s(POLICY, survey, learner),
-        grm_sync_s={role: push_s(model, survey, seated[role]) for role, model in trained.items()},
-        switch_s=switch_of(survey, seated),
-        driver_request_s=driver_of(survey),
-        cores=cores_of(survey),
+        sync_s=push_s(POLICY, facts, learner),
+        grm_sync_s={role: push_s(model, facts, seated[role]) for role, model in trained.items()},
+        switch_s=switch_of(facts, seated),
+        driver_request_s=driver_of(facts),
+        cores=cores_of(facts),
     )
 
 
-def speed_of(role: str, survey: Survey, where: Seated) -> EngineSpeed:
+def speed_of(role: str, facts: RunFacts, where: PlacedRoles) -> EngineSpeed:
     """The speed of one engine of a role, by the data sheet."""
-    engine = survey.roles.served[role].engine
+    engine = facts.roles.served[role].engine
     assert not engine.outside, "an external judge has no slots"
-    width = where.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
-    kv_bytes = kv_bytes_of(role, survey, width)
-    device = device_for(where.pool, survey)
+    width = where.width if facts.config.placement.pools[where.pool].resource == "gpu" else 1
+    kv_bytes = kv_bytes_of(role, facts, width)
+    device = device_for(where.pool, facts)
     return engine_speed(
-        sizes_of(role, survey, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
+        sizes_of(role, facts, width), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes
     )
 
 
-def kv_bytes_of(role: str, survey: Survey, width: int) -> float:
+def kv_bytes_of(role: str, facts: RunFacts, width: int) -> float:
     """Memory of an engine for keys and values; 0 if only its rows are limited."""
-    engine, sized = survey.roles.served[role].engine, survey.models[role]
+    engine, sized = facts.roles.served[role].engine, facts.models[role]
     if engine.memory.grows_cache or engine.joined or sized.footprint is None:
         return 0.0
-    room = kv_room(survey.roles.served[role], sized.footprint, width, survey.pool(role))
+    room = kv_room(facts.roles.served[role], sized.footprint, width, facts.pool(role))
     return room.num_bytes * width if room is not None else 0.0
 
 
@@ -90,20 +88,20 @@ def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
     return footprint.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else 0
 
 
-def estimated_learner(model: str, survey: Survey, where: Seated) -> LearnerSpeed:
+def estimated_learner(model: str, facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
     """The speed of the learner of a served model, by the data sheet."""
-    config = survey.config
+    config = facts.config
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
-    footprint = sized(model, survey)
-    packed = packed_group(survey) if model == POLICY else packed_judgement(model, survey)
-    return speed_by_sheet(train, footprint, survey, where, packed, config.models[model].lora)
+    footprint = sized(model, facts)
+    packed = packed_group(facts) if model == POLICY else packed_judgement(model, facts)
+    return speed_by_sheet(train, footprint, facts, where, packed, config.models[model].lora)
 
 
 def speed_by_sheet(
     train: TrainConfig,
     footprint: Footprint,
-    survey: Survey,
-    where: Seated,
+    facts: RunFacts,
+    where: PlacedRoles,
     packed: PackedSizes,
     lora: LoraConfig = NO_ADAPTERS,
 ) -> LearnerSpeed:
@@ -123,7 +121,7 @@ def speed_by_sheet(
             attention_flops=attended / packed.num_tokens,
             is_mixture=footprint.num_expert_parameters > 0,
         ),
-        device_for(where.pool, survey),
+        device_for(where.pool, facts),
         ranks=where.replicas,
         dtype=train.dtype,
         checkpointing=activations.recomputes,
@@ -134,59 +132,59 @@ def speed_by_sheet(
     )
 
 
-def grm_learners(survey: Survey) -> dict[str, str]:
+def grm_learners(facts: RunFacts) -> dict[str, str]:
     """The roles that train judging models -> the roles whose weights they train."""
-    return {learner: model for model, learner in survey.config.learners.items() if model != POLICY}
+    return {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
 
 
-def critic_of(survey: Survey, where: Seated) -> LearnerSpeed:
+def critic_of(facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
     """The speed of a critic, by the data sheet."""
-    train = critic_train(survey.config.critic, survey.config.train)
-    footprint = survey.models[CRITIC].footprint
+    train = critic_train(facts.config.critic, facts.config.train)
+    footprint = facts.models[CRITIC].footprint
     if footprint is None:
         raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
-    return speed_by_sheet(train, footprint, survey, where, packed_group(survey, shares=False))
+    return speed_by_sheet(train, footprint, facts, where, packed_group(facts, shares=False))
 
 
-def scorer_of(role: str, survey: Survey, where: Seated) -> float:
+def scorer_of(role: str, facts: RunFacts, where: PlacedRoles) -> float:
     """The time of a token that a meta-RM or a scalar reward model reads, by the data sheet."""
-    footprint = survey.models[role].footprint
+    footprint = facts.models[role].footprint
     if footprint is None:
-        key = role if role == META_RM else survey.config.models[role].key
+        key = role if role == META_RM else facts.config.models[role].key
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
-    return reading_s(footprint.matrix_weights, device_for(where.pool, survey), scorer_dtypes(survey.config)[role])
+    return reading_s(footprint.matrix_weights, device_for(where.pool, facts), scorer_dtypes(facts.config)[role])
 
 
-def push_s(model: str, survey: Survey, where: Seated) -> float:
+def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     """The time of a push of a model's weights from its learner: over the network if the run's slots are more than a
     node has.
     """
-    device, pools = device_for(where.pool, survey), survey.placement.pools.values()
-    resource = survey.config.placement.pools[where.pool].resource
+    device, pools = device_for(where.pool, facts), facts.placement.pools.values()
+    resource = facts.config.placement.pools[where.pool].resource
     num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
-    return sync_time_s(pushed_bytes(model, survey), device, over_nodes=num_slots > device.slots_per_node)
+    return sync_time_s(pushed_bytes(model, facts), device, over_nodes=num_slots > device.slots_per_node)
 
 
-def driver_of(survey: Survey) -> float:
+def driver_of(facts: RunFacts) -> float:
     """Time of the driver process per request; 0 if engines run in the same process."""
-    if survey.config.cluster.kind == "inprocess":
+    if facts.config.cluster.kind == "inprocess":
         return 0.0
     return DRIVER_REQUEST_S
 
 
-def cores_of(survey: Survey) -> int:
+def cores_of(facts: RunFacts) -> int:
     """The cores of this machine, unless the configuration sets or needs more."""
-    pools = survey.placement.pools.values()
+    pools = facts.placement.pools.values()
     asked = sum(pool.slots for pool in pools if pool.resource == "cpu")
-    return survey.config.plan.cores or max(asked, os.cpu_count() or 1)
+    return facts.config.plan.cores or max(asked, os.cpu_count() or 1)
 
 
-def switch_of(survey: Survey, seated: Mapping[str, Seated]) -> float:
+def switch_of(facts: RunFacts, seated: Mapping[str, PlacedRoles]) -> float:
     """The time of the slowest change of role; the embedded engine keeps both models."""
     dearest = 0.0
-    for served in survey.roles.seated:
-        where, footprint = seated[served.name], survey.models[served.name].footprint
-        device = survey.devices[where.pool]
+    for served in facts.roles.seated:
+        where, footprint = seated[served.name], facts.models[served.name].footprint
+        device = facts.devices[where.pool]
         if device is not None and footprint is not None and served.engine.memory.frees_gpu:
             dearest = max(dearest, switch_time_s(engine_weights(served, footprint) / where.width, device))
     return dearest
@@ -195,16 +193,16 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated]) -> float:
 # -- sizes ---------------------------------------------------------------------------------------------------------
 
 
-def sized(role: str, survey: Survey) -> Footprint:
-    footprint = survey.models[role].footprint
+def sized(role: str, facts: RunFacts) -> Footprint:
+    footprint = facts.models[role].footprint
     if footprint is None:
-        key = survey.roles.served[role].key
+        key = facts.roles.served[role].key
         raise CostUnknown(f"{key}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
     return footprint
 
 
-def sizes_of(role: str, survey: Survey, num_gpus: int) -> ModelSizes:
-    footprint, served = sized(role, survey), survey.roles.served[role]
+def sizes_of(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
+    footprint, served = sized(role, facts), facts.roles.served[role]
     return ModelSizes(
         num_parameters=footprint.matrix_weights,
         weight_bytes=engine_weights(served, footprint),
@@ -213,23 +211,23 @@ def sizes_of(role: str, survey: Survey, num_gpus: int) -> ModelSizes:
     )
 
 
-def pushed_bytes(role: str, survey: Survey) -> float:
+def pushed_bytes(role: str, facts: RunFacts) -> float:
     """The bytes of a push: engines round weights themselves, and some need the adapters alone. Of merged adapters only
     the layers that have them: after the first push, the others aren't sent again.
     """
-    footprint, served = survey.models[role].footprint, survey.roles.served[role]
+    footprint, served = facts.models[role].footprint, facts.roles.served[role]
     if footprint is None:
         return 0.0
     lora = served.model.lora
     if lora.in_engines:
         return num_adapters(lora, footprint) * BYTES[served.dtype]
     if lora.learns:
-        return footprint.adapted_weights(lora.target_modules) * BYTES[served.dtype]
+        return footprint.count_adapted_weights(lora.target_modules) * BYTES[served.dtype]
     return footprint.weight_bytes(served.dtype)
 
 
-def device_for(pool: str, survey: Survey) -> DeviceSpec:
-    device = survey.devices[pool]
+def device_for(pool: str, facts: RunFacts) -> DeviceSpec:
+    device = facts.devices[pool]
     if device is None:
         raise CostUnknown(
             f"placement.pools.{pool}.device: the GPU is unknown; type placement.pools.{pool}.device=h100 (or its name)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
-from grmpipe.capacity.plan.survey import Sized, Survey, scorer_dtypes
+from grmpipe.capacity.plan.run_facts import RunFacts, Sized, scorer_dtypes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
@@ -27,7 +27,7 @@ GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MemoryPart:
     """A part of a process's memory."""
 
     what: str
@@ -36,42 +36,44 @@ class Part:
     kind: Literal["weights", "state", "moments", "kv", "other"] = "other"
 
 
-def memory_parts(survey: Survey, role: str) -> list[Part]:
+def memory_parts(facts: RunFacts, role: str) -> list[MemoryPart]:
     """The parts of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
-    seated, pool = survey.seated(role), survey.pool(role)
-    trained = {learner: model for model, learner in survey.config.learners.items()}
-    sized = survey.models.get(trained.get(role, role))
+    seated, pool = facts.seated(role), facts.pool(role)
+    trained = {learner: model for model, learner in facts.config.learners.items()}
+    sized = facts.models.get(trained.get(role, role))
     if sized is None or sized.footprint is None:
         return []
     if role in trained:
-        return learner_parts(survey.config, sized.footprint, seated.replicas, trained[role])
+        return learner_parts(facts.config, sized.footprint, seated.replicas, trained[role])
     if role == CRITIC:
-        return critic_parts(survey, sized.footprint, seated.replicas)
-    if (dtype := scorer_dtypes(survey.config).get(role)) is not None:  # its batches have no gradients, and are small
-        return [Part(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
+        return critic_parts(facts, sized.footprint, seated.replicas)
+    if (dtype := scorer_dtypes(facts.config).get(role)) is not None:  # its batches have no gradients, and are small
+        return [MemoryPart(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
     num_gpus = seated.width if pool.resource == "gpu" else 1
-    return engine_parts(survey.roles.served[role], sized, sized.footprint, num_gpus, pool)
+    return engine_parts(facts.roles.served[role], sized, sized.footprint, num_gpus, pool)
 
 
-def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[Part]:
+def engine_parts(
+    role: ServedRole, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig
+) -> list[MemoryPart]:
     """The parts on each GPU of an engine that several GPUs share."""
     engine, options = role.engine, role.model
     if engine.joined:
-        return [Part(what="a client; the server runs separately", num_bytes=0.0)]
+        return [MemoryPart(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = engine_weights(role, footprint) / num_gpus
-    held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
+    held = [MemoryPart(what=f"weights{shared}", num_bytes=weights, kind="weights")]
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
-        held.append(Part(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
+        held.append(MemoryPart(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
     if engine.memory.grows_cache:
         rows, tokens = engine.max_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # The cache grows by copying: for a moment the old and the new one are held.
         grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
-        return [*held, Part(what=grown, num_bytes=2 * cache, kind="kv")]
+        return [*held, MemoryPart(what=grown, num_bytes=2 * cache, kind="kv")]
     if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:
-        held.append(Part(what="activations, CUDA graphs", num_bytes=own))
+        held.append(MemoryPart(what="activations, CUDA graphs", num_bytes=own))
     room = kv_room(role, footprint, num_gpus, pool)
     if room is None:
         return held
@@ -84,7 +86,7 @@ def engine_weights(role: ServedRole, footprint: Footprint) -> int:
     return footprint.weight_bytes(role.dtype, role.engine.memory.bytes_in_layers)
 
 
-def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> Part | None:
+def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> MemoryPart | None:
     """Memory that an engine reserves for keys and values on each of its devices. None if that depends on the device's
     memory.
     """
@@ -93,7 +95,7 @@ def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolCon
     if role.engine.memory.share_has_activations:
         held += own_bytes(role, footprint, num_gpus, pool)
     room = role.engine.memory.cache_room(held, device, device_bytes)
-    return Part(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
+    return MemoryPart(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
 
 
 def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> float:
@@ -108,7 +110,7 @@ def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolC
     return ENGINE_STEP_TOKENS * widest * BYTES[role.dtype] + logits + GRAPH_BYTES
 
 
-def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[Part]:
+def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[MemoryPart]:
     """The parts of one rank of the learner of a served model."""
     lora = config.models[model].lora
     longest = config.rollout if model == POLICY else config.judging.training(model)
@@ -133,7 +135,7 @@ def with_room_for(answer_tokens: int, train: TrainConfig) -> TrainConfig:
     return replace(train, micro_batch_tokens=max(train.micro_batch_tokens, own))
 
 
-def _parts_of_rank(held: Sequence[Part], shards: int, working: Working, train: TrainConfig) -> list[Part]:
+def _parts_of_rank(held: Sequence[MemoryPart], shards: int, working: Working, train: TrainConfig) -> list[MemoryPart]:
     """The parts of one rank, from the state of all of them together. Offloaded moments are on the device when
     activations aren't, so only what they need beyond these counts.
     """
@@ -152,21 +154,21 @@ def _parts_of_rank(held: Sequence[Part], shards: int, working: Working, train: T
         ]
     return [
         *parts,
-        Part(what="gathered layers", num_bytes=working.gathered),
-        Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+        MemoryPart(what="gathered layers", num_bytes=working.gathered),
+        MemoryPart(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
     ]
 
 
 def working_of(train: TrainConfig, footprint: Footprint, shards: int, *, frozen: bool = False) -> Working:
     """The memory of a forward and backward pass on a full micro-batch."""
-    return footprint.working_bytes(
+    return footprint.estimate_working_bytes(
         train.dtype, train.micro_batch_tokens, train.activations, ranks=shards, ep=train.parallel.ep, frozen=frozen
     )
 
 
-def _moments(whose: str, train: TrainConfig, num_values: int) -> Part:
+def _moments(whose: str, train: TrainConfig, num_values: int) -> MemoryPart:
     """Both moments of this number of trained values, on all ranks together."""
-    return Part(what=f"{whose}, two moments", num_bytes=moment_bytes(train, num_values), kind="moments")
+    return MemoryPart(what=f"{whose}, two moments", num_bytes=moment_bytes(train, num_values), kind="moments")
 
 
 def moment_bytes(train: TrainConfig, num_values: int) -> int:
@@ -174,41 +176,41 @@ def moment_bytes(train: TrainConfig, num_values: int) -> int:
     return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer.state_dtype])
 
 
-def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[Part]:
+def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[MemoryPart]:
     """The state of all ranks together if all weights are trained."""
     copy, frozen = footprint.shard_bytes(1), footprint.weight_bytes(frozen_dtype(train.dtype))
-    reference = [Part(what="weights of the reference", num_bytes=frozen, kind="state")]
+    reference = [MemoryPart(what="weights of the reference", num_bytes=frozen, kind="state")]
     return [
-        Part(what="weights", num_bytes=copy, kind="weights"),
-        Part(what="gradients", num_bytes=copy, kind="state"),
+        MemoryPart(what="weights", num_bytes=copy, kind="weights"),
+        MemoryPart(what="gradients", num_bytes=copy, kind="state"),
         _moments("optimizer", train, footprint.num_parameters),
         *(reference if has_reference else []),
     ]
 
 
-def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) -> list[Part]:
+def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) -> list[MemoryPart]:
     """The state of all ranks together if adapters are trained (in float32). Without them the weights are the
     reference.
     """
     num_values = footprint.adapter_parameters(lora.rank, lora.target_modules)
     copy = 4 * num_values
     return [
-        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(frozen_dtype(train.dtype)), kind="weights"),
-        Part(what="adapters", num_bytes=copy, kind="weights"),
-        Part(what="gradients of the adapters", num_bytes=copy, kind="state"),
+        MemoryPart(what="weights, frozen", num_bytes=footprint.weight_bytes(frozen_dtype(train.dtype)), kind="weights"),
+        MemoryPart(what="adapters", num_bytes=copy, kind="weights"),
+        MemoryPart(what="gradients of the adapters", num_bytes=copy, kind="state"),
         _moments("optimizer of the adapters", train, num_values),
     ]
 
 
-def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
+def critic_parts(facts: RunFacts, footprint: Footprint, ranks: int) -> list[MemoryPart]:
     """The parts of a critic: those of a learner without a reference."""
-    config = survey.config
+    config = facts.config
     train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train))
     shards = ranks // train.parallel.dp_replicate
     return _parts_of_rank(whole_state(train, footprint), shards, working_of(train, footprint, shards), train)
 
 
-def memory(parts: Mapping[str, list[Part]]) -> str:
+def memory(parts: Mapping[str, list[MemoryPart]]) -> str:
     """A block of text with every role's parts."""
     wide = column_width(parts)
     lines = ["memory per process, on each of its slots: estimated peak"]
@@ -241,36 +243,36 @@ class SlotMemory:
         return self.memory_gb is not None and self.memory_gb > 0 and self.held > self.memory_gb * GB
 
 
-def memory_of_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> Iterator[SlotMemory]:
-    for name, pool in survey.placement.pools.items():
+def memory_of_slots(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> Iterator[SlotMemory]:
+    for name, pool in facts.placement.pools.items():
         for slot in range(pool.slots):
-            here = tuple(seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots)
-            held = held_at_once(survey, name, here, parts)
+            here = tuple(seat for seat in everybody(facts.placement) if seat.pool == name and slot in seat.slots)
+            held = held_at_once(facts, name, here, parts)
             yield SlotMemory(pool=name, slot=slot, seats=here, held=held, memory_gb=pool.memory_gb)
 
 
-def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
+def slot_memory(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> str:
     """A block of text with the memory of each slot's processes. Equal slots are listed once."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for one in memory_of_slots(survey, parts):
+    for one in memory_of_slots(facts, parts):
         held = size(one.held) if all(parts[seat.role] for seat in one.seats) else "unknown"
         limit = f" of {one.memory_gb:g} GB" if one.memory_gb else ""
-        roles = (" + ".join(seat.role for seat in one.seats) or "no role") + by_turns(survey, one.pool)
+        roles = (" + ".join(seat.role for seat in one.seats) or "no role") + by_turns(facts, one.pool)
         lines.setdefault((one.pool, f"{held}{limit}  {roles}"), []).append(str(one.slot))
     rows = [(f"{pool} {spanned(slots)}", text) for (pool, text), slots in lines.items()]
     wide = max(len(where) for where, _ in rows)
     return "\n".join(["memory per slot", *(f"  {where:<{wide}}  {text}" for where, text in rows)])
 
 
-def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping[str, list[Part]]) -> float:
+def held_at_once(facts: RunFacts, pool: str, here: Sequence[Seat], parts: Mapping[str, list[MemoryPart]]) -> float:
     """The most memory that a slot's processes hold at any time: sleeping ones and those waiting on the host hold
     less.
     """
-    placement = survey.placement
+    placement = facts.placement
     whole = {seat.role: sum(part.num_bytes for part in parts[seat.role]) for seat in here}
     sharing = [role for role in placement.time_sharing_roles if role in whole]
     if "learner" in whole and sharing:
-        kept = {role: kept_asleep(survey, role, parts[role]) for role in sharing}
+        kept = {role: kept_asleep(facts, role, parts[role]) for role in sharing}
         on_gpu = placement.pools[pool].resource == "gpu"
         weights = sum(part.num_bytes for part in parts["learner"] if part.kind == "weights")
         at_push, between = (weights, 0.0) if on_gpu else (whole["learner"],) * 2
@@ -281,34 +283,34 @@ def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping
             between + sum(whole[role] for role in sharing),
         )
     served = [role for role in placement.served if role in whole]
-    if placement.elastic_slots(pool) and one_at_a_time(survey, served):
+    if placement.elastic_slots(pool) and one_at_a_time(facts, served):
         return sum(whole.values()) - sum(whole[role] for role in served) + max(whole[role] for role in served)
     return sum(whole.values())
 
 
-def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
+def kept_asleep(facts: RunFacts, role: str, parts: Sequence[MemoryPart]) -> float:
     """The memory that a sleeping engine keeps: none on a GPU; on a CPU all except what the embedded engine can free."""
-    served = survey.roles.served[role]
+    served = facts.roles.served[role]
     if served.device == "cuda":
         return 0.0
     lent = "kv" if served.sleeps else ""
     return sum(part.num_bytes for part in parts if part.kind != lent)
 
 
-def by_turns(survey: Survey, pool: str) -> str:
+def by_turns(facts: RunFacts, pool: str) -> str:
     """How roles share a slot without holding their memory at the same time."""
-    if survey.placement.pools[pool].time_shared:
+    if facts.placement.pools[pool].time_shared:
         return ", the learner alternates with the engines"
-    served = survey.placement.served
-    if not (survey.placement.elastic_slots(pool) and one_at_a_time(survey, served)):
+    served = facts.placement.served
+    if not (facts.placement.elastic_slots(pool) and one_at_a_time(facts, served)):
         return ""
-    one = any(survey.roles.served[role].shares_with for role in served)
+    one = any(facts.roles.served[role].shares_with for role in served)
     return ", one engine for all roles" if one else ", the engines alternate"
 
 
-def one_at_a_time(survey: Survey, served: Collection[str]) -> bool:
+def one_at_a_time(facts: RunFacts, served: Collection[str]) -> bool:
     """Whether an elastic slot holds the memory of only one role's engine at a time."""
-    roles = [survey.roles.served[name] for name in served]
+    roles = [facts.roles.served[name] for name in served]
     return any(role.shares_with for role in roles) or all(role.frees_device for role in roles)
 
 
@@ -320,28 +322,28 @@ def spanned(slots: list[str]) -> str:
     return slots[0] if len(slots) == 1 else f"{slots[0]}..{slots[-1]}"
 
 
-def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]:
+def overfull_slots(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> list[str]:
     """Slots whose processes need more than the pool's `memory_gb`."""
     return [
         f"{one.pool} {one.slot}: {', '.join(seat.name for seat in one.seats)} may need {size(one.held)} of "
         f"{one.memory_gb:g} GB (placement.pools.{one.pool}.memory_gb); "
-        f"{remedy({seat.role for seat in one.seats}, survey)}"
-        for one in memory_of_slots(survey, parts)
+        f"{remedy({seat.role for seat in one.seats}, facts)}"
+        for one in memory_of_slots(facts, parts)
         if one.is_overfull
     ]
 
 
-def remedy(roles: set[str], survey: Survey) -> str:
+def remedy(roles: set[str], facts: RunFacts) -> str:
     if len(roles) > 1:
         return "give the roles separate pools"
     (role,) = roles
     if role == CRITIC:
-        return f"lower critic.micro_batch_tokens, {_smaller(survey.config.train)}or add critic ranks"
+        return f"lower critic.micro_batch_tokens, {_smaller(facts.config.train)}or add critic ranks"
     if is_learning(role):
-        return f"lower train.micro_batch_tokens, {_smaller(survey.config.train)}or add {role} ranks"
-    if role not in survey.roles.served:
+        return f"lower train.micro_batch_tokens, {_smaller(facts.config.train)}or add {role} ranks"
+    if role not in facts.roles.served:
         return f"give {role} a separate pool"
-    return survey.roles.served[role].engine.memory.remedy
+    return facts.roles.served[role].engine.memory.remedy
 
 
 def _smaller(train: TrainConfig) -> str:

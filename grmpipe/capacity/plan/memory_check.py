@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.capacity.plan.memory import Part, SlotMemory, memory_of_slots, memory_parts, size
+from grmpipe.capacity.plan.memory import MemoryPart, SlotMemory, memory_of_slots, memory_parts, size
+from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, with_memory
 from grmpipe.capacity.plan.shares import shares_of, undecided, with_shares
-from grmpipe.capacity.plan.survey import Sized, Survey, find_devices, with_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 
 CERTAIN = ("weights", "state", "moments")
 
@@ -22,11 +22,11 @@ def divide_gpus(prepared: Prepared) -> Prepared:
     """The run with the shares of engines that divide a GPU. Raises ConfigError if nothing is left for one of them."""
     if not any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         return prepared
-    survey = survey_of(prepared)
-    shares = shares_of(survey)
-    config = with_shares(survey, shares)
-    for role in undecided(survey.under(config)):
-        pool = survey.placement.seats[role][0].pool
+    facts = facts_for_check(prepared)
+    shares = shares_of(facts)
+    config = with_shares(facts, shares)
+    for role in undecided(facts.under(config)):
+        pool = facts.placement.seats[role][0].pool
         raise ConfigError(
             f"placement.roles.{role}.pool: no memory is left for {role}'s keys and values on the GPUs of pool {pool}, "
             f"after weights, the learner and its activations; give {role} a separate pool, lower "
@@ -41,18 +41,18 @@ def check_memory(prepared: Prepared) -> None:
     placement = with_memory(prepared.placement, find_devices(prepared.config))
     if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
         return
-    survey = survey_of(prepared)
+    facts = facts_for_check(prepared)
     parts = {
-        role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in survey.placement.seats
+        role: [part for part in memory_parts(facts, role) if part.kind in CERTAIN] for role in facts.placement.seats
     }
-    for one in memory_of_slots(survey, parts):
+    for one in memory_of_slots(facts, parts):
         if one.is_overfull:
-            raise ConfigError(too_full(one, parts, survey.placement.pools[one.pool].resource))
+            raise ConfigError(too_full(one, parts, facts.placement.pools[one.pool].resource))
 
 
-def survey_of(prepared: Prepared) -> Survey:
+def facts_for_check(prepared: Prepared) -> RunFacts:
     devices = find_devices(prepared.config)
-    return Survey(
+    return RunFacts(
         config=prepared.config,
         placement=with_memory(prepared.placement, devices),
         roles=prepared.roles,
@@ -63,7 +63,7 @@ def survey_of(prepared: Prepared) -> Survey:
     )
 
 
-def too_full(one: SlotMemory, parts: Mapping[str, list[Part]], resource: str) -> str:
+def too_full(one: SlotMemory, parts: Mapping[str, list[MemoryPart]], resource: str) -> str:
     known = {role: held for role in (seat.role for seat in one.seats) if (held := parts[role])}
     each = ", ".join(f"{role} {size(sum(part.num_bytes for part in held))}" for role, held in known.items())
     apart = "give the roles separate pools, " if len(one.seats) > 1 else ""
@@ -79,5 +79,5 @@ def sized(prepared: Prepared) -> dict[str, Sized]:
     """Role -> sized model; a model that serves two roles has one footprint."""
     found = {model.name: Sized.of(model) for model in prepared.models}
     if prepared.critic is not None:
-        found["critic"] = Sized(role="critic", footprint=footprint_of(prepared.critic.path))
+        found["critic"] = Sized(role="critic", footprint=read_footprint(prepared.critic.path))
     return found

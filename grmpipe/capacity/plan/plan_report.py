@@ -1,4 +1,4 @@
-"""The text of a plan: placement, memory, the arithmetic of a batch, the time of a step. Reads a survey."""
+"""The text of a plan: placement, memory, the arithmetic of a batch, the time of a step. Reads a facts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerS
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.costs import CostUnknown, costs_of
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.shares import shares_of, with_shares
-from grmpipe.capacity.plan.survey import Survey, survey_run
 from grmpipe.capacity.plan.work import assumptions, judgements_of, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
@@ -28,27 +28,27 @@ KIND_IN_WORDS = {
 
 def plan(config: RunConfig) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
-    survey = survey_run(config)
-    config = with_shares(survey, shares_of(survey))
-    survey = survey.under(config)
-    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
+    facts = collect_facts(config)
+    config = with_shares(facts, shares_of(facts))
+    facts = facts.under(config)
+    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
     blocks = [
-        describe(survey.placement),
-        engines(survey),
+        describe(facts.placement),
+        engines(facts),
         memory(parts),
-        slot_memory(survey, parts),
-        arithmetic(survey),
+        slot_memory(facts, parts),
+        arithmetic(facts),
     ]
-    unchecked = list(survey.unchecked)
+    unchecked = list(facts.unchecked)
     if not config.env.env_kind.is_single:
         unchecked.append("the time of a step: it counts one turn of each rollout, and no time of its environment")
     try:
-        blocks.append(times(survey))
+        blocks.append(times(facts))
     except CostUnknown as error:
         unchecked.append(f"the time of a step: {error}")
-    footprints = {role: sized.footprint for role, sized in survey.models.items()}
-    noted = [*device_notes(config, survey.roles, footprints), *hyperparameter_notes(config)]
-    blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
+    footprints = {role: sized.footprint for role, sized in facts.models.items()}
+    noted = [*device_notes(config, facts.roles, footprints), *hyperparameter_notes(config)]
+    blocks += listed("warnings", [*overfull_slots(facts, parts), *noted])
     blocks += listed("not checked here", unchecked)
     return "\n\n".join(blocks)
 
@@ -56,14 +56,14 @@ def plan(config: RunConfig) -> str:
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
-def engines(survey: Survey) -> str:
+def engines(facts: RunFacts) -> str:
     """Role -> engine, with the options that differ from the engine's defaults."""
-    lines, wide = ["engines"], column_width(survey.roles.served)
-    for role in survey.roles.served.values():
+    lines, wide = ["engines"], column_width(facts.roles.served)
+    for role in facts.roles.served.values():
         where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
         if role.engine.endpoint is not None:
             where = f": {role.model.path} at {role.engine.endpoint.url}"
-        options = changed_options(role.engine.options, role.engine.shared_options(EngineConfig()))
+        options = changed_options(role.engine.options, role.engine.read_options(EngineConfig()))
         lines.append(f"  {role.name:<{wide}} {role.model.engine}{where}; {options}")
     return "\n".join(lines)
 
@@ -77,14 +77,14 @@ def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
 # -- times -----------------------------------------------------------------------------------------------------------
 
 
-def times(survey: Survey) -> str:
+def times(facts: RunFacts) -> str:
     """A block of text: the time of a step with the present placement. Raises CostUnknown."""
-    work, placement = step_work(survey), survey.placement
-    costs = costs_of(survey)
-    loads, chain = loads_of(work, costs, survey), 0.0 if work.max_staleness else chain_s(work, costs)
+    work, placement = step_work(facts), facts.placement
+    costs = costs_of(facts)
+    loads, chain = loads_of(work, costs, facts), 0.0 if work.max_staleness else chain_s(work, costs)
     wide = column_width(placement.seats)
-    lines = [f"time of a step ({assumptions(survey)})"]
-    pace = {LEARNER: f"; {learner_pace(survey, work, costs.learner)}"}
+    lines = [f"time of a step ({assumptions(facts)})"]
+    pace = {LEARNER: f"; {learner_pace(facts, work, costs.learner)}"}
     lines += [
         f"  {role:<{wide}} {seconds(load)} of work for each of {len(placement.seats[role])}{pace.get(role, '')}"
         for role, load in loads.items()
@@ -101,23 +101,23 @@ def times(survey: Survey) -> str:
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
     if all(pool.resource == "gpu" for pool in placement.pools.values()):
-        lines.append(f"  {bounds_range(survey, work, costs)}")
+        lines.append(f"  {bounds_range(facts, work, costs)}")
     return "\n".join(lines)
 
 
-def loads_of(work: StepWork, costs: Costs, survey: Survey) -> dict[str, float]:
+def loads_of(work: StepWork, costs: Costs, facts: RunFacts) -> dict[str, float]:
     """Role -> seconds of a step that each of its processes works; of the driver, if its time counts."""
-    placed = survey.placement.seats
+    placed = facts.placement.seats
     loads = {role: busy_s(role, work, costs, len(seats)) for role, seats in placed.items() if role in work.roles}
     return loads | ({DRIVER: busy_s(DRIVER, work, costs, 1)} if costs.driver_request_s else {})
 
 
-def bounds_range(survey: Survey, work: StepWork, costs: Costs) -> str:
+def bounds_range(facts: RunFacts, work: StepWork, costs: Costs) -> str:
     """The bound of a step with the fastest and the slowest costs that published rates make likely, in words."""
     bounds = []
     for way in (-1, 1):
         tried = slower_costs(costs, LEARNER_SPREAD**way, ENGINE_SPREAD**way)
-        busiest = busiest_slot_s(survey.placement, loads_of(work, tried, survey), costs.cores)
+        busiest = busiest_slot_s(facts.placement, loads_of(work, tried, facts), costs.cores)
         bounds.append(max(busiest, 0.0 if work.max_staleness else chain_s(work, tried)))
     fast, slow = map(seconds, bounds)
     return (
@@ -126,15 +126,15 @@ def bounds_range(survey: Survey, work: StepWork, costs: Costs) -> str:
     )
 
 
-def learner_pace(survey: Survey, work: StepWork, learner: LearnerSpeed) -> str:
+def learner_pace(facts: RunFacts, work: StepWork, learner: LearnerSpeed) -> str:
     """Tokens per second and MFU (see learner_pace.py of a run) while the learner works."""
     busy = learner_s(work, learner)
     pace = f"{work.learner_tokens / busy:,.0f} packed tokens/s"
-    seats, pool = survey.placement.seats[LEARNER], survey.pool(LEARNER)
-    device, flops = survey.devices[seats[0].pool], learner_flops(survey)
+    seats, pool = facts.placement.seats[LEARNER], facts.pool(LEARNER)
+    device, flops = facts.devices[seats[0].pool], learner_flops(facts)
     if device is None or flops is None or pool.resource != "gpu":
         return pace
-    return f"{pace}, MFU {flops / (busy * len(seats) * device.flops(survey.config.train.dtype)):.2f}"
+    return f"{pace}, MFU {flops / (busy * len(seats) * device.flops(facts.config.train.dtype)):.2f}"
 
 
 def seconds(value: float) -> str:
@@ -144,8 +144,8 @@ def seconds(value: float) -> str:
 # -- arithmetic ----------------------------------------------------------------------------------------------------
 
 
-def arithmetic(survey: Survey) -> str:
-    config, num_prompts = survey.config, len(survey.data.train)
+def arithmetic(facts: RunFacts) -> str:
+    config, num_prompts = facts.config, len(facts.data.train)
     train = config.train
     rollouts = train.groups_per_batch * train.group_size
     in_flight = (train.max_staleness + 1) * train.groups_per_batch
@@ -154,38 +154,38 @@ def arithmetic(survey: Survey) -> str:
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
         f"at most {rollouts * config.rollout.max_turns * config.rollout.max_new_tokens} tokens",
-        *judged(survey),
+        *judged(facts),
         f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
         f"(max_staleness {train.max_staleness})",
         f"the run: {train.num_steps} steps, {wanted} prompts ({wanted / num_prompts:.2f} epochs of {num_prompts}), "
-        f"{len(survey.data.held_out)} held out",
+        f"{len(facts.data.held_out)} held out",
     ])  # fmt: skip
 
 
-def judged(survey: Survey) -> list[str]:
+def judged(facts: RunFacts) -> list[str]:
     """A line for each judge that asks a model: its judgements of a step, and of which share of the rollouts."""
-    judging, shares = survey.config.judging, shares_asked(survey)
+    judging, shares = facts.config.judging, shares_asked(facts)
     if not judging.generative:
         return ["  judged by a rule"]
     if len(judging.judges) == 1:
-        return [f"  {asked(name, survey)}" for name in judging.generative]
+        return [f"  {asked(name, facts)}" for name in judging.generative]
     wide = column_width(judging.judges)
     lines = []
     for name, judge in judging.judges.items():
-        work = asked(name, survey) if name in judging.generative else KIND_IN_WORDS[judge.kind]
+        work = asked(name, facts) if name in judging.generative else KIND_IN_WORDS[judge.kind]
         lines.append(f"    {name:<{wide}} {work}{seen(shares[name])}")
     return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
 
 
-def asked(name: str, survey: Survey) -> str:
+def asked(name: str, facts: RunFacts) -> str:
     """The judgements of a judge in words."""
-    train, judge = survey.config.train, survey.config.judging.judges[name]
-    judgements = judgements_of(name, survey)
-    rollouts = round(train.groups_per_batch * train.group_size * shares_asked(survey)[name])
+    train, judge = facts.config.train, facts.config.judging.judges[name]
+    judgements = judgements_of(name, facts)
+    rollouts = round(train.groups_per_batch * train.group_size * shares_asked(facts)[name])
     product = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
     if judge.protocol_kind.compares:
         product = f"{judgements} {judge.protocol} judgements"
-    by = f" by {judge.model}" if len(survey.config.judging.judges) > 1 else ""
+    by = f" by {judge.model}" if len(facts.config.judging.judges) > 1 else ""
     return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens"
 
 

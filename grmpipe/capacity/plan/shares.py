@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.plan.memory import Part, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
-from grmpipe.capacity.plan.survey import Survey
+from grmpipe.capacity.plan.memory import MemoryPart, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
+from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import ServedRole
@@ -23,7 +23,7 @@ USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class EngineNeeds:
     """The needs of one engine on a device: bytes of its weights and of its own memory, and of one token; or the bytes
     of its cache, if set.
     """
@@ -33,7 +33,7 @@ class Wish:
     kv: float | None = None  # engine.vllm.kv_cache_mb
 
 
-def divided(room: float, wishes: Mapping[str, Wish]) -> dict[str, float]:
+def divided(room: float, wishes: Mapping[str, EngineNeeds]) -> dict[str, float]:
     """Engine -> bytes, including weights, with the same number of tokens in each. Empty if they don't fit."""
     fixed = {role: wish.kv for role, wish in wishes.items() if wish.kv is not None}
     left = room - sum(wish.weights for wish in wishes.values()) - sum(fixed.values())
@@ -46,77 +46,77 @@ def divided(room: float, wishes: Mapping[str, Wish]) -> dict[str, float]:
     }
 
 
-def undecided(survey: Survey) -> tuple[str, ...]:
+def undecided(facts: RunFacts) -> tuple[str, ...]:
     """Roles on a shared GPU whose share isn't set."""
     return tuple(
         role.name
-        for role in survey.roles.seated
-        if role.device == "cuda" and role.engine.memory.shares_leftover and neighbours(survey, role.name)
+        for role in facts.roles.seated
+        if role.device == "cuda" and role.engine.memory.shares_leftover and neighbours(facts, role.name)
     )
 
 
-def neighbours(survey: Survey, role: str) -> list[Seat]:
+def neighbours(facts: RunFacts, role: str) -> list[Seat]:
     """Seats of other roles on this role's slots."""
-    slots = {(seat.pool, slot) for seat in survey.placement.seats[role] for slot in seat.slots}
-    others = [seat for seat in everybody(survey.placement) if seat.role != role]
+    slots = {(seat.pool, slot) for seat in facts.placement.seats[role] for slot in seat.slots}
+    others = [seat for seat in everybody(facts.placement) if seat.role != role]
     return [seat for seat in others if slots & {(seat.pool, slot) for slot in seat.slots}]
 
 
-def shares_of(survey: Survey) -> dict[str, float]:
+def shares_of(facts: RunFacts) -> dict[str, float]:
     """Role -> share of the device, for roles that share one and fit."""
-    open_roles, engines = undecided(survey), {role.name for role in survey.roles.seated}
+    open_roles, engines = undecided(facts), {role.name for role in facts.roles.seated}
     shares: dict[str, float] = {}
     for role in open_roles:
-        near = {seat.role for seat in neighbours(survey, role)}
-        memory_gb, wish = survey.pool(role).memory_gb, wish_of(survey, role)
+        near = {seat.role for seat in neighbours(facts, role)}
+        memory_gb, wish = facts.pool(role).memory_gb, wish_of(facts, role)
         if memory_gb is None or wish is None:
             shares[role] = round(DEFAULT_MEMORY_SHARE / (1 + len(near)), 2)
             continue
         memory = memory_gb * GB
-        by_turns = one_at_a_time(survey, engines) if survey.pool(role).elastic else False
+        by_turns = one_at_a_time(facts, engines) if facts.pool(role).elastic else False
         awake = [other for other in open_roles if other == role or (other in near and not by_turns)]
-        wishes = {other: found for other in awake if (found := wish_of(survey, other)) is not None}
+        wishes = {other: found for other in awake if (found := wish_of(facts, other)) is not None}
         beside = near - set(awake) - (engines if by_turns else set())
-        held = sum(map(held_beside, [survey] * len(beside), sorted(beside)))
+        held = sum(map(held_beside, [facts] * len(beside), sorted(beside)))
         if bytes_of := divided(USABLE * memory - held, wishes):
-            shares[role] = min(bytes_of[role], at_push(survey, role, memory)) / memory
+            shares[role] = min(bytes_of[role], at_push(facts, role, memory)) / memory
     return shares
 
 
-def wish_of(survey: Survey, role: str) -> Wish | None:
+def wish_of(facts: RunFacts, role: str) -> EngineNeeds | None:
     """The needs of a role's engine. None if the model's size is unknown."""
-    footprint, served = survey.models[role].footprint, survey.roles.served[role]
+    footprint, served = facts.models[role].footprint, facts.roles.served[role]
     if footprint is None:
         return None
-    return Wish(
+    return EngineNeeds(
         weights=engine_weights(served, footprint) / served.num_gpus
-        + own_bytes(served, footprint, served.num_gpus, survey.pool(role)),
+        + own_bytes(served, footprint, served.num_gpus, facts.pool(role)),
         token=footprint.kv_bytes_per_token(served.dtype, served.num_gpus) / served.num_gpus,
         kv=served.engine.memory.cache_bytes,
     )
 
 
-def held_beside(survey: Survey, role: str) -> float:
+def held_beside(facts: RunFacts, role: str) -> float:
     """The memory that another role holds while the engines serve: a time-shared learner holds none."""
-    if role == "learner" and survey.placement.time_sharing_roles:
+    if role == "learner" and facts.placement.time_sharing_roles:
         return 0.0
-    return total(memory_parts(survey, role))
+    return total(memory_parts(facts, role))
 
 
-def at_push(survey: Survey, role: str, memory: float) -> float:
+def at_push(facts: RunFacts, role: str, memory: float) -> float:
     """The most memory for the policy's engines while a time-shared learner pushes its weights."""
-    if role != POLICY or role not in survey.placement.time_sharing_roles:
+    if role != POLICY or role not in facts.placement.time_sharing_roles:
         return memory
-    return USABLE * memory - total([part for part in memory_parts(survey, "learner") if part.kind == "weights"])
+    return USABLE * memory - total([part for part in memory_parts(facts, "learner") if part.kind == "weights"])
 
 
-def total(parts: Sequence[Part]) -> float:
+def total(parts: Sequence[MemoryPart]) -> float:
     return sum(part.num_bytes for part in parts)
 
 
-def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
+def with_shares(facts: RunFacts, shares: Mapping[str, float]) -> RunConfig:
     """The configuration with the shares as engine options of the roles."""
-    config, served = survey.config, survey.roles.served
+    config, served = facts.config, facts.roles.served
     models = {role: _with_share(model, served.get(role), shares) for role, model in config.models.items()}
     return replace(config, models=models)
 

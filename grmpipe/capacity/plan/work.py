@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from grmpipe.capacity.learner_passes import Passes, passes_of
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
-from grmpipe.capacity.passes import Passes, passes_of
-from grmpipe.capacity.plan.survey import Sized, Survey
+from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimated_tokens
@@ -40,15 +40,15 @@ class Lengths:
         )
 
 
-def step_work(survey: Survey) -> StepWork:
+def step_work(facts: RunFacts) -> StepWork:
     """The work of a step at mean lengths: those that are set, else half of the maximum."""
-    config, train = survey.config, survey.config.train
+    config, train = facts.config, facts.config.train
     rollouts = train.groups_per_batch * train.group_size
     packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
-    played = policy_lengths(survey)
-    own = played.work(rollouts, sharers(POLICY, train.group_size, survey))
+    played = policy_lengths(facts)
+    own = played.work(rollouts, sharers(POLICY, train.group_size, facts))
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
-    judging = {role: judging_work(role, survey) for role in (POLICY, *config.asked.local_roles)}
+    judging = {role: judging_work(role, facts) for role in (POLICY, *config.asked.local_roles)}
     return StepWork(
         engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
         learner_tokens=learner_tokens,
@@ -56,37 +56,37 @@ def step_work(survey: Survey) -> StepWork:
         max_staleness=train.max_staleness,
         learner_forward_tokens=passes.num_forward * learner_tokens,
         learner_updates=passes.num_updates,
-        starts_early=starts_early(survey),
+        starts_early=starts_early(facts),
         critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
         critic_updates=config.critic.updates(config.algorithm, train),
-        scorer_tokens=scorer_tokens(survey),
-        grm_learners={config.learners[role]: grm_training(role, survey) for role in config.trained_grms},
+        scorer_tokens=scorer_tokens(facts),
+        grm_learners={config.learners[role]: grm_training(role, facts) for role in config.trained_grms},
     )
 
 
-def learner_flops(survey: Survey) -> float | None:
+def learner_flops(facts: RunFacts) -> float | None:
     """The operations of the policy's learner in a step, at mean lengths. None if the model's size is unknown."""
-    config, footprint = survey.config, survey.models[POLICY].footprint
+    config, footprint = facts.config, facts.models[POLICY].footprint
     if footprint is None:
         return None
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
-    group = packed_group(survey)
+    group = packed_group(facts)
     return config.train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
 
 
-def packed_group(survey: Survey, *, shares: bool | None = None) -> PackedSizes:
+def packed_group(facts: RunFacts, *, shares: bool | None = None) -> PackedSizes:
     """The samples of a group as a learner packs them, at mean lengths. shares: they hold their prompt once; None: as
     configured for the policy's learner.
     """
-    train, played = survey.config.train, policy_lengths(survey)
+    train, played = facts.config.train, policy_lengths(facts)
     shares = train.prefix_sharing if shares is None else shares
     return packed_siblings(played, train.group_size, shares)
 
 
-def packed_judgement(role: str, survey: Survey) -> PackedSizes:
+def packed_judgement(role: str, facts: RunFacts) -> PackedSizes:
     """The samples of one judging task as the learner of a judging model packs them, at mean lengths."""
-    asked = judge_lengths(survey.config.judging.training(role).name, survey)
-    return packed_siblings(asked, survey.config.trained_grms[role].group_size, survey.config.train.prefix_sharing)
+    asked = judge_lengths(facts.config.judging.training(role).name, facts)
+    return packed_siblings(asked, facts.config.trained_grms[role].group_size, facts.config.train.prefix_sharing)
 
 
 def packed_siblings(lengths: Lengths, count: int, shares: bool) -> PackedSizes:
@@ -98,10 +98,10 @@ def packed_siblings(lengths: Lengths, count: int, shares: bool) -> PackedSizes:
     )
 
 
-def starts_early(survey: Survey) -> bool:
+def starts_early(facts: RunFacts) -> bool:
     """Whether the policy's learner trains groups while others roll out (BatchTrainer, TimeSharedTrainer)."""
-    whole_batch = survey.config.algorithm.estimator_kind.need == "batch" or policy_passes(survey.config).num_updates > 1
-    return not whole_batch and not survey.placement.time_sharing_roles
+    whole_batch = facts.config.algorithm.estimator_kind.need == "batch" or policy_passes(facts.config).num_updates > 1
+    return not whole_batch and not facts.placement.time_sharing_roles
 
 
 def policy_passes(config: RunConfig) -> Passes:
@@ -109,9 +109,9 @@ def policy_passes(config: RunConfig) -> Passes:
     return passes_of(config.algorithm, config.train.groups_per_batch)
 
 
-def sharers(role: str, requests: int, survey: Survey) -> int:
+def sharers(role: str, requests: int, facts: RunFacts) -> int:
     """The requests that compute their prompt once, of those with the same one."""
-    return requests if survey.roles.served[role].engine.caches_prompts else 1
+    return requests if facts.roles.served[role].engine.caches_prompts else 1
 
 
 def together(works: Sequence[RoleWork]) -> RoleWork:
@@ -128,11 +128,11 @@ def together(works: Sequence[RoleWork]) -> RoleWork:
     )
 
 
-def policy_lengths(survey: Survey) -> Lengths:
+def policy_lengths(facts: RunFacts) -> Lengths:
     """The mean lengths of a rollout's turn."""
-    config = survey.config
-    prompts = survey.data.train[:SAMPLED_PROMPTS]
-    prompt_tokens = fmean(num_tokens(survey.models[POLICY], prompt.messages) for prompt in prompts)
+    config = facts.config
+    prompts = facts.data.train[:SAMPLED_PROMPTS]
+    prompt_tokens = fmean(num_tokens(facts.models[POLICY], prompt.messages) for prompt in prompts)
     return Lengths(
         prompt_tokens=prompt_tokens, new_tokens=config.plan.rollout_tokens or config.rollout.max_new_tokens / 2
     )
@@ -141,31 +141,31 @@ def policy_lengths(survey: Survey) -> Lengths:
 # -- judges --------------------------------------------------------------------------------------------------------
 
 
-def judging_work(role: str, survey: Survey) -> list[RoleWork]:
+def judging_work(role: str, facts: RunFacts) -> list[RoleWork]:
     """The judgements of a model in a step: for every judge that asks it, and for its learner."""
-    asked = [judge_work(name, survey) for name in survey.config.asked.asking(role)]
-    return [*asked, training_requests(role, survey)] if role in survey.config.trained_grms else asked
+    asked = [judge_work(name, facts) for name in facts.config.asked.asking(role)]
+    return [*asked, training_requests(role, facts)] if role in facts.config.trained_grms else asked
 
 
-def judge_work(name: str, survey: Survey) -> RoleWork:
+def judge_work(name: str, facts: RunFacts) -> RoleWork:
     """The judgements of one judge in a step, at most: of the rollouts that the composition may show it."""
-    judge = survey.config.asked.judges[name]
-    shared_by = sharers(judge.model, judge.num_judgements, survey)
-    return judge_lengths(name, survey).work(judgements_of(name, survey), shared_by)
+    judge = facts.config.asked.judges[name]
+    shared_by = sharers(judge.model, judge.num_judgements, facts)
+    return judge_lengths(name, facts).work(judgements_of(name, facts), shared_by)
 
 
-def judgements_of(name: str, survey: Survey) -> int:
+def judgements_of(name: str, facts: RunFacts) -> int:
     """The judgements of one judge in a step, at most."""
-    train, judge = survey.config.train, survey.config.asked.judges[name]
+    train, judge = facts.config.train, facts.config.asked.judges[name]
     whole = train.groups_per_batch * judge.judgements_of_group(train.group_size)
-    return math.ceil(whole * shares_asked(survey)[name] - 1e-9)
+    return math.ceil(whole * shares_asked(facts)[name] - 1e-9)
 
 
-def shares_asked(survey: Survey) -> dict[str, float]:
+def shares_asked(facts: RunFacts) -> dict[str, float]:
     """Judge -> the largest share of the rollouts that it judges, by the sources of the prompts."""
-    prompts = survey.data.train
+    prompts = facts.data.train
     sources = {source: count / len(prompts) for source, count in Counter(prompt.source for prompt in prompts).items()}
-    config, watching = survey.config, dict[str, float]()
+    config, watching = facts.config, dict[str, float]()
     for watcher, share in config.watchers.items():
         for name in config.rewards.judges_of(watcher):
             watching[name] = watching.get(name, 0.0) + share
@@ -173,31 +173,31 @@ def shares_asked(survey: Survey) -> dict[str, float]:
     return {name: asked.get(name, 0.0) + watching.get(name, 0.0) for name in config.asked.judges}
 
 
-def prompts_judged(name: str, survey: Survey) -> list[Prompt]:
+def prompts_judged(name: str, facts: RunFacts) -> list[Prompt]:
     """Some prompts whose responses a judge is shown; any, if it is shown none."""
-    config, prompts = survey.config, survey.data.train
+    config, prompts = facts.config, facts.data.train
     judged = {source: name in config.rewards.asked_of_source(source) for source in {
         prompt.source for prompt in prompts
     }}  # fmt: skip
     return ([prompt for prompt in prompts if judged[prompt.source]] or list(prompts))[:SAMPLED_PROMPTS]
 
 
-def judge_lengths(name: str, survey: Survey) -> Lengths:
+def judge_lengths(name: str, facts: RunFacts) -> Lengths:
     """The mean lengths of a judge's prompts and judgements."""
-    config = survey.config
+    config = facts.config
     judge = config.asked.judges[name]
-    shown = judge.responses_shown(config.train.group_size) * policy_lengths(survey).new_tokens
+    shown = judge.responses_shown(config.train.group_size) * policy_lengths(facts).new_tokens
     return Lengths(
-        prompt_tokens=judge_prompt_tokens(name, survey) + shown,
+        prompt_tokens=judge_prompt_tokens(name, facts) + shown,
         new_tokens=config.plan.judgement_tokens or judge.max_new_tokens / 2,
     )
 
 
-def judge_prompt_tokens(name: str, survey: Survey) -> float:
+def judge_prompt_tokens(name: str, facts: RunFacts) -> float:
     """The mean tokens of a judge's prompt without the judged answer."""
-    judge = survey.config.asked.judges[name]
-    asked = judge_questions(judge, prompts_judged(name, survey))
-    return fmean(num_tokens(survey.models[judge.model], messages) for messages in asked)
+    judge = facts.config.asked.judges[name]
+    asked = judge_questions(judge, prompts_judged(name, facts))
+    return fmean(num_tokens(facts.models[judge.model], messages) for messages in asked)
 
 
 def judge_questions(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[tuple[Message, ...]]:
@@ -212,20 +212,20 @@ def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
     return sum(estimated_tokens(message.content) for message in messages)
 
 
-def scorer_tokens(survey: Survey) -> dict[str, float]:
+def scorer_tokens(facts: RunFacts) -> dict[str, float]:
     """The tokens that models with a scalar head read in a step, by role.
 
     A scalar reward model reads prompts and rollouts; a meta-RM the prompts and judgements of the judges whose votes it
     weights.
     """
-    config, shares = survey.config, shares_asked(survey)
-    rollouts, played = config.train.groups_per_batch * config.train.group_size, policy_lengths(survey)
+    config, shares = facts.config, shares_asked(facts)
+    rollouts, played = config.train.groups_per_batch * config.train.group_size, policy_lengths(facts)
     found = dict.fromkeys(config.asked.scorer_roles, 0.0)
     for name, judge in config.asked.scalar.items():
         if judge.model in found:
             found[judge.model] += shares[name] * rollouts * (played.prompt_tokens + played.new_tokens)
     if config.uses_meta_rm:
-        works = [judge_work(name, survey) for name in config.asked.weighted]
+        works = [judge_work(name, facts) for name in config.asked.weighted]
         found[META_RM] = sum(work.requests * (work.prompt_tokens + work.new_tokens) for work in works)
     return found
 
@@ -233,18 +233,18 @@ def scorer_tokens(survey: Survey) -> dict[str, float]:
 # -- judging models that learn ---------------------------------------------------------------------------------------
 
 
-def training_requests(role: str, survey: Survey) -> RoleWork:
+def training_requests(role: str, facts: RunFacts) -> RoleWork:
     """The judgements that a model in training samples to learn from, in a step of the policy."""
-    cotrain = survey.config.trained_grms[role]
-    asked = judge_lengths(survey.config.judging.training(role).name, survey)
+    cotrain = facts.config.trained_grms[role]
+    asked = judge_lengths(facts.config.judging.training(role).name, facts)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
-    return asked.work(math.ceil(requests), sharers(role, cotrain.group_size, survey))
+    return asked.work(math.ceil(requests), sharers(role, cotrain.group_size, facts))
 
 
-def grm_training(role: str, survey: Survey) -> GrmTraining:
+def grm_training(role: str, facts: RunFacts) -> GrmTraining:
     """The work of a judging model's learner in a step of the policy, after its warm-up."""
-    cotrain, asked = survey.config.trained_grms[role], training_requests(role, survey)
-    prompts = asked.requests / cotrain.group_size if survey.config.train.prefix_sharing else asked.requests
+    cotrain, asked = facts.config.trained_grms[role], training_requests(role, facts)
+    prompts = asked.requests / cotrain.group_size if facts.config.train.prefix_sharing else asked.requests
     tokens = prompts * asked.prompt_tokens + asked.requests * asked.new_tokens
     passes = passes_of(grm_algorithm(cotrain), cotrain.prompts_per_batch)
     return GrmTraining(
@@ -258,13 +258,13 @@ def grm_training(role: str, survey: Survey) -> GrmTraining:
 # -- in words --------------------------------------------------------------------------------------------------------
 
 
-def assumptions(survey: Survey) -> str:
+def assumptions(facts: RunFacts) -> str:
     """The sources of lengths and costs, in one line."""
-    judges = survey.config.judging.generative
-    local = [name for name, judge in judges.items() if judge.model in survey.models]
+    judges = facts.config.judging.generative
+    local = [name for name, judge in judges.items() if judge.model in facts.models]
     per = {name: "judgement" if len(judges) == 1 else f"judgement of {name}" for name in local}
     lengths = [
-        f"{policy_lengths(survey).new_tokens:.0f} tokens per rollout",
-        *(f"{judge_lengths(name, survey).new_tokens:.0f} tokens per {what}" for name, what in per.items()),
+        f"{policy_lengths(facts).new_tokens:.0f} tokens per rollout",
+        *(f"{judge_lengths(name, facts).new_tokens:.0f} tokens per {what}" for name, what in per.items()),
     ]
     return f"estimated from the devices' data sheets; {', '.join(lengths)} on average"

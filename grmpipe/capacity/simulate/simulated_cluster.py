@@ -14,9 +14,9 @@ from grmpipe.capacity.plan.work import policy_passes
 from grmpipe.capacity.simulate.shared_devices import shared_devices
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
-from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play, make_writer
 from grmpipe.capacity.simulate.step_bound import Bound, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.capacity.simulate.workload import Workload, flow_of, make_judge, make_play, make_writer
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
@@ -25,8 +25,8 @@ from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.build.compose_pipeline import Learners, compose
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 from models.engines.simulated.simulated_engine import SimulatedEngine
 from models.types import Engine
@@ -110,7 +110,7 @@ class Simulation:
         """Run on the running loop: a virtual one, or a real one for a run in real time."""
         routers = {role: self._start_engines(role) for role in self._costs.engines}
         cp = self._config.train.parallel.cp
-        learner = TimeSharedLearnerGroup(self._start_ranks(LEARNER, self._costs.learner, cp), cp)
+        learner = TimeSharedLearnerRanks(self._start_ranks(LEARNER, self._costs.learner, cp), cp)
         sync = WeightSync(learner, PROBE, self._config.sync)
         share, critic = self._time_share(routers, learner), self._start_critic()
         pools = self._elastic_pools(routers, sync)
@@ -162,10 +162,10 @@ class Simulation:
         if speed is None:
             return None
         cp = config.critic.parallel.cp
-        group = CriticGroup(self._start_ranks(CRITIC, speed, cp), self._events, cp)
+        group = CriticLearnerRanks(self._start_ranks(CRITIC, speed, cp), self._events, cp)
         return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
 
-    def _time_share(self, routers: Mapping[str, Router], learner: TimeSharedLearnerGroup) -> TimeShare | None:
+    def _time_share(self, routers: Mapping[str, Router], learner: TimeSharedLearnerRanks) -> TimeShare | None:
         """The time-shared pool of the learner."""
         roles = {
             role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=role == POLICY)

@@ -24,7 +24,7 @@ class SimulatedProcess:
     @property
     def busy_s(self) -> float:
         """Seconds of work so far."""
-        return self._rate.worked_s(asyncio.get_running_loop().time())
+        return self._rate.measure_work_s(asyncio.get_running_loop().time())
 
     def share_changed(self, share: float) -> None:
         self._rate.set_rate(asyncio.get_running_loop().time(), share)
@@ -32,7 +32,7 @@ class SimulatedProcess:
 
     async def _spend(self, work_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        end_s = self._rate.worked_s(clock()) + work_s
+        end_s = self._rate.measure_work_s(clock()) + work_s
         self._device.occupy(self)
         try:
             while (when_s := self._rate.when_s(end_s)) > clock():

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.costs import costs_of
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
-from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
+from grmpipe.capacity.simulate.simulated_answers import Lengths, lengths_in, lognormal, measured
 from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, record_of
-from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
@@ -28,12 +28,12 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
     """Simulate as placed, write simulation.json and timeline.json. Returns what to print, and the seconds of a step.
     Raises ConfigError.
     """
-    survey = survey_run(config)
-    workload, costs = workload_of(survey), costs_of(survey)
+    facts = collect_facts(config)
+    workload, costs = workload_of(facts), costs_of(facts)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
     try:
-        run = simulate(workload, survey.placement, costs, config.simulate.steps, timeline)
+        run = simulate(workload, facts.placement, costs, config.simulate.steps, timeline)
     except Unfit as error:  # so would the real one, from its first steps
         raise ConfigError(
             f"reward: the simulated run stops, as a real one would: {error}; type judges that decide more of its "
@@ -42,43 +42,43 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
     timeline.close()
     record = json.dumps(plain(record_of(run)), indent=2, ensure_ascii=False)
     (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")
-    text = f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
+    text = f"{describe(run, workload, facts.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
     return text, run.step_s
 
 
-def workload_of(survey: Survey) -> Workload:
+def workload_of(facts: RunFacts) -> Workload:
     """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
-    config = survey.config
+    config = facts.config
     for role in config.judging.remote_roles:
         key = config.models[role].key
         raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
     settings = config.simulate
-    means = {name: judge_lengths(name, survey).new_tokens for name in config.judging.generative}
+    means = {name: judge_lengths(name, facts).new_tokens for name in config.judging.generative}
     lengths = {name: lengths_of(name, mean, settings.judgement_sigma, settings.lengths) for name, mean in means.items()}
-    played = lengths_of(POLICY, policy_lengths(survey).new_tokens, settings.rollout_sigma, settings.lengths)
+    played = lengths_of(POLICY, policy_lengths(facts).new_tokens, settings.rollout_sigma, settings.lengths)
     return Workload(
         config=config,
-        prompts=PromptStream(survey.data.train, seed=config.seed, shuffle=config.data.shuffle),
-        chars_per_token={role: chars_per_token(role, survey) for role in config.served},
+        prompts=PromptStream(facts.data.train, seed=config.seed, shuffle=config.data.shuffle),
+        chars_per_token={role: chars_per_token(role, facts) for role in config.served},
         lengths={POLICY: played} | lengths,
     )
 
 
-def chars_per_token(role: str, survey: Survey) -> float:
+def chars_per_token(role: str, facts: RunFacts) -> float:
     """Characters per token of the run's prompts under its tokenizer, if that is here."""
-    model = survey.models[role].model
+    model = facts.models[role].model
     if model is None:
         return BYTES_PER_TOKEN
-    asked = list(sample_conversations(role, survey))
+    asked = list(sample_conversations(role, facts))
     num_tokens = sum(len(model.renderer.render(messages)) for messages in asked)
     return max(1, sum(len(message.content) for messages in asked for message in messages)) / num_tokens
 
 
-def sample_conversations(role: str, survey: Survey) -> list[tuple[Message, ...]]:
+def sample_conversations(role: str, facts: RunFacts) -> list[tuple[Message, ...]]:
     if role == POLICY:
-        return [prompt.messages for prompt in survey.data.train[:SAMPLED_PROMPTS]]
-    judges = survey.config.asked.asking(role)
-    return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, survey))]
+        return [prompt.messages for prompt in facts.data.train[:SAMPLED_PROMPTS]]
+    judges = facts.config.asked.asking(role)
+    return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, facts))]
 
 
 def lengths_of(whose: str, mean: float, sigma: float, run_dir: str | None) -> Lengths:

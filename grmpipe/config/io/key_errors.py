@@ -16,29 +16,8 @@ from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
 from grmpipe.config.run_sections import RunSections
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
-# Keys and sections of earlier versions -> those that have their values; a name behind one stays where {} is.
-MOVED = {
-    "labels": "data.labels", "rft": "data.rft", "health": "slots.health", "balance": "slots.balance",
-    "grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train",
-    "train.adam_betas": "train.optimizer.betas", "train.weight_decay": "train.optimizer.weight_decay",
-    "algorithm.overlong_penalty": "algorithm.overlong_buffer.penalty", "algorithm.pass_k": "algorithm.pass_at_k.k",
-    "algorithm.high_level_gamma": "algorithm.gae_turns.high_level_gamma",
-    "algorithm.step_advantage_w": "algorithm.gigpo.step_advantage_w",
-    "algorithm.turn_advantage_coef": "algorithm.mt_grpo.turn_advantage_coef",
-    "judge.thinking_tokens": "judge.thinking.budget_tokens", "judge.answer_start": "judge.thinking.answer_start",
-    "judge.structured": "judge.format.structured", "judge.show_thoughts": "judge.format.show_thoughts",
-    "judge.truncation": "judge.format.truncation", "judge.score_min": "judge.scale.low",
-    "judge.score_max": "judge.scale.high", "judge.k_meta": "judge.votes.k_meta",
-    "judge.abstain_above_std": "judge.votes.abstain_above_std", "judge.pairs": "judge.split.pairs",
-    "judge.step_end": "judge.split.step_end", "judge.max_steps": "judge.split.max_steps",
-    "judge.max_retries": "judge.limits.max_retries", "judge.timeout_s": "judge.limits.timeout_s",
-    "judge.min_tokens_per_s": "judge.limits.min_tokens_per_s",
-    "judge.failure_window": "judge.limits.failure_window", "judge.max_concurrency": "judge.limits.max_concurrency",
-    "judge.function_batch": "judge.function_call.batch", "judge.score_range": "judge.function_call.score_range",
-    "judge.target": "judge.custom.target", "judge.options": "judge.custom.options",
-    "judge.pause_s": "judge_monitor.pause_s", "judge.anchors": "judge_monitor.anchors",
-    "judge.anchor_every": "judge_monitor.anchor_every",
-}  # fmt: skip
+# Sections of earlier versions -> those that have their values; a name behind one stays where {} is.
+MOVED = {"grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train"}
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
 
@@ -84,10 +63,6 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 def moved(key: str) -> str:
     """What to type instead of a key of an earlier version, also behind the @ of a choice; empty for other keys."""
     group, at, path = key.rpartition("@")
-    section, _, rest = path.partition(".")
-    name, _, leaf = rest.partition(".")
-    if leaf and (first := FIRST.get(section)) and (new := moved(f"{first}.{leaf}")):
-        return re.sub(rf"^{first}\.", f"{section}.{name}.", new)
     for old, new in MOVED.items():
         if f"{path}.".startswith(f"{old}."):
             rest = path[len(old) + 1 :]
@@ -95,18 +70,20 @@ def moved(key: str) -> str:
                 name, _, rest = rest.partition(".")
                 new = new.format(name or "<name>")
             return f"{group}{at}{new}.{rest}".rstrip(".")
-    return _in_blocks().get(key, "")
+    return ""
 
 
 @functools.cache
 def _in_blocks() -> dict[str, str]:
-    """The keys of blocks as they were spelt before: algorithm.tis_cap -> algorithm.tis.cap."""
+    """The keys of blocks as other frameworks spell them: algorithm.tis_cap -> algorithm.tis.cap."""
     split = ((key, key.rsplit(".", 1)) for key in known_keys() if key.count(".") == 2)
     return {f"{block}_{leaf}": key for key, (block, leaf) in split}
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
     """Known keys that may be meant, the likeliest first."""
+    if in_block := _in_blocks().get(key):
+        return [in_block]
     section, _, leaf = key.rpartition(".")
     by_likeness = sorted(known, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
     # The right leaf in the wrong section is the most common mistake.

@@ -35,7 +35,7 @@ INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 def schema() -> object:
     """A mutable copy of RunSections for Hydra to merge YAML and overrides into, typed key by key."""
-    return _thawed(RunSections)
+    return _make_mutable(RunSections)
 
 
 def build(config: DictConfig) -> RunConfig:
@@ -95,7 +95,7 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
             raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
     try:
         old, new = plain(dataclasses.asdict(section)), plain(values)  # type: ignore[call-overload]
-        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), old, new)
+        typed = OmegaConf.merge(OmegaConf.structured(_make_mutable(type(section))), old, new)
         merged = OmegaConf.to_container(typed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}{error.full_key}: {str(error).splitlines()[0]}") from error
@@ -192,14 +192,14 @@ def _value(hint: object, value: object, path: str) -> object:
     return value
 
 
-def _thawed(cls: type) -> type:
+def _make_mutable(cls: type) -> type:
     """A mutable copy of a dataclass: OmegaConf makes frozen dataclasses read-only, also for the YAML that fills
     them.
     """
     hints = typing.get_type_hints(cls)
     fields = []
     for spec in dataclasses.fields(cls):
-        hint, value = _thawed_hint(hints[spec.name]), _default(spec)
+        hint, value = _mutable_hint(hints[spec.name]), _default(spec)
         if dataclasses.is_dataclass(value):
             fields.append((spec.name, hint, field(default_factory=functools.partial(_fill, hint, value))))
         else:
@@ -219,10 +219,10 @@ def _fill(section: object, values: object) -> object:
     return section(**{k: v for k, v in plain.items() if not dataclasses.is_dataclass(v)})  # type: ignore[operator]
 
 
-def _thawed_hint(hint: object) -> object:
+def _mutable_hint(hint: object) -> object:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _thawed(hint)
+        return _make_mutable(hint)
     if typing.get_origin(hint) is dict:
         key, value = typing.get_args(hint)
-        return dict[key, _thawed_hint(value)]  # type: ignore[valid-type, misc]
+        return dict[key, _mutable_hint(value)]  # type: ignore[valid-type, misc]
     return hint

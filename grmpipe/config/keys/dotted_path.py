@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 
-from models.import_path import hidden_by_ours, imported
+from models.import_path import explain_hidden_package, import_module
 
 
 def is_dotted(path: str) -> bool:
@@ -18,9 +18,9 @@ def found_at(path: str, key: str) -> object:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{key}: {path!r} is not a dotted path; type it like my_package.my_module.my_name")
-    names = vars(imported(module_name, key))
+    names = vars(import_module(module_name, key))
     if name not in names:
-        raise ValueError(f"{key}: the module {module_name} has no {name}{hidden_by_ours(module_name)}")
+        raise ValueError(f"{key}: the module {module_name} has no {name}{explain_hidden_package(module_name)}")
     return names[name]
 
 

@@ -16,8 +16,8 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.process_group import last_bytes
+from grmpipe.envs.sandbox.crash_cleanup import LABEL, CleanupRecord
 from grmpipe.envs.sandbox.hosted_env import WorkerHost
-from grmpipe.envs.sandbox.leftovers import LABEL, Leftovers
 from grmpipe.envs.sandbox.messages import Ended
 
 APPTAINER = "apptainer"
@@ -122,9 +122,9 @@ class ContainerWorker:
 class ContainerHost(WorkerHost):
     """Containers of one run, each with its label."""
 
-    def __init__(self, config: EnvConfig, leftovers: Leftovers, limits: StageLimits) -> None:
+    def __init__(self, config: EnvConfig, cleanup: CleanupRecord, limits: StageLimits) -> None:
         super().__init__(config, limits)
-        self._token = leftovers.token
+        self._token = cleanup.token
 
     async def start(self) -> None:
         """Nothing: each container imports the environment by itself."""

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import CONTAINER, INPROCESS, IsolationConfig
-from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import MakeEnv, env_factory
+from grmpipe.envs.fault_owner import fault_rules
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.container_host import ContainerHost
+from grmpipe.envs.sandbox.crash_cleanup import clear, noted, sweep
 from grmpipe.envs.sandbox.hosted_env import ENDING_S
 from grmpipe.envs.sandbox.isolation_report import answers, described, isolation_report, weaknesses
-from grmpipe.envs.sandbox.leftovers import clear, noted, sweep
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.envs.tools.mcp_tools import McpServers
 from scheduler.events import EventSink

@@ -19,7 +19,7 @@ from grmpipe.envs.sandbox.env_host import longer
 from grmpipe.envs.sandbox.host_member import HostStarted
 from grmpipe.envs.sandbox.remote_host import RemoteEnv, RemoteHost
 from scheduler.events import EventSink
-from scheduler.processes.actors import ActorDied, ActorGroup
+from scheduler.processes.actors import ActorDied, ActorRanks
 from scheduler.slots.health import RETRY_AFTER_S, HealthConfig
 from scheduler.slots.replacement_tries import ReplacementTries
 
@@ -43,7 +43,7 @@ class EnvHosts:
     def __init__(
         self,
         role: str,
-        group: ActorGroup,
+        group: ActorRanks,
         *,
         restart: Restart,
         config: EnvConfig,

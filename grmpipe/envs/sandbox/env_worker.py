@@ -9,8 +9,8 @@ import signal
 import sys
 import traceback
 
-from grmpipe.envs.blame import FaultRules, fault_of
 from grmpipe.envs.env import Env, EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import FaultRules, fault_of
 from grmpipe.envs.sandbox.messages import (
     BadFrame,
     Began,

@@ -24,10 +24,10 @@ from types import ModuleType
 import msgspec
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.envs.blame import fault_rules
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.fault_owner import fault_rules
 from grmpipe.envs.sandbox import kernel
 from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, mapped_bytes
 from grmpipe.envs.sandbox.env_worker import serve

@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.envs.blame import LIMIT, policys_end
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.fault_owner import LIMIT, policys_end
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.confinement import Missing

@@ -18,7 +18,7 @@ from grmpipe.envs.env import EnvFault, Episode
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
 from grmpipe.envs.sandbox.confinement import Missing
-from grmpipe.envs.sandbox.leftovers import clear, noted
+from grmpipe.envs.sandbox.crash_cleanup import clear, noted
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.envs.sandbox.supervisor import MEMORY_S
 from grmpipe.types import Prompt

@@ -20,9 +20,9 @@ from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing, wrapped
 from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, readable
+from grmpipe.envs.sandbox.crash_cleanup import MARK, CleanupRecord, remove_folder
 from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, imported_packages
 from grmpipe.envs.sandbox.hosted_env import WorkerHost
-from grmpipe.envs.sandbox.leftovers import MARK, Leftovers, remove_folder
 from grmpipe.envs.sandbox.messages import BadFrame, Confined, Ended, next_message, reports
 from grmpipe.envs.sandbox.supervisor import KILL, TERMINATE
 
@@ -87,13 +87,13 @@ class ProcessHost(WorkerHost):
     def __init__(
         self,
         config: EnvConfig,
-        leftovers: Leftovers,
+        cleanup: CleanupRecord,
         limits: StageLimits,
         without: tuple[str, ...] = (),
     ) -> None:
         super().__init__(config, limits)
-        self._folder = Path(leftovers.folder)
-        self._leftovers = leftovers
+        self._folder = Path(cleanup.folder)
+        self._cleanup = cleanup
         self._without = without
         self.outer = "left out" if BUBBLEWRAP in without else bubblewrap_missing()
         self._server: subprocess.Popen[bytes] | None = None
@@ -121,7 +121,7 @@ class ProcessHost(WorkerHost):
             self._server = subprocess.Popen(  # noqa: ASYNC220
                 [*self._inside(), sys.executable, "-m", "grmpipe.envs.sandbox.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=environment(self._config.isolation.pass_env, self._leftovers.token),
+                env=environment(self._config.isolation.pass_env, self._cleanup.token),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -182,7 +182,7 @@ class ProcessHost(WorkerHost):
         return ProcessWorker(*streams, supervisor, folder)
 
     async def _running_server(self) -> socket.socket:
-        """The socket to the fork server, which is started anew if it has ended."""
+        """The socket to the fork server, which is started again if it has ended."""
         async with self._starting:
             if self._server is not None and self._server.poll() is not None:
                 log.warning("the host of environments has ended (%s); it is started again", self._server.returncode)

@@ -14,7 +14,7 @@ import msgspec
 
 from grmpipe.config.keys.user_code import BadValueError, scalar_of, shown
 from grmpipe.envs.env import EnvFault, PolicyFault
-from models.import_path import imported
+from models.import_path import import_module
 from models.types import ToolCall, ToolSpec
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
@@ -77,7 +77,7 @@ def tools_of(path: str) -> tuple[FunctionTool, ...]:
 
     Raises ValueError that begins with the key.
     """
-    module = imported(path, "functions")
+    module = import_module(path, "functions")
     functions = public_functions(module)
     if not functions:
         raise ValueError(

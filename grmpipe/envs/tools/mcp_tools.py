@@ -150,7 +150,7 @@ class McpServers:
         return await Connection.open(name, config, self._https.get(name), note)
 
     async def _shared_connection(self, name: str) -> Connection:
-        """The run's connection, made anew if it broke."""
+        """The run's connection, made again if it broke."""
         async with self._connecting:
             if (before := self._shared.get(name)) is not None and before.is_alive:
                 return before

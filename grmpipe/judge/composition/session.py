@@ -25,7 +25,7 @@ from grmpipe.types import (
     Verdict,
     judge_tasks_of_turn,
 )
-from scheduler.supervise import raising_first
+from scheduler.supervise import raise_first_failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class CompositionSession:
         reports = await self._judges.judge(judge_task.judge, judge_task.part, priority)
         for sibling, report in reports.items():
             self._take_report(judge_task.judge, sibling, only_finite(report))
-        async with raising_first() as tasks:
+        async with raise_first_failure() as tasks:
             for following in self._asked():
                 tasks.create_task(self._do(following, priority))
 

@@ -82,7 +82,7 @@ class FunctionJudge:
         return unvoted(outcome(rollout, reward), score, parts | {COMPONENT: reward})
 
     def _failed(self, cause: Cause, words: str, prompt: Prompt) -> JudgeReport:
-        # The first failure that isn't the function's own wish is for the console, the others are for run.log.
+        # The first failure that isn't the function's own choice is for the console, the others are for run.log.
         level = logging.INFO if self._has_failed or cause == "abstained" else logging.WARNING
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"

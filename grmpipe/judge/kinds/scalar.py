@@ -11,24 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
-from models.chat.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import count_chars, off_loop_if_long
+from models.chat.renderer import Renderer
 from models.engines.request_gates import PrioritySemaphore
 from models.types import EngineDied, EngineRefused, Message, Scorer
 
 COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
-
-
-class ConversationRenderer(Protocol):
-    """What a scalar judge needs of the reward model's tokenizer."""
-
-    def render_whole(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """A conversation that ends with the assistant's turn."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +28,7 @@ class ScalarModel:
     """A scalar reward model that judges ask, here or behind an endpoint. context_tokens: its window; 0 if unknown."""
 
     scorer: Scorer
-    renderer: ConversationRenderer
+    renderer: Renderer
     context_tokens: int
 
 
@@ -51,7 +43,9 @@ class ScalarJudge:
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         try:
             messages = tuple(conversation(prompt, rollout, thoughts=self._config.format.show_thoughts))
-            token_ids = await off_loop_if_long(chars_of(messages), partial(self._model.renderer.render_whole, messages))
+            token_ids = await off_loop_if_long(
+                count_chars(messages), partial(self._model.renderer.render_whole, messages)
+            )
         except ValueError as error:  # a template may refuse some order of roles
             return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
         if 0 < self._model.context_tokens < len(token_ids):

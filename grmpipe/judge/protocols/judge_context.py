@@ -15,8 +15,8 @@ from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
+from grmpipe.judge.protocols.prompt_truncation import truncated_to_fit
 from grmpipe.judge.protocols.steps import Decode
-from grmpipe.judge.protocols.truncation import truncated_to_fit
 from grmpipe.judge.trajectory import Trajectory, trajectory_of
 from grmpipe.judge.verdict import Vote, best_indices, failed, mean, vote_named, weighted
 from grmpipe.types import Failed, Judgement, Prompt, Rollout

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from grmpipe.judge.protocols.early_stop import Stop
 from grmpipe.types import Failed, Judgement
-from scheduler.supervise import raising_first
+from scheduler.supervise import raise_first_failure
 
 Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
 
@@ -42,7 +42,7 @@ async def sample_judgements(
     results: list[Results] = []
     tasks: list[asyncio.Task[Results]] = []
     stopped_after: int | None = None
-    async with raising_first() as group:
+    async with raise_first_failure() as group:
         while len(results) < num_judgements and (stopped_after is None or stop.auditing):
             if len(results) == len(tasks):
                 wave = num_judgements if stop.auditing else stop.wave if tasks else stop.first

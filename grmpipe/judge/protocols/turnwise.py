@@ -58,7 +58,7 @@ class TurnwiseSession(PointwiseSession):
 
     async def _judge_turn(self, rollout: Rollout, turn: int, principles: str | Failed | None, priority: int) -> None:
         key = (rollout.sibling, rollout.attempt, turn)
-        if turn >= len(rollout.turns) or key in self._begun:  # the episode has begun anew
+        if turn >= len(rollout.turns) or key in self._begun:  # the episode has started again
             return
         self._begun.add(key)
         mark = f"{f'/a{rollout.attempt}' if rollout.attempt else ''}/t{turn}"

@@ -25,7 +25,7 @@ from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
@@ -47,7 +47,7 @@ class Learners:
     cotrainings: the flows of the GRMs that are trained.
     """
 
-    policy: LearnerGroup
+    policy: LearnerRanks
     sync: WeightSync
     engines: Router
     critic: Critic | None = None

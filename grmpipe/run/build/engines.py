@@ -45,7 +45,7 @@ class ServingEngines:
         ways: dict[str, BringCurrent] = dict.fromkeys(self.routers, need_no_weights)
         ways |= {role: stored.bring_current for role, stored in self.stored.items()}
         return ways | {
-            role: functools.partial(sync.catch_up, anew=role in self.swapping) for role, sync in syncs.items()
+            role: functools.partial(sync.catch_up, is_replacement=role in self.swapping) for role, sync in syncs.items()
         }
 
     @staticmethod
@@ -146,7 +146,7 @@ async def start_shared(
     )
     frozen = [model for model in models if roles[model.name].learner is None]
     return ServingEngines(
-        routers={model.name: router_of(model, shared.seen_by(model.name), prepared, events) for model in models},
+        routers={model.name: router_of(model, shared.list_engines(model.name), prepared, events) for model in models},
         restart={model.name: shared.restart for model in models},
         swapping=frozenset(model.name for model in models),
         stored=await stored_weights(frozen, owner, next(iter(engines.values())), prepared),

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from grmpipe.run.build.engines import ServingEngines, elastic_pools
-from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -51,7 +51,7 @@ class Maintenance:
 def make_maintenance(
     prepared: Prepared,
     served: ServingEngines,
-    learner: LearnerGroup | None,
+    learner: LearnerRanks | None,
     syncs: Mapping[str, WeightSync],
     events: EventSink,
 ) -> Maintenance:
@@ -62,7 +62,7 @@ def make_maintenance(
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
     share = None
-    if isinstance(learner, TimeSharedLearnerGroup):
+    if isinstance(learner, TimeSharedLearnerRanks):
         share = time_share_of(prepared, served.routers, bring_current, learner, events)
         time_shared = prepared.placement.time_sharing_roles
         bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
@@ -77,7 +77,7 @@ def time_share_of(
     prepared: Prepared,
     routers: Mapping[str, Router],
     bring_current: Mapping[str, BringCurrent],
-    learner: TimeSharedLearnerGroup,
+    learner: TimeSharedLearnerRanks,
     events: EventSink,
 ) -> TimeShare:
     """The time-shared pool of the learner, which must have freed its device before."""

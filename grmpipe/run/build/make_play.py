@@ -11,7 +11,7 @@ from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
-from grmpipe.workflows.recorder import ChatRecorder
+from grmpipe.workflows.chat_recorder import ChatRecorder
 from models.types import KeepsTrajectories, SamplingParams
 from scheduler.routing.router import Router
 

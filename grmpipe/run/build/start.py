@@ -32,8 +32,8 @@ from grmpipe.run.features.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.features.policy_updates import PolicyUpdates
 from grmpipe.run.observers import Observers
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Judge
 from grmpipe.validate.machines import check_shared
 from grmpipe.validate.prepare import Prepared
@@ -50,7 +50,7 @@ class TrainedModel:
 
     name: str
     settings: ModelConfig
-    ranks: LearnerGroup | CriticGroup
+    ranks: LearnerRanks | CriticLearnerRanks
     learner_role: str
 
 
@@ -59,7 +59,7 @@ class RunComponents(Serving):
     """The started components of a run that trains."""
 
     policy: Router
-    learner: LearnerGroup
+    learner: LearnerRanks
     judge: Judge
     sync: WeightSync
     trainable_grms: tuple[TrainableGrm, ...]
@@ -120,7 +120,7 @@ async def start_on(
 
 
 def trained_models(
-    learning: Learning, learner: LearnerGroup, grms: Sequence[TrainableGrm], critic: Critic | None
+    learning: Learning, learner: LearnerRanks, grms: Sequence[TrainableGrm], critic: Critic | None
 ) -> Iterator[TrainedModel]:
     """The policy, and the models that are trained next to it."""
     policy = learning.role

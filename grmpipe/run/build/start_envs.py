@@ -15,10 +15,10 @@ from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.confinement import import_paths
+from grmpipe.envs.sandbox.crash_cleanup import sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
-from grmpipe.envs.sandbox.leftovers import sweep
 from grmpipe.validate.sections import section
 from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
 from scheduler.events import EventSink, NoEvents

@@ -13,7 +13,7 @@ from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.run.build.engines import ServingEngines, read_by
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedGrm
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.prepare import Prepared
 from models.engines.endpoint_use import EndpointUse
@@ -77,7 +77,7 @@ def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -
 
 
 async def make_policy_updates(
-    prepared: Prepared, served: ServingEngines, learner: LearnerGroup, run_dir: Path
+    prepared: Prepared, served: ServingEngines, learner: LearnerRanks, run_dir: Path
 ) -> PolicyUpdates:
     """The models of a run that take over the policy's weights."""
     settings = prepared.config.models

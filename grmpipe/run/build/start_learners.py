@@ -15,11 +15,11 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.run.build.engines import ServingEngines, probe_of, start_routers
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_train
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
-from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.validate.places import transport_of
 from grmpipe.validate.prepare import Prepared
 from models.weights.transports import transport_kind
@@ -110,7 +110,7 @@ def transport_between(cluster: Cluster, prepared: Prepared, learning: Learning) 
 
 
 def weight_sync(
-    cluster: Cluster, prepared: Prepared, model: Model, learning: Learning, ranks: LearnerGroup, transport: str
+    cluster: Cluster, prepared: Prepared, model: Model, learning: Learning, ranks: LearnerRanks, transport: str
 ) -> WeightSync:
     """The weight sync of a trained model."""
     role = learning.role
@@ -127,21 +127,21 @@ def weight_sync(
 
 async def start_together(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerGroup, ServingEngines]:
+) -> tuple[LearnerRanks, ServingEngines]:
     """Start learner and engines at the same time; on a shared GPU the learner first."""
     ranks, served = await asyncio.gather(
         cluster.start_group(learning.learner, functools.partial(make_learner, spec)),
         start_routers(cluster, prepared, events),
     )
-    return LearnerGroup(ranks, learning.train.parallel.cp), served
+    return LearnerRanks(ranks, learning.train.parallel.cp), served
 
 
 async def start_time_shared(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerGroup, ServingEngines]:
+) -> tuple[LearnerRanks, ServingEngines]:
     """Start the learner first, which then frees the device for the engines."""
     ranks = await cluster.start_group(learning.learner, functools.partial(make_offloading_learner, spec))
-    learner = TimeSharedLearnerGroup(ranks, learning.train.parallel.cp)
+    learner = TimeSharedLearnerRanks(ranks, learning.train.parallel.cp)
     await learner.keep_on_device("nothing")
     return learner, await start_routers(cluster, prepared, events)
 
@@ -165,7 +165,7 @@ async def start_trainable_grm(
     transport = transport_between(cluster, prepared, learning)
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
     ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
-    learner = LearnerGroup(ranks, learning.train.parallel.cp)
+    learner = LearnerRanks(ranks, learning.train.parallel.cp)
     sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
     return TrainableGrm(
         model=grm,
@@ -193,5 +193,5 @@ async def start_critic(cluster: Cluster, prepared: Prepared, events: EventSink) 
         updates_per_batch=config.critic.updates(config.algorithm, config.train),
     )
     ranks = await cluster.start_group(CRITIC, functools.partial(CriticLearner, spec))
-    group = CriticGroup(ranks, events, config.critic.parallel.cp)
+    group = CriticLearnerRanks(ranks, events, config.critic.parallel.cp)
     return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)

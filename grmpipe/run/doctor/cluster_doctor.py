@@ -19,7 +19,7 @@ from grmpipe.validate.sections import section
 from models.lm.footprint import BYTES_OF_A_MOMENT, footprint_of_shape
 from models.settings import LoraConfig, ModelShape
 from scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.actors import ActorGroup
+from scheduler.processes.actors import ActorRanks
 
 NODES, GPUS = "nodes", "gpus"  # roles: a process on each machine; on a GPU of each machine that has one
 REDUCE_MB = {NODES: 4, GPUS: 256}
@@ -33,10 +33,10 @@ def examine_cluster(config: RunConfig) -> list[Finding]:
     """Join the cluster of the configuration, examine its machines, and leave it. Raises ConfigError if it can't be
     joined, or has no free slot on each machine.
     """
-    from scheduler.processes.ray_start import joined  # late: doctor works without Ray
+    from scheduler.processes.ray_start import join_cluster  # late: doctor works without Ray
 
     folder = str(Path(config.run_dir or "runs").absolute())
-    with section(""), joined(config.cluster) as nodes:
+    with section(""), join_cluster(config.cluster) as nodes:
         return asyncio.run(_examine(config, folder, nodes))
 
 
@@ -77,7 +77,7 @@ def placement_on(nodes: Sequence[NodeCapacity]) -> Placement:
 
 
 async def examined(
-    config: RunConfig, folder: str, nodes: Sequence[NodeCapacity], group: ActorGroup, on_gpus: ActorGroup | None
+    config: RunConfig, folder: str, nodes: Sequence[NodeCapacity], group: ActorRanks, on_gpus: ActorRanks | None
 ) -> list[Finding]:
     """All findings, ordered by machine."""
     addresses = cast(list[str], await group.call_all("address"))
@@ -129,7 +129,7 @@ def trained_values(shape: ModelShape, lora: LoraConfig) -> int:
 # -- what lies between machines --------------------------------------------------------------------------------------
 
 
-async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorGroup) -> list[Finding]:
+async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorRanks) -> list[Finding]:
     """Whether each machine can connect to a port of every other one."""
     opened = cast(list[int], await group.call_each("listen", [(address,) for address in addresses]))
     everyone = tuple(zip(addresses, opened, strict=True))
@@ -147,7 +147,7 @@ async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorGrou
     ]
 
 
-async def shared_folder(names: Sequence[str], folder: str, group: ActorGroup) -> list[Finding]:
+async def shared_folder(names: Sequence[str], folder: str, group: ActorRanks) -> list[Finding]:
     """Whether what one machine, or the driver, writes into the run's folder is read by all others."""
     driver, token = NodeExaminer(-1, 0, None), uuid.uuid4().hex
     files = [f".doctor-{token}-{rank}" for rank in range(len(names))]
@@ -176,7 +176,7 @@ def folder_found(node: str, folder: str, refused: str, unseen: Iterable[str]) ->
     return Finding(node=node, check="run_dir", ok=not refused and not others, text=text)
 
 
-async def gpus(names: Sequence[str], addresses: Sequence[str], on_gpus: ActorGroup) -> list[Finding]:
+async def gpus(names: Sequence[str], addresses: Sequence[str], on_gpus: ActorRanks) -> list[Finding]:
     """The GPUs of the machines that have any, and NCCL between them."""
     by_address = dict(zip(addresses, names, strict=True))
     there = cast(list[str], await on_gpus.call_all("address"))
@@ -190,7 +190,7 @@ async def gpus(names: Sequence[str], addresses: Sequence[str], on_gpus: ActorGro
     return findings + await reduced(own, on_gpus, GPUS) if all(seen) else findings
 
 
-async def reduced(names: Sequence[str], group: ActorGroup, role: str) -> list[Finding]:
+async def reduced(names: Sequence[str], group: ActorRanks, role: str) -> list[Finding]:
     """A sum over all machines, as a learner's ranks do it."""
     check, size = ("NCCL" if role == GPUS else "gloo"), REDUCE_MB[role]
     try:

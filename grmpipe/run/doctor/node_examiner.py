@@ -16,7 +16,7 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
 from grmpipe.run.doctor.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, version_of
-from models.hub import missing_files
+from models.hub import find_missing_files
 from scheduler.processes.node_address import node_address
 
 PACKAGES = ("models", "scheduler", "grmpipe")
@@ -65,7 +65,7 @@ class NodeExaminer:
             *space_found(has_gpus, expected.checkpoints_gb, Path(expected.folder)),
         ]
         for role, path in expected.models.items():
-            lacking = missing_files(path)
+            lacking = find_missing_files(path)
             found.append(Finding(check=f"{role}'s files", ok=not lacking, text=lacking or "complete"))
         return found if expected.isolation is None else [*found, isolation_found(expected.isolation)]
 

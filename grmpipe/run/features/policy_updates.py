@@ -14,7 +14,7 @@ from pathlib import Path
 from grmpipe.config.run_config import ConfigError
 from grmpipe.run.export import export
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Metrics
 from models.settings import ModelConfig
 from scheduler.routing.router import Router
@@ -47,7 +47,7 @@ class UpdatedGrm:
 class PolicyUpdates(RunFeature):
     """All such models of a run. There may be none."""
 
-    def __init__(self, grms: Sequence[UpdatedGrm], learner: LearnerGroup, settings: ModelConfig, run_dir: Path) -> None:
+    def __init__(self, grms: Sequence[UpdatedGrm], learner: LearnerRanks, settings: ModelConfig, run_dir: Path) -> None:
         """settings: of the policy."""
         self._grms = tuple(grms)
         self._learner, self._settings = learner, settings

@@ -10,7 +10,7 @@ from grmpipe.observe.run_files import FIGURES
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving, start_evaluation
-from grmpipe.run.session import Run, Session
+from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
 from grmpipe.run.tasks.evaluate_policy import evaluate_policy
 from grmpipe.run.tasks.stats import env_summary, judging
@@ -26,7 +26,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: PreparedEvaluation, session: Session) -> None:
+    def __init__(self, prepared: PreparedEvaluation, session: RunContext) -> None:
         super().__init__(prepared, session)
         self._running: Serving | None = None
         self._judge: JudgeEvaluation | None = None

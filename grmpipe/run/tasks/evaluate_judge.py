@@ -24,7 +24,7 @@ from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDied, EngineRefused
-from scheduler.supervise import raising_first
+from scheduler.supervise import raise_first_failure
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ async def judge_items(
 
     running: list[asyncio.Task[JudgedItem]] = []
     with progress.during(functools.partial(describe_items, running)):
-        async with raising_first() as tasks:
+        async with raise_first_failure() as tasks:
             running += [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
     return [task.result() for task in running]
 

@@ -14,7 +14,7 @@ from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.make_evaluator import evaluator_on, pass_reward_of, sampling_of
 from grmpipe.run.build.start_serving import Serving
-from grmpipe.run.session import Session
+from grmpipe.run.run_context import RunContext
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import JudgeReport, Prompt, Rollout
 from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
@@ -38,7 +38,7 @@ class CountedAnswers:
 async def evaluate_policy(
     ready: PreparedEvaluation,
     running: Serving,
-    session: Session,
+    session: RunContext,
     counters: Counters,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],

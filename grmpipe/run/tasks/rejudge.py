@@ -26,7 +26,7 @@ from grmpipe.run_dir.identity import run_id_of
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
 from scheduler.clock import ActiveClock
-from scheduler.supervise import raising_first, run_until
+from scheduler.supervise import raise_first_failure, run_until
 
 
 class GroupJudging:
@@ -86,7 +86,7 @@ class RejudgeRun(Run[PreparedRejudging]):
         in_order = iter(list(enumerate(missing)))
         at_once = max(1, self._config.judging.max_concurrency // self._config.train.group_size)
         with asking_for("evaluation"):
-            async with raising_first() as tasks:
+            async with raise_first_failure() as tasks:
                 for _ in range(min(at_once, len(missing))):
                     tasks.create_task(rejudging.judge_each(in_order))
 

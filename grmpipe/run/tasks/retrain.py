@@ -26,13 +26,13 @@ from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
-from grmpipe.run.session import Run, Session
+from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.machines import check_shared
@@ -42,10 +42,10 @@ from scheduler.processes.actors import Cluster
 log = logging.getLogger(__name__)
 
 
-class RetrainRun(Run[PreparedRetraining]):
+class RecordedRunTraining(Run[PreparedRetraining]):
     """Makes the steps of a recorded run with a learner."""
 
-    def __init__(self, prepared: PreparedRetraining, session: Session) -> None:
+    def __init__(self, prepared: PreparedRetraining, session: RunContext) -> None:
         super().__init__(prepared, session)
         state = session.state
         self._recorded = prepared.recorded
@@ -75,13 +75,13 @@ class RetrainRun(Run[PreparedRetraining]):
         if self._cluster is not None:
             await self._cluster.shutdown()
 
-    async def _start_learner(self, cluster: Cluster) -> LearnerGroup:
+    async def _start_learner(self, cluster: Cluster) -> LearnerRanks:
         prepared = self._prepared
         learning = policy_learning(self._config, prepared.policy, prepared.roles)
         # Its weights aren't sent anywhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
         ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
-        learner = LearnerGroup(ranks, learning.train.parallel.cp)
+        learner = LearnerRanks(ranks, learning.train.parallel.cp)
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
 
@@ -89,7 +89,7 @@ class RetrainRun(Run[PreparedRetraining]):
     def _num_steps(self) -> int:
         return min(self._config.train.num_steps, len(self._recorded.steps))
 
-    async def _train(self, learner: LearnerGroup) -> Status:
+    async def _train(self, learner: LearnerRanks) -> Status:
         config = self._config
         trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens, seed=config.seed)
         if self._num_steps < config.train.num_steps:
@@ -140,11 +140,11 @@ class RetrainRun(Run[PreparedRetraining]):
         log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
         self._interrupted = True
 
-    async def _checkpoint(self, learner: LearnerGroup) -> None:
+    async def _checkpoint(self, learner: LearnerRanks) -> None:
         await self._writer.settled()
         check_is_there(self._run_dir, self._run_id)
-        draft, aside = self._session.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
-        await learner.begin_save(str(draft / "learner"), aside=aside)
+        draft, in_background = self._session.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
+        await learner.begin_save(str(draft / "learner"), in_background=in_background)
         state = RunState(
             pipeline_state=PipelineState(version=self._steps_done, max_staleness_trained=self._oldest),
             wall_s=self.wall_s,
@@ -153,7 +153,7 @@ class RetrainRun(Run[PreparedRetraining]):
             trackers=self._observers.trackers.resume_states(),
         )
         self._writer.publish_when_written(draft, state, {"learner": learner})
-        if not aside:
+        if not in_background:
             await self._writer.settled()
 
     def results(self) -> Summary:

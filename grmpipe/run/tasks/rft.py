@@ -31,14 +31,14 @@ from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import named
-from grmpipe.run.session import Run, Session
+from grmpipe.run.run_context import Run, RunContext
 from grmpipe.train.batching.packer import rounds_of
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
-from scheduler.supervise import raising_first, run_until
+from scheduler.supervise import raise_first_failure, run_until
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RftRun(Run[Prepared]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: Prepared, session: Session) -> None:
+    def __init__(self, prepared: Prepared, session: RunContext) -> None:
         super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), session)
         self._steps = 0
         self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}
@@ -135,7 +135,7 @@ class Sampling:
         judging_tasks = [self._prepared.prompts.at(prompt_index) for prompt_index in range(len(self._prepared.prompts))]
         journal = Journal(self._path)
         try:
-            async with raising_first() as tasks:
+            async with raise_first_failure() as tasks:
                 for judging_task in judging_tasks:
                     if judging_task.prompt_id not in known:
                         tasks.create_task(self._sample(judging_task, journal, known))

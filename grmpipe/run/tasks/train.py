@@ -25,8 +25,8 @@ from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
+from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_watcher import StepControls
-from grmpipe.run.session import Run, Session
 from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
 from grmpipe.run.step_progress import StepProgress
 from grmpipe.run.tasks.stats import RunStats
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class TrainingRun(Run[Prepared]):
     """A policy that learns from a judge: held-out evaluations, the flow between them, checkpoints, the export."""
 
-    def __init__(self, prepared: Prepared, session: Session) -> None:
+    def __init__(self, prepared: Prepared, session: RunContext) -> None:
         super().__init__(prepared, session)
         self._state = session.state
         self._run_id = run_id_of(session.run_dir)
@@ -229,7 +229,7 @@ class TrainingRun(Run[Prepared]):
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
         check_is_there(self._run_dir, self._run_id)
-        draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
+        draft, in_background = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         state = RunState(
             pipeline_state=pipeline.state(),
             # Taken at the same moment as the pipeline's state:
@@ -237,7 +237,7 @@ class TrainingRun(Run[Prepared]):
             counted_marks=self._observers.recorder.ends(),
             totals=pipeline.counters.total.saved(),
             open_counts=pipeline.counters.step.saved(),
-            grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, aside=aside),
+            grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, in_background=in_background),
             wall_s=self.wall_s,
             features=features.states,
             busy_s=self._stats.busy_s(pipeline),
@@ -249,9 +249,9 @@ class TrainingRun(Run[Prepared]):
         begun = {grm.learner_role for grm in running.trainable_grms}  # by their own flows
         for role, learner in ranks.items():
             if role not in begun:
-                await learner.begin_save(str(draft / role), aside=aside)
+                await learner.begin_save(str(draft / role), in_background=in_background)
         self._writer.publish_when_written(draft, state, ranks)
-        if not aside:
+        if not in_background:
             await self._writer.settled()
 
     async def _complete_checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> Path:

@@ -30,7 +30,7 @@ from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_grm import local_grm
 from grmpipe.run.errors import RunFailed
-from grmpipe.run.session import Run, Session
+from grmpipe.run.run_context import Run, RunContext
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from grmpipe.train.scalar.scalar_rank import ScalarSpec
@@ -38,7 +38,7 @@ from grmpipe.types import Metrics
 from grmpipe.validate.machines import check_shared
 from grmpipe.validate.meta_rm_training import MetaRmTraining
 from scheduler.placement import Placement
-from scheduler.processes.actors import ActorGroup, Cluster
+from scheduler.processes.actors import ActorRanks, Cluster
 from scheduler.routing.router import Router
 
 STEPS_PER_NOTE = 20
@@ -49,7 +49,7 @@ class MetaRmRun(Run[MetaRmTraining]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: MetaRmTraining, session: Session) -> None:
+    def __init__(self, prepared: MetaRmTraining, session: RunContext) -> None:
         super().__init__(prepared, session)
         self._num_steps = 0
         self._evaluations: list[Metrics] = []
@@ -102,7 +102,7 @@ class MetaRmRun(Run[MetaRmTraining]):
             await self._evaluate(learner)
             await learner.call_all("export", str(self._run_dir / "meta_rm"))
 
-    async def _evaluate(self, learner: ActorGroup) -> None:
+    async def _evaluate(self, learner: ActorRanks) -> None:
         """Evaluate on the held-out judgements, before the first step and after the last."""
         examples = self._of("held_out")
         probabilities = [0.0] * len(examples)

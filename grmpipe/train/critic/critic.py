@@ -17,7 +17,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import Kl
 from grmpipe.train.batching.samples import earned, judged_siblings
 from grmpipe.train.batching.splitting import shuffled_parts
-from grmpipe.train.critic.critic_group import CriticGroup
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import ValuePacker, ValueRound, ValueSample, value_samples
 from grmpipe.train.critic.values import ValueCache
 from grmpipe.types import JudgedGroup, Metrics
@@ -32,7 +32,7 @@ class Critic:
 
     def __init__(
         self,
-        ranks: CriticGroup,
+        ranks: CriticLearnerRanks,
         config: CriticConfig,
         train: TrainConfig,
         algorithm: AlgorithmConfig,

@@ -10,7 +10,7 @@ import numpy as np
 from grmpipe.algorithm.rewards import Values
 from grmpipe.train.batching.kl_in_reward import rollout_key
 from grmpipe.train.batching.samples import judged_siblings
-from grmpipe.train.critic.critic_group import CriticGroup
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import sequences_of, values_of_samples
 from grmpipe.train.scalar.scalar_batch import pack_sequences, plan_rounds
 from grmpipe.types import JudgedGroup, Rollout
@@ -24,7 +24,7 @@ class ValueCache:
     a group is taken are computed then.
     """
 
-    def __init__(self, critic: CriticGroup, *, max_tokens: int, groups_per_batch: int) -> None:
+    def __init__(self, critic: CriticLearnerRanks, *, max_tokens: int, groups_per_batch: int) -> None:
         """max_tokens: packed tokens per batch."""
         self.num_asked = 0  # rollouts valued, repeats under a later version included
         self._critic = critic

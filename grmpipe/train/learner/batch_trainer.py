@@ -21,7 +21,7 @@ from grmpipe.train.batching.samples import (
 )
 from grmpipe.train.batching.splitting import shuffled_parts
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
@@ -38,7 +38,7 @@ class BatchTrainer:
 
     def __init__(
         self,
-        learner: LearnerGroup,
+        learner: LearnerRanks,
         train: TrainConfig,
         algorithm: AlgorithmConfig,
         max_new_tokens: int = 0,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from grmpipe.types import Metrics, OldPass
 from models.lm.moe.expert_load import ExpertLoad
 from models.lm.moe.expert_routing import RouterReplay, Routers
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.types import ANY_EXPERT
 
 
@@ -21,7 +21,7 @@ class ExpertReplay:
     """Does nothing for a dense model. Raises ValueError for `router_replay` with routers that can't be replayed."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, context: ContextGroup | None, router_replay: str
+        self, model: nn.Module, device: torch.device, context: ContextRanks | None, router_replay: str
     ) -> None:
         """context: ranks that share samples. router_replay: as in the configuration."""
         self.replays = router_replay != "none"
@@ -44,7 +44,7 @@ class ExpertReplay:
         wanted_TLK = torch.tensor(experts_TLK, dtype=torch.int16, device=self._device)  # signed, for ANY_EXPERT
         if self._context is not None:
             wanted_TLK = self._context.own_slice(wanted_TLK, fill=ANY_EXPERT)
-        with self._routers.replayed(wanted_TLK) as replay:
+        with self._routers.replay(wanted_TLK) as replay:
             yield replay
 
     def recorded(self, run: Callable[[], np.ndarray], num_tokens: int) -> OldPass:

@@ -23,12 +23,12 @@ from grmpipe.train.learner.weight_sender import WeightSender
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
-from models.lm.causal_lm import PackedLogprobs, packed_logprobs
+from models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
 from models.lm.checkpoint import export_hf
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 from models.lm.lora import with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
 
 
@@ -46,7 +46,7 @@ class Learner(TrainingRank):
         train, lora = spec.train, spec.lora
         updates = min(spec.algorithm.updates_per_batch, train.groups_per_batch)
         super().__init__(spec.device, rank, world_size, init_method, train, updates)
-        self._context = ContextGroup.of(self._meshes.context)
+        self._context = ContextRanks.of(self._meshes.context)
         self._spec = spec
         self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
         model = load_parallel(
@@ -67,7 +67,7 @@ class Learner(TrainingRank):
         self._experts = ExpertReplay(self._model, self._device, self._context, spec.algorithm.router_replay)
         self._sender = WeightSender(spec, self._model, self._device, rank)
         self._meter = BatchMetrics(self._device)
-        self._usage = DeviceUsage(footprint_of(self._files).flops(lora), self._device, train.dtype, train.parallel.cp)
+        self._usage = DeviceUsage(read_footprint(self._files).flops(lora), self._device, train.dtype, train.parallel.cp)
 
     @property
     def policy_version(self) -> int:
@@ -172,7 +172,7 @@ class Learner(TrainingRank):
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
         with without_gradient(self._model):
-            scored = packed_logprobs(
+            scored = compute_packed_logprobs(
                 self._model,
                 ids_T,
                 positions_T,
@@ -191,7 +191,7 @@ class Learner(TrainingRank):
         export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=dtype)
 
     def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
-        return packed_logprobs(
+        return compute_packed_logprobs(
             model,
             batch.token_ids_T,
             batch.position_ids_T,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 from grmpipe.pipeline.interfaces import TrainedBatch, Trainer
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import JudgedGroup, Metrics
 from models.types import OnDevice
 from scheduler.slots.time_share import TimeShare
@@ -16,7 +16,7 @@ from scheduler.slots.time_share import TimeShare
 LearnerPhase = Callable[[], AbstractAsyncContextManager[object]]
 
 
-class TimeSharedLearnerGroup(LearnerGroup):
+class TimeSharedLearnerRanks(LearnerRanks):
     """All ranks of a learner with a time-shared device. Work that needs its whole state between steps takes a phase for
     it.
     """
@@ -27,9 +27,9 @@ class TimeSharedLearnerGroup(LearnerGroup):
         """Call it on all ranks. Returns the sum of the bytes that became free."""
         return sum(cast(list[int], await self._actors.call_all("keep_on_device", on_device)))
 
-    async def begin_save(self, path: str, *, aside: bool) -> None:
+    async def begin_save(self, path: str, *, in_background: bool) -> None:
         async with self._own_phase():
-            await super().begin_save(path, aside=aside)
+            await super().begin_save(path, in_background=in_background)
 
     async def load(self, path: str) -> int:
         async with self._own_phase():

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.lora import outgoing
+from models.lm.lora import list_outgoing
 from models.types import GroupLink, WeightBucket
 from models.weights.delivery import Delivery
 from models.weights.sending import open_transport
@@ -21,7 +21,7 @@ class WeightSender:
     """`bucket` is a collective; rank 0 alone is asked for the rest."""
 
     def __init__(self, spec: LearnerSpec, model: PreTrainedModel, device: torch.device, rank: int) -> None:
-        sent = outgoing(model, spec.lora, spec.sync_dtype) if spec.lora.learns else None
+        sent = list_outgoing(model, spec.lora, spec.sync_dtype) if spec.lora.learns else None
         names = CheckpointNames.of(model.config) if spec.checkpoint_names else None
         self._stream = WeightStream(model, spec.sync_dtype, spec.bucket_bytes, sent, names)
         sends = rank == 0 or transport_kind(spec.transport).every_rank

@@ -16,9 +16,9 @@ from grmpipe.types import Metrics
 from models.hub import find_files
 from models.lm.checkpoint import export_hf
 from models.lm.packed_check import probe_scores
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
-from models.lm.scalar_head import packed_scores
+from models.lm.scalar_head import compute_packed_scores
 from models.settings import AUTO
 
 
@@ -43,7 +43,7 @@ class ScalarRank(TrainingRank):
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         train = spec.train
         super().__init__(spec.device, rank, world_size, init_method, train, spec.updates_per_batch)
-        self._context = ContextGroup.of(self._meshes.context)
+        self._context = ContextRanks.of(self._meshes.context)
         self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
         model = load_parallel(
             find_files(spec.model_path, weights=rank == 0),
@@ -76,7 +76,7 @@ class ScalarRank(TrainingRank):
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
 
     def _forward(self, batch: PackedSequences) -> Tensor:
-        return packed_scores(
+        return compute_packed_scores(
             self._model,
             self._here(batch.token_ids_T),
             self._here(batch.position_ids_T),

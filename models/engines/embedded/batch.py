@@ -25,7 +25,7 @@ from models.engines.embedded.sampling import draw, uniforms
 from models.engines.embedded.slot_places import SlotPlaces
 from models.engines.stop_conditions import StopConditions
 from models.types import Completion, FinishReason, SamplingParams
-from models.version_spans import joined_spans
+from models.version_spans import join_spans
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +231,7 @@ class RunningBatch:
             text=text,
             stop_text=stop_text,
             finish_reason=row.finish_reason,
-            versions=joined_spans(self._model_name, stretches, latest),
+            versions=join_spans(self._model_name, stretches, latest),
             experts_TLK=row.experts_TLK,
             cached_tokens=row.num_cached,
         )
@@ -256,7 +256,7 @@ class RunningBatch:
         if matchers:
             assert self._grammar is not None
             forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-            forbidden_BV[[*matchers]] = ~self._grammar.allowed_NV([*matchers.values()]).to(logits_BV.device)
+            forbidden_BV[[*matchers]] = ~self._grammar.mask_next_tokens([*matchers.values()]).to(logits_BV.device)
             logits_BV.masked_fill_(forbidden_BV, -torch.inf)
 
     def _join(self) -> None:

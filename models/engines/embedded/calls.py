@@ -61,7 +61,7 @@ class Command:
     fail: Callable[[BaseException], None]
 
 
-def copy_of(death: EngineDied) -> EngineDied:
+def copy_death(death: EngineDied) -> EngineDied:
     """A copy of an exception: each waiter gets its own, because tracebacks grow on it."""
     copy = EngineDied(str(death))
     copy.__cause__ = death.__cause__

@@ -21,7 +21,7 @@ import torch
 
 from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
-from models.engines.embedded.calls import Answer, Command, Waiter, copy_of
+from models.engines.embedded.calls import Answer, Command, Waiter, copy_death
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
@@ -190,4 +190,4 @@ class EmbeddedEngine:
             self._death = death
         self._worker.fail_all(death)
         while not self._commands.empty():
-            self._commands.get().fail(copy_of(death))
+            self._commands.get().fail(copy_death(death))

@@ -23,7 +23,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     batch_invariant = True
 
     @classmethod
-    def shared_options(cls, sections: EngineConfig) -> EmbeddedConfig:
+    def read_options(cls, sections: EngineConfig) -> EmbeddedConfig:
         return sections.embedded
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
@@ -44,7 +44,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
         remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
         return EngineMemory(frees_cache=True, grows_cache=True, remedy=remedy)
 
-    def made_batch_invariant(self) -> EmbeddedKind:
+    def make_batch_invariant(self) -> EmbeddedKind:
         return EmbeddedKind(replace(self.options, batch_invariant=True))
 
     def why_no_experts(self, device: str) -> str:

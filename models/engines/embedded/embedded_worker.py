@@ -10,13 +10,13 @@ import torch
 from models.chat.renderer import Renderer
 from models.engines.embedded.batch import Row, RunningBatch
 from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
-from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_of
+from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_death
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
 from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import load_causal_lm
-from models.lm.logprobs import Wanted, chosen_logprobs
+from models.lm.logprobs import Wanted, compute_chosen_logprobs
 from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
@@ -206,14 +206,14 @@ class EmbeddedWorker:
         self._refuse_in_its_sleep()
         token_ids_1T = torch.tensor([token_ids], device=self._model.device)
         logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
-        logprobs_T, _ = chosen_logprobs(logits_TV[:-1], Wanted(chosen_R=token_ids_1T[0, 1:]))
+        logprobs_T, _ = compute_chosen_logprobs(logits_TV[:-1], Wanted(chosen_R=token_ids_1T[0, 1:]))
         return tuple(logprobs_T.tolist())
 
     def fail_all(self, death: EngineDied) -> None:
         """Fail all waiters."""
         for ticket in self._tickets.values():
             for waiter in ticket.waiters:
-                waiter.answer.fail(copy_of(death))
+                waiter.answer.fail(copy_death(death))
 
     def close(self) -> None:
         self._inbox.close()

@@ -24,7 +24,7 @@ from transformers import (
 
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.prompt_packing import PackedPrompts
-from models.lm.lora import low_rank_of
+from models.lm.lora import find_adapter
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
@@ -45,7 +45,7 @@ class Adapters:
     def of(*modules: Any) -> Adapters | None:
         """The adapters of these layers; None if no layer has any."""
         outputs = [len(module.weight) for module in modules]
-        found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := low_rank_of(module))]
+        found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := find_adapter(module))]
         if not found:
             return None
         a_RC = share_storage([low_rank.a_RI for _, low_rank in found])

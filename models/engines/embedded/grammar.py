@@ -34,7 +34,7 @@ class Grammar:
         """The state of an empty text that must match. Raises what `check` raises."""
         return self._compiled(pattern).deep_copy()
 
-    def allowed_NV(self, matchers: Sequence[Matcher]) -> Tensor:
+    def mask_next_tokens(self, matchers: Sequence[Matcher]) -> Tensor:
         """bool: the tokens that may come next in each text. A stop token may if the pattern may end there, or if no
         other token fits.
         """

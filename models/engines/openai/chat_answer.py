@@ -70,7 +70,7 @@ def total_tokens(body: Mapping[str, Any], most: int) -> int:
     return min(_count(usage.get("total_tokens")) or counted, most)
 
 
-def usage_of(body: Mapping[str, Any]) -> Usage | None:
+def read_usage(body: Mapping[str, Any]) -> Usage | None:
     """The tokens of a request as the endpoint counts them; None if it doesn't."""
     usage = _usage(body)
     counts = {name: min(_count(usage.get(name)), MOST_TOKENS) for name in USAGE_FIELDS}

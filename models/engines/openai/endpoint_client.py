@@ -19,8 +19,8 @@ from models.engines.openai.chat_answer import (
     error_words,
     is_out_of_quota,
     read_object,
+    read_usage,
     total_tokens,
-    usage_of,
 )
 from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed
@@ -89,7 +89,7 @@ class EndpointClient:
     ) -> None:
         self.host = httpx.URL(config.base_url).host
         self._model = model
-        self._key = key_of(config, use)
+        self._key = read_api_key(config, use)
         self._config = config
         self._use = use
         self._gate = PrioritySemaphore(config.max_connections)
@@ -107,7 +107,7 @@ class EndpointClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def retried(self, request_id: str, priority: int, attempt: Callable[[int], Awaitable[Answer]]) -> Answer:
+    async def retry(self, request_id: str, priority: int, attempt: Callable[[int], Awaitable[Answer]]) -> Answer:
         """The answer of an attempt, which is repeated while it raises BusyError; it gets the number of tries before.
         Raises EngineDied once the retries are used up.
         """
@@ -132,7 +132,7 @@ class EndpointClient:
         await limits.admit(size.expected_tokens, priority)
         if self._denied is not None:
             raise self._denied
-        number = requests.sending(retry=retry)
+        number = requests.begin_request(retry=retry)
         try:
             reply = await self._send(url, body, size.max_bytes)
         except BadBody as error:
@@ -143,9 +143,9 @@ class EndpointClient:
         except httpx.RequestError as error:  # refused, reset, cut off, timed out
             cause = _cause_of(error)
         else:
-            if (usage := Usage() if reply.status != 200 else usage_of(reply.body)) is not None:
-                requests.answered(number, usage)
-            used = used_tokens(reply.status, reply.body, size.expected_tokens, size.most_tokens)
+            if (usage := Usage() if reply.status != 200 else read_usage(reply.body)) is not None:
+                requests.end_request(number, usage)
+            used = count_used_tokens(reply.status, reply.body, size.expected_tokens, size.most_tokens)
             limits.settle(size.expected_tokens, used)
             return reply
         raise BusyError(cause)  # outside of `except`: a chained httpx error would contain the request with the key
@@ -224,7 +224,7 @@ class EndpointClient:
         return text.replace(self._key, "***") if self._key else text
 
 
-def used_tokens(status: int, body: Mapping[str, Any], num_expected: int, most: int) -> int:
+def count_used_tokens(status: int, body: Mapping[str, Any], num_expected: int, most: int) -> int:
     """The tokens by the endpoint's count; a refused call uses none; without a count the expected ones."""
     return 0 if status != 200 else total_tokens(body, most) or num_expected
 
@@ -237,7 +237,7 @@ def same_model(asked: str, answered: str) -> bool:
     return not suffix or (suffix != longer and VERSION_SUFFIX.fullmatch(suffix) is not None)
 
 
-def key_of(config: OpenAIConfig, use: EndpointUse) -> str:
+def read_api_key(config: OpenAIConfig, use: EndpointUse) -> str:
     if not config.api_key_env:
         return ""
     key = os.environ.get(config.api_key_env, "").strip()

@@ -78,7 +78,7 @@ class OpenAIEngine:
             reply = await self._ask(messages, params, context.priority, retry=retry)
             return self._completion(reply, params.max_new_tokens)
 
-        return await self._client.retried(context.request_id, context.priority, attempt)
+        return await self._client.retry(context.request_id, context.priority, attempt)
 
     async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int, *, retry: bool) -> Reply:
         """One try; a second if the endpoint knows the limit by its newer name."""
@@ -111,7 +111,7 @@ class OpenAIEngine:
         retry: bool,
     ) -> Reply:
         size = RequestSize(
-            expected_tokens=expected_tokens(messages, params),
+            expected_tokens=estimate_tokens(messages, params),
             most_tokens=most_tokens(messages, params),
             max_bytes=max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens),
         )
@@ -147,7 +147,7 @@ class OpenAIEngine:
         return FINISH_REASONS[finish]
 
 
-def expected_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
+def estimate_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
     """The most tokens that a call is expected to use: its prompt by its bytes, and an answer of full length."""
     num_bytes = sum(len(message.content.encode("utf-8")) for message in messages)
     return -(-num_bytes // BYTES_PER_TOKEN) + params.max_new_tokens

@@ -35,7 +35,7 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
     outside = True
 
     @classmethod
-    def shared_options(cls, sections: EngineConfig) -> OpenAIConfig:
+    def read_options(cls, sections: EngineConfig) -> OpenAIConfig:
         return sections.openai
 
     @property

@@ -18,7 +18,7 @@ FIELDS_OF_OURS = frozenset({"model", "input", "messages", "use_activation", "enc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingRoute:
+class PoolingEndpoint:
     """A route that returns a model's raw scores.
 
     path:    after the server's address.
@@ -33,8 +33,8 @@ class PoolingRoute:
 
 # SGLang's own /v1/classify is no choice: its softmax makes 1.0 of any single score.
 ROUTES = {
-    CLASSIFY: PoolingRoute(path="/classify", fields={"use_activation": False}, numbers="probs"),
-    EMBEDDINGS: PoolingRoute(path="/v1/embeddings", fields={"encoding_format": "float"}, numbers="embedding"),
+    CLASSIFY: PoolingEndpoint(path="/classify", fields={"use_activation": False}, numbers="probs"),
+    EMBEDDINGS: PoolingEndpoint(path="/v1/embeddings", fields={"encoding_format": "float"}, numbers="embedding"),
 }
 
 
@@ -77,7 +77,7 @@ class PoolingScorer:
 
         body = {"model": self._model_path, "input": list(token_ids), **self._route.fields, **self._extra_body}
         size = RequestSize(expected_tokens=len(token_ids), most_tokens=2 * len(token_ids), max_bytes=MAX_ANSWER_BYTES)
-        return await self._client.retried(f"score{next(self._request_ids)}", priority, attempt)
+        return await self._client.retry(f"score{next(self._request_ids)}", priority, attempt)
 
     async def close(self) -> None:
         await self._client.close()
@@ -85,7 +85,7 @@ class PoolingScorer:
     def _score(self, reply: Reply) -> float:
         self._client.check_status(reply)
         try:
-            numbers = numbers_of(reply.body, self._route.numbers)
+            numbers = read_numbers(reply.body, self._route.numbers)
         except NoScore as error:
             cause = f"an answer without a score: {error}; the answer: {reply.words}"
         else:
@@ -101,7 +101,7 @@ class PoolingScorer:
         raise BusyError(cause)
 
 
-def numbers_of(body: Mapping[str, Any], field: str) -> list[float]:
+def read_numbers(body: Mapping[str, Any], field: str) -> list[float]:
     """The numbers of the first entry of an answer. Raises NoScore."""
     data = body.get("data")
     if not isinstance(data, list) or not data or not isinstance(data[0], dict):

@@ -8,7 +8,7 @@ import os
 MIB = 2**20
 
 
-async def used_gpu_bytes() -> int:
+async def measure_gpu_bytes() -> int:
     """Used bytes of the GPUs visible to this process, by nvidia-smi. 0 if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

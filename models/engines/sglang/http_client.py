@@ -40,7 +40,7 @@ class SglangHttp:
         self._post_mortem = post_mortem
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            headers=headers_of(key),
+            headers=make_headers(key),
             timeout=httpx.Timeout(SEND_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=SILENCE_S),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
@@ -95,16 +95,16 @@ class SglangHttp:
 
     def _raise_for(self, response: httpx.Response) -> None:
         if response.status_code >= 500:
-            raise self.die(f"failed with HTTP {response.status_code}: {words_of(response)}")
+            raise self.die(f"failed with HTTP {response.status_code}: {read_error(response)}")
         if response.status_code != 200:
-            raise EngineRefused(f"SGLang at {self.url} refused: {words_of(response)}")
+            raise EngineRefused(f"SGLang at {self.url} refused: {read_error(response)}")
 
     def _gone(self, error: httpx.RequestError) -> EngineDied:
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return self.die(f"is gone ({cause})")
 
 
-def headers_of(key: str) -> dict[str, str]:
+def make_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -116,12 +116,12 @@ def as_json(response: httpx.Response) -> Json:
     return body if isinstance(body, dict) else {}
 
 
-def words_of(response: httpx.Response) -> str:
+def read_error(response: httpx.Response) -> str:
     """The server's message, in any of its four forms, on one line."""
-    return message_of(as_json(response)) or " ".join(response.text.split())[:500] or f"HTTP {response.status_code}"
+    return parse_error(as_json(response)) or " ".join(response.text.split())[:500] or f"HTTP {response.status_code}"
 
 
-def message_of(body: Json) -> str:
+def parse_error(body: Json) -> str:
     error = body.get("error", body)
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or ""

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from transformers import AutoConfig, AutoTokenizer
 
-from models.engines.sglang.http_client import as_json, headers_of, words_of
+from models.engines.sglang.http_client import as_json, make_headers, read_error
 from models.settings import SglangConfig
 
 ANSWER_S = 10.0
@@ -27,14 +27,14 @@ class Joined:
     model_path: str
 
 
-def key_of(config: SglangConfig) -> str:
+def read_api_key(config: SglangConfig) -> str:
     """The key from the environment; empty if there is none: many servers need none."""
     return os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
 
 
 def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_key_env: str = "") -> Joined:
     """Raises ValueError that names engine.sglang.urls for a server that isn't there, or has another model."""
-    with httpx.Client(base_url=url, headers=headers_of(key), timeout=ANSWER_S, trust_env=False) as client:
+    with httpx.Client(base_url=url, headers=make_headers(key), timeout=ANSWER_S, trust_env=False) as client:
         server = _Server(client, url, api_key_env)
         info, now = server.get("/server_info"), server.get("/model_info")
         server.refuse_another_model(model_path, str(info.get("model_path")), now)
@@ -63,7 +63,7 @@ class _Server:
         return self._call("POST", path, body, timeout_s)
 
     def refuse_another_model(self, model_path: str, served_path: str, now: dict[str, Any]) -> None:
-        if model_name_of(served_path) != model_name_of(model_path):
+        if name_model(served_path) != name_model(model_path):
             raise self._error(f"serves {served_path!r}, but the run's model is {model_path!r}")
         ours = AutoConfig.from_pretrained(model_path)
         theirs = now.get("architectures")
@@ -97,14 +97,14 @@ class _Server:
         if response.status_code == 401:
             raise self._error(f"expects another key than the one in the environment variable {self._api_key_env}")
         if response.status_code != 200:
-            raise self._error(f"answers {path} with HTTP {response.status_code}: {words_of(response)}")
+            raise self._error(f"answers {path} with HTTP {response.status_code}: {read_error(response)}")
         return as_json(response)
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"engine.sglang.urls: the server at {self._url} {what}")
 
 
-def model_name_of(path: str) -> str:
+def name_model(path: str) -> str:
     """The last part of a path or hub name; for the hub's cache, the name of the repository."""
     parts = Path(path.rstrip("/")).parts
     cached = [part for part in parts if part.startswith("models--")]

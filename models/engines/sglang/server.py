@@ -128,11 +128,11 @@ class SglangServer:
     def _run(self, start: SglangStart) -> None:
         """The thread that starts the process, which dies with its thread, and keeps its log."""
         command = [_python(start.config), "-c", BOOT, str(os.getpid()), "--config", str(self._folder / "key.yaml")]
-        command += [*arguments_of(start), "--host", "127.0.0.1", "--port", self.url.rsplit(":", 1)[1]]
+        command += [*make_arguments(start), "--host", "127.0.0.1", "--port", self.url.rsplit(":", 1)[1]]
         try:
             self._process = subprocess.Popen(
                 command,
-                env=environment_of(start, os.environ),
+                env=make_environment(start, os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -176,7 +176,7 @@ class SglangServer:
         return RuntimeError(f"SGLang didn't start{self.post_mortem()}")
 
 
-def arguments_of(start: SglangStart) -> list[str]:
+def make_arguments(start: SglangStart) -> list[str]:
     """The command line without address and key. Raises ValueError for an option that the user may not set here."""
     config, spec = start.config, start.spec
     flags: dict[str, Any] = _defaults(start)
@@ -205,7 +205,7 @@ def arguments_of(start: SglangStart) -> list[str]:
     return [part for name, value in flags.items() for part in _argument(name, value)]
 
 
-def environment_of(start: SglangStart, environment: Mapping[str, str]) -> dict[str, str]:
+def make_environment(start: SglangStart, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the server: this one, without what would lead another interpreter to our packages."""
     result = dict(environment)
     if start.config.python and Path(start.config.python) != Path(sys.executable):

@@ -19,13 +19,13 @@ MERGED = (
 )
 
 
-def digests_of(reply: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def read_digests(reply: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Parameter -> its checksum on every rank, from an answer of /weights_checker."""
     ranks = [rank["checksums"] for rank in reply.get("ranks") or ()]
     return {name: tuple(str(rank[name]) for rank in ranks if name in rank) for name in (ranks[0] if ranks else ())}
 
 
-def unapplied(
+def find_unapplied(
     sent: Mapping[str, str],
     last_sent: Mapping[str, str],
     before: Mapping[str, tuple[str, ...]],

@@ -18,12 +18,12 @@ from dataclasses import replace
 from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
 from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.gpu_memory import used_gpu_bytes
+from models.engines.sglang.gpu_memory import measure_gpu_bytes
 from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.join import check_joined, key_of
+from models.engines.sglang.join import check_joined, read_api_key
 from models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStart
 from models.engines.sglang.sglang_generation import SglangGeneration
-from models.engines.sglang.sglang_requests import scores_of, scoring_body
+from models.engines.sglang.sglang_requests import make_scoring_body, read_scores
 from models.engines.sglang.sglang_weights import SglangWeights
 from models.settings import SglangConfig
 from models.types import (
@@ -96,7 +96,7 @@ class SglangEngine:
         Raises ValueError that names engine.sglang.urls if it doesn't serve the model.
         """
         renderer = Renderer.load(spec.path, spec.chat_template)
-        key = key_of(config)
+        key = read_api_key(config)
         window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
         joined = check_joined(url, key, spec.path, window.tokens, config.api_key_env)
         return cls(
@@ -171,15 +171,15 @@ class SglangEngine:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids = tuple(token_ids)
         self._window.check_text(ids)
-        return scores_of(await self._http.post("/generate", scoring_body(ids)))
+        return read_scores(await self._http.post("/generate", make_scoring_body(ids)))
 
     async def sleep(self) -> int:
         """Raises RuntimeError if not paused, or with requests in flight: the server would crash."""
         if not (self._generation.paused and not self._generation.requests):
             raise RuntimeError("only a paused engine without requests can sleep")
-        before = await used_gpu_bytes() if self._device == "cuda" else 0
+        before = await measure_gpu_bytes() if self._device == "cuda" else 0
         await self._http.post("/release_memory_occupation", {})
-        return max(0, before - await used_gpu_bytes()) if self._device == "cuda" else 0
+        return max(0, before - await measure_gpu_bytes()) if self._device == "cuda" else 0
 
     async def wake(self) -> None:
         await self._http.post("/resume_memory_occupation", {})

@@ -17,8 +17,8 @@ from typing import Any
 
 from models.chat.renderer import Renderer
 from models.engines.request_gates import AdmissionGate
-from models.engines.sglang.http_client import SglangHttp, message_of
-from models.engines.sglang.sglang_requests import SglangRequest, body_of, completion_of
+from models.engines.sglang.http_client import SglangHttp, parse_error
+from models.engines.sglang.sglang_requests import SglangRequest, make_body, make_completion
 from models.engines.shared_requests import SharedRequests
 from models.engines.stop_conditions import StopConditions
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
@@ -107,7 +107,7 @@ class SglangGeneration:
                 break
         self.num_prefilled += ticket.sampled.num_prefilled
         text, stop_text = self._endings.cut_text(ticket.sampled.token_ids, ticket.params.stop)
-        return replace(completion_of(ticket, text, self._model_name, self._versions), stop_text=stop_text)
+        return replace(make_completion(ticket, text, self._model_name, self._versions), stop_text=stop_text)
 
     async def _way_clear(self, ticket: SglangRequest) -> None:
         await self.going.pass_through(ticket.priority)
@@ -140,7 +140,7 @@ class SglangGeneration:
             del self._prefilling[prompt_ids]
 
     async def _read(self, ticket: SglangRequest) -> None:
-        body = body_of(
+        body = make_body(
             ticket,
             seed=self._seed,
             stop_token_ids=self._stop_token_ids,
@@ -150,7 +150,7 @@ class SglangGeneration:
         )
         async for event in self._http.stream("/generate", body):
             if "error" in event:
-                raise EngineRefused(f"SGLang at {self._http.url} refused: {message_of(event)}")
+                raise EngineRefused(f"SGLang at {self._http.url} refused: {parse_error(event)}")
             ticket.add(event)
         if ticket.sampled.finish is None:
             raise EngineDied(f"SGLang at {self._http.url} aborted an answer")

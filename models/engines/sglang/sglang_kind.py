@@ -16,7 +16,7 @@ class SglangKind(EngineKind[SglangConfig]):
     transports = ("nccl", "gloo", "disk")
 
     @classmethod
-    def shared_options(cls, sections: EngineConfig) -> SglangConfig:
+    def read_options(cls, sections: EngineConfig) -> SglangConfig:
         return sections.sglang
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:

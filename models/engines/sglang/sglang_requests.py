@@ -18,7 +18,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from models.version_spans import joined_spans
+from models.version_spans import join_spans
 
 # Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32
@@ -77,7 +77,7 @@ class SglangRequest(SharedRequest):
             self.begin()
 
 
-def body_of(
+def make_body(
     ticket: SglangRequest, *, seed: int, stop_token_ids: Sequence[int], vocab_size: int, namespace: str, whole: bool
 ) -> Json:
     """The body for /generate. namespace: of the prefix cache. whole: each event repeats the answer from its
@@ -110,7 +110,7 @@ def body_of(
     return body
 
 
-def scoring_body(token_ids: Sequence[int]) -> Json:
+def make_scoring_body(token_ids: Sequence[int]) -> Json:
     """The body for /generate that returns only the log-probs of its input. Nothing is taken from the prefix cache."""
     return {
         "input_ids": list(token_ids),
@@ -120,11 +120,11 @@ def scoring_body(token_ids: Sequence[int]) -> Json:
     }
 
 
-def scores_of(answer: Json) -> tuple[float, ...]:
+def read_scores(answer: Json) -> tuple[float, ...]:
     return tuple(float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:])
 
 
-def finish_reason_of(ticket: SglangRequest) -> FinishReason:
+def read_finish_reason(ticket: SglangRequest) -> FinishReason:
     """Raises EngineRefused or EngineDied if the server ended a request without being asked."""
     finish = ticket.sampled.finish
     if finish is None or ticket.aborted:
@@ -135,20 +135,20 @@ def finish_reason_of(ticket: SglangRequest) -> FinishReason:
     return FINISH_REASONS[finish["type"]]
 
 
-def completion_of(ticket: SglangRequest, text: str, model: str, versions: Mapping[str, int]) -> Completion:
+def make_completion(ticket: SglangRequest, text: str, model: str, versions: Mapping[str, int]) -> Completion:
     """versions: server's name of a version -> ours, the newest last. Raises RuntimeError for an unknown one."""
     sampled = ticket.sampled
     return Completion(
         token_ids=tuple(sampled.token_ids),
         logprobs=tuple(sampled.logprobs),
         text=text,
-        finish_reason=finish_reason_of(ticket),
-        versions=spans_of(sampled, model, versions),
+        finish_reason=read_finish_reason(ticket),
+        versions=make_spans(sampled, model, versions),
         cached_tokens=sampled.num_cached,
     )
 
 
-def spans_of(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> tuple[VersionSpan, ...]:
+def make_spans(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> tuple[VersionSpan, ...]:
     """The spans as the server reports them at the end. For an answer that was cut off, the older possible version of
     each event.
     """
@@ -159,7 +159,7 @@ def spans_of(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> 
             stretches.append((start, end, name))
             start, name = end, next_name
     numbered = ((_version(name, versions), start, end) for start, end, name in stretches)
-    return joined_spans(model, numbered, latest=list(versions.values())[-1])
+    return join_spans(model, numbered, latest=list(versions.values())[-1])
 
 
 def _version(name: str, versions: Mapping[str, int]) -> int:

@@ -15,13 +15,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from models.engines.sglang.http_client import SglangHttp, within
-from models.engines.sglang.sglang_applied import digests_of, unapplied
+from models.engines.sglang.sglang_applied import find_unapplied, read_digests
 from models.engines.taken_tensors import Taken
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
-from models.weights.receiving import checksums_of, received
-from models.weights.weight_files import folders_of_shared_memory, held_folder
+from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.weight_files import folders_of_shared_memory, hold_folder
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0  # the server's own timeout comes first, and says more
@@ -88,7 +88,7 @@ class SglangWeights:
             )
         collected, self._checksums = self._checksums, {}
         after = await self._parameters()
-        missing = unapplied(self._sent, self._last_sent, self._before, after)
+        missing = find_unapplied(self._sent, self._last_sent, self._before, after)
         self._before, self._last_sent, self._sent = after, {**self._last_sent, **self._sent}, {}
         return WeightReceipt(version=version, checksums=collected, unapplied=missing)
 
@@ -97,7 +97,7 @@ class SglangWeights:
         if not self._tells_parameters:
             return {}
         try:
-            return digests_of(await self._http.post("/weights_checker", {"action": "checksum"}))
+            return read_digests(await self._http.post("/weights_checker", {"action": "checksum"}))
         except EngineRefused as error:
             log.warning(
                 "SGLang at %s can't report its weights, so only the probe checks pushes: %s", self._http.url, error
@@ -186,7 +186,7 @@ class SglangWeights:
                 f"sync.transport: an SGLang server on another machine takes no {type(bucket.payload).__name__}; "
                 "set disk, gloo or nccl"
             )
-        with held_folder(_place_for(bucket), "sglang") as folder:
+        with hold_folder(_place_for(bucket), "sglang") as folder:
             checksums = await asyncio.to_thread(_fill, folder, bucket, held)
             body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
             try:
@@ -206,8 +206,8 @@ def _place_for(bucket: WeightBucket) -> Path:
 def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> dict[str, str]:
     """Write one file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
     file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
-    with received(bucket) as tensors:
-        checksums = checksums_of(tensors)
+    with receive_tensors(bucket) as tensors:
+        checksums = compute_checksums(tensors)
         copied = file is None or any(held_under[tensor.name] != tensor.name for tensor, _ in tensors)
         inside = folder / "model.safetensors"
         if copied:

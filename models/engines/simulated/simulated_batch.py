@@ -66,7 +66,7 @@ class SimulatedPrefixCache:
         self._prompts: OrderedDict[int, None] = OrderedDict()
         self._turns: OrderedDict[str, int] = OrderedDict()  # trajectory -> tokens
 
-    def uncached(self, row: SimulatedRow) -> int:
+    def count_uncached(self, row: SimulatedRow) -> int:
         """The tokens of its prompt that must be prefilled."""
         if row.prompt in self._prompts:
             return 0
@@ -154,7 +154,7 @@ class SimulatedBatch:
         """Whole steps since the beginning."""
         return self._steps_before + min(self._num_steps, self._whole_steps(work_s - self._began_s))
 
-    def saved_s(self, work_s: float, num_rows: int) -> float:
+    def estimate_saved_s(self, work_s: float, num_rows: int) -> float:
         """The seconds of the work so far that batches of `num_rows` would have saved, without any preemption."""
         steps = self.steps_by(work_s)
         num_tokens = self._tokens_before + (steps - self._steps_before) * len(self._rows)
@@ -270,7 +270,7 @@ class SimulatedBatch:
         """Admit waiting rows while there is room. Returns True if the rest waits only for its prefill."""
         prefilled = joined = 0
         while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
-            uncached = self.cache.uncached(row)
+            uncached = self.cache.count_uncached(row)
             tokens = row.sampled + uncached
             if prefilled and prefilled + tokens > PREFILL_TOKENS_PER_STEP:
                 break

@@ -30,7 +30,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from models.version_spans import joined_spans
+from models.version_spans import join_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +94,12 @@ class SimulatedEngine:
     @property
     def busy_s(self) -> float:
         """Seconds of work so far, as on its own device."""
-        return self._rate.worked_s(asyncio.get_running_loop().time())
+        return self._rate.measure_work_s(asyncio.get_running_loop().time())
 
     def least_busy_s(self, num_rows: int) -> float:
         """Seconds that the work so far would have taken in batches of `num_rows`, without any preemption."""
         worked_s = self._worked_s()
-        return worked_s - self._batch.saved_s(worked_s, num_rows)
+        return worked_s - self._batch.estimate_saved_s(worked_s, num_rows)
 
     @property
     def prefilled_tokens(self) -> int:
@@ -116,7 +116,7 @@ class SimulatedEngine:
         script = self._author(prompt_ids, params, context)
         self._check_alive()
         if not script.token_ids:
-            return self._completion(script, joined_spans(self.model_name, (), self.version), 0)
+            return self._completion(script, join_spans(self.model_name, (), self.version), 0)
         row = SimulatedRow(
             prompt=hash(tuple(prompt_ids)),
             prompt_tokens=len(prompt_ids),
@@ -203,7 +203,7 @@ class SimulatedEngine:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _worked_s(self) -> float:
-        return self._rate.worked_s(asyncio.get_running_loop().time())
+        return self._rate.measure_work_s(asyncio.get_running_loop().time())
 
     def _schedule(self) -> None:
         """Update the speed, and when the batch changes next."""
@@ -272,7 +272,7 @@ class SimulatedEngine:
 
     def _spans(self, row: SimulatedRow, num_tokens: int) -> tuple[VersionSpan, ...]:
         """The version that sampled each token, by the steps in which the row was in the batch."""
-        return joined_spans(self.model_name, self._stretches(row, num_tokens), self.version)
+        return join_spans(self.model_name, self._stretches(row, num_tokens), self.version)
 
     def _stretches(self, row: SimulatedRow, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         start = 0

@@ -14,14 +14,14 @@ class SimulatedRate:
         self._since_s = 0.0
         self._worked_s = 0.0  # by then
 
-    def worked_s(self, now_s: float) -> float:
+    def measure_work_s(self, now_s: float) -> float:
         return self._worked_s + (now_s - self._since_s) * self._rate
 
     def set_rate(self, now_s: float, rate: float) -> bool:
         """Work at `rate` from now on (1: alone on the device). Returns False if nothing changed."""
         if rate == self._rate:
             return False
-        self._worked_s, self._since_s, self._rate = self.worked_s(now_s), now_s, rate
+        self._worked_s, self._since_s, self._rate = self.measure_work_s(now_s), now_s, rate
         return True
 
     def when_s(self, worked_s: float) -> float:

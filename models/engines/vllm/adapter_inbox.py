@@ -26,10 +26,10 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from models.engines.vllm.vllm_requests import ADAPTER_ID, adapter_request
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, writing_error
+from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
 from models.engines.vllm.worker_inbox import WorkerInbox
 from models.types import ModelFiles, WeightTensor
-from models.weights.receiving import checksums_of, received
+from models.weights.receiving import compute_checksums, receive_tensors
 
 SENT_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])\.[^.]+\.weight")  # peft's, with the adapter's own name
 
@@ -83,8 +83,8 @@ class AdapterInbox(WorkerInbox):
             raise ValueError("weights: an engine with adapters keeps its base weights; set lora.sync=merged")
         for tensor in bucket.tensors:
             self._check(tensor)
-        with received(bucket, self._group) as tensors:
-            checksums = checksums_of(tensors)
+        with receive_tensors(bucket, self._group) as tensors:
+            checksums = compute_checksums(tensors)
             self._arrived |= {announced.name: tensor.to(self.device, copy=True) for announced, tensor in tensors}
         self.checksums |= checksums
 
@@ -101,7 +101,7 @@ class AdapterInbox(WorkerInbox):
             self._manager.add_dummy_lora(adapter_request(), self._helper.r)
             self.applied = Applied(taken=[], still=[], moved=[])
             return
-        with writing_error():
+        with encode_errors():
             adapter = self._adapter(self._held)
         manager = self._layers
         manager.remove_adapter(ADAPTER_ID)
@@ -131,7 +131,7 @@ class AdapterInbox(WorkerInbox):
 
     def _layer(self, name: str) -> str:
         """vLLM's layer of a sent tensor; several may share one (q, k and v)."""
-        own, _ = parse_fine_tuned_lora_name(SentAdapter.of(name).file_name, renaming_of(self.model))
+        own, _ = parse_fine_tuned_lora_name(SentAdapter.of(name).file_name, find_renaming(self.model))
         packed = self._layers.packed_modules
         return next((layer for layer, parts in packed.items() if own in parts), own)
 
@@ -148,7 +148,7 @@ class AdapterInbox(WorkerInbox):
             self._helper,
             device=str(self.device),
             dtype=self._layers.lora_config.lora_dtype,
-            weights_mapper=renaming_of(self.model),
+            weights_mapper=find_renaming(self.model),
         )
 
     def _different(self, adapter: LoRAModel, manager: LoRAModelManager) -> Iterator[str]:
@@ -160,7 +160,7 @@ class AdapterInbox(WorkerInbox):
                 yield name
 
 
-def renaming_of(model: nn.Module):  # type: ignore[no-untyped-def]
+def find_renaming(model: nn.Module):  # type: ignore[no-untyped-def]
     """vLLM's renaming of this family's modules, if it has one."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper and mapper.get_rename_mapper()

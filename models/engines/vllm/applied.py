@@ -47,7 +47,7 @@ class Application:
         self._last_sent = {}
 
     @contextmanager
-    def watched(self, tensors: Iterable[Named]) -> Iterator[Iterator[Named]]:
+    def watch(self, tensors: Iterable[Named]) -> Iterator[Iterator[Named]]:
         """Pass these tensors to vLLM's loader within the block."""
         names: dict[int, str] = {}
         under_way: list[str] = []

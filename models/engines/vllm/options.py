@@ -124,7 +124,7 @@ def argument_names() -> frozenset[str]:
     )
 
 
-def arguments_of(start: VllmStart) -> dict[str, Any]:
+def make_arguments(start: VllmStart) -> dict[str, Any]:
     """The arguments for AsyncEngineArgs; the user's own come last."""
     config, spec = start.config, start.spec
     kv_cache_mb = config.kv_cache_mb or (CPU_KV_CACHE_MB if start.on_cpu else 0)
@@ -170,7 +170,7 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
     return arguments | config.options
 
 
-def environment_of(start: VllmStart) -> dict[str, str]:
+def make_environment(start: VllmStart) -> dict[str, str]:
     """The environment of vLLM's processes."""
     environment = {
         OWNER_PID: str(os.getpid()),
@@ -196,11 +196,11 @@ def start_async_llm(start: VllmStart) -> AsyncLLM:
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
-    with _environment(environment_of(start)):
+    with _environment(make_environment(start)):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        vllm_config = AsyncEngineArgs(**arguments_of(start)).create_engine_config()
+        vllm_config = AsyncEngineArgs(**make_arguments(start)).create_engine_config()
         if start.on_cpu and start.adapters is not None and vllm_config.model_config.is_moe:
             raise ValueError(
                 "lora.sync: vLLM on a CPU can't run a mixture of experts with adapters (it takes kernels for GPUs); "

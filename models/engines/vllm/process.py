@@ -61,7 +61,7 @@ class VllmProcess:
         """Call a method of the workers' extension; answers by rank."""
         return await self.call(self.llm.collective_rpc(method, args=args))
 
-    async def introduced(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Return once what comes before a first request is done."""
         if self._introduction is None:
             self._introduction = asyncio.create_task(self._introduce())
@@ -79,7 +79,7 @@ class VllmProcess:
 
     async def ready(self) -> None:
         """Return once requests may be sent: not in its sleep."""
-        await self.introduced()
+        await self.wait_until_ready()
         if not self._awake.is_set():
             await self.call(self._awake.wait())
 

@@ -1,5 +1,5 @@
 """Two models on one vLLM engine: what they must have in common, which options serve both. Pure, except for
-`shape_of`.
+`read_shape`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZERO_IS_ALL = ("max_context_tokens", "kv_cache_mb")
 UNUSED = ("sleep_mode",)  # an engine that swaps its weights doesn't sleep
 
 
-def shape_of(path: str) -> dict[str, Any]:
+def read_shape(path: str) -> dict[str, Any]:
     """A model's config.json with its defaults: layers, widths, window, quantization."""
     config: dict[str, Any] = AutoConfig.from_pretrained(path).to_dict()
     return config

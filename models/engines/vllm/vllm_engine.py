@@ -22,7 +22,7 @@ from models.engines.vllm.vllm_generation import VllmGeneration
 from models.engines.vllm.vllm_push import VllmPushes
 from models.engines.vllm.vllm_requests import refuse_what_cannot_run
 from models.lm.causal_lm import outline_causal_lm
-from models.lm.lora import targets_of
+from models.lm.lora import find_targets
 from models.lm.moe.expert_routing import Routers
 from models.settings import VllmConfig
 from models.types import (
@@ -49,7 +49,7 @@ class VllmEngine:
         self._config, self._takes_weights = config, spec.takes_weights
         self._window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
         experts = Routers.of(outline_causal_lm(spec.path)).shape.layers if spec.return_routed_experts else ()
-        adapters, window = adapters_of(spec), self._window.tokens
+        adapters, window = find_adapters(spec), self._window.tokens
         self._process = VllmProcess(VllmStart(spec=spec, config=config, context_tokens=window, adapters=adapters))
         self._pushes = VllmPushes(self._process, has_adapters=adapters is not None)
         self._generation = VllmGeneration(
@@ -109,7 +109,7 @@ class VllmEngine:
         self._process.refuse_the_dead()
         if not (self._paused and self._takes_weights):
             raise RuntimeError("weights may only be sent to a paused engine that takes weights")
-        await self._process.introduced()
+        await self._process.wait_until_ready()
         await self._pushes.drop()
         await self._generation.forget_cached_prompts(self._config.recompute_kv_on_sync)
         await self._pushes.begin(link)
@@ -148,9 +148,9 @@ class VllmEngine:
         self._pushes.close()
 
 
-def adapters_of(spec: EngineSpec) -> Adapters | None:
+def find_adapters(spec: EngineSpec) -> Adapters | None:
     """The adapters that the engine applies itself. None: there are none, or pushes merge them."""
     lora = spec.lora
     if not (spec.takes_weights and lora.in_engines):
         return None
-    return Adapters(rank=lora.rank, alpha=lora.alpha, targets=tuple(targets_of(outline_causal_lm(spec.path), lora)))
+    return Adapters(rank=lora.rank, alpha=lora.alpha, targets=tuple(find_targets(outline_causal_lm(spec.path), lora)))

@@ -15,12 +15,12 @@ from models.engines.vllm.vllm_requests import (
     VllmRequest,
     VllmSample,
     adapter_request,
-    experts_of,
-    finish_reason_of,
-    sampling_of,
-    scores_of,
-    scoring_of,
-    spans_of,
+    make_sampling,
+    make_scoring,
+    read_experts,
+    read_finish_reason,
+    read_scores,
+    read_spans,
 )
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
@@ -86,9 +86,9 @@ class VllmGeneration:
         tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
         name = f"score-{next(self._scores)}"
         async for output in self._process.llm.generate(
-            tokens, scoring_of(last), name, lora_request=self._adapter, priority=FIRST_OF_ALL
+            tokens, make_scoring(last), name, lora_request=self._adapter, priority=FIRST_OF_ALL
         ):
-            return scores_of(output, last)
+            return read_scores(output, last)
         raise AssertionError("vLLM ended a request without an output")
 
     async def forget_cached_prompts(self, recompute: bool) -> None:
@@ -140,7 +140,7 @@ class VllmGeneration:
         ticket.renewed = False
         sampled = VllmSample()
         prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
-        sampling = sampling_of(ticket.params, self._seed, self._stop_token_ids)
+        sampling = make_sampling(ticket.params, self._seed, self._stop_token_ids)
         async for output in self._process.llm.generate(
             prompt, sampling, ticket.request_id, lora_request=self._adapter, priority=ticket.priority
         ):
@@ -156,8 +156,8 @@ class VllmGeneration:
             logprobs=tuple(sampled.logprobs),
             text=text,
             stop_text=stop_text,
-            finish_reason=finish_reason_of(sampled),
-            versions=spans_of(sampled, self._model_name, self.version),
-            experts_TLK=experts_of(sampled, self._expert_layers),
+            finish_reason=read_finish_reason(sampled),
+            versions=read_spans(sampled, self._model_name, self.version),
+            experts_TLK=read_experts(sampled, self._expert_layers),
             cached_tokens=sampled.num_cached_tokens,
         )

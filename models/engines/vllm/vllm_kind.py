@@ -22,7 +22,7 @@ class VllmKind(EngineKind[VllmConfig]):
     reads_model_files = True
 
     @classmethod
-    def shared_options(cls, sections: EngineConfig) -> VllmConfig:
+    def read_options(cls, sections: EngineConfig) -> VllmConfig:
         return sections.vllm
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
@@ -89,6 +89,6 @@ class VllmKind(EngineKind[VllmConfig]):
         return different_options(self.options, other.options)
 
     def different_models(self, path: str, other: str) -> list[str]:
-        from models.engines.vllm.shared_options import different_shapes, shape_of
+        from models.engines.vllm.shared_options import different_shapes, read_shape
 
-        return different_shapes(shape_of(path), shape_of(other))
+        return different_shapes(read_shape(path), read_shape(other))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from models.engines.vllm.process import VllmProcess
-from models.engines.vllm.vllm_weights import as_plain, reading_error, unapplied
+from models.engines.vllm.vllm_weights import as_plain, decode_errors, find_unapplied
 from models.types import GroupLink, WeightBucket, WeightReceipt
 from models.weights.weight_files import SharedArena
 
@@ -55,7 +55,7 @@ class VllmPushes:
         self.is_open = False
         reports = await process.ask_workers("take_report")
         checksums: dict[str, str] = reports[0][0]  # from tensor rank 0; all ranks get the same tensors
-        missing = unapplied(checksums, (applied for _, applied in reports))
+        missing = find_unapplied(checksums, (applied for _, applied in reports))
         return WeightReceipt(version=version, checksums=checksums, unapplied=missing)
 
     async def drop(self) -> None:
@@ -73,13 +73,13 @@ class VllmPushes:
         if link is None:
             await process.call(process.llm.shutdown_weight_transfer_engine())
             return
-        with reading_error():
+        with decode_errors():
             await process.call(process.llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(link))))
 
     @contextlib.contextmanager
     def _worker_drops_what_fails(self) -> Iterator[None]:
         try:
-            with reading_error():
+            with decode_errors():
                 yield
         except Exception:
             self.is_open = False

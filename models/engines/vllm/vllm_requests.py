@@ -64,7 +64,7 @@ def adapter_request() -> LoRARequest:
     return LoRARequest(lora_name="grmpipe", lora_int_id=ADAPTER_ID, lora_path="pushed")
 
 
-def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:
+def make_sampling(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:
     """vLLM's parameters. `seed` is combined with the request's. Raises EngineRefused for a pattern that is no regular
     expression.
     """
@@ -89,7 +89,7 @@ def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]
         raise EngineRefused(f"vLLM refuses {params}: {error}") from error
 
 
-def scoring_of(last: Sequence[int]) -> VllmSampling:
+def make_scoring(last: Sequence[int]) -> VllmSampling:
     """Parameters for the log-probs of a prompt at temperature 1, and of `last` as the token after it."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
@@ -106,7 +106,7 @@ def scoring_of(last: Sequence[int]) -> VllmSampling:
     )
 
 
-def scores_of(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]:
+def read_scores(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]:
     from vllm.logprobs import FlatLogprobs
 
     prompt, after = output.prompt_logprobs, output.outputs[0].logprobs
@@ -126,7 +126,7 @@ def refuse_what_cannot_run(params: SamplingParams) -> None:
         raise EngineRefused(f"these sampling parameters can't be served{too_cold}: {params}")
 
 
-def finish_reason_of(sampled: VllmSample) -> FinishReason:
+def read_finish_reason(sampled: VllmSample) -> FinishReason:
     match sampled.finish_reason:
         case "stop":
             return "stop"
@@ -137,7 +137,7 @@ def finish_reason_of(sampled: VllmSample) -> FinishReason:
     raise EngineRefused(f"vLLM could not serve this request (finish reason {sampled.finish_reason!r})")
 
 
-def experts_of(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:
+def read_experts(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:
     """The experts of layers that have some. None if vLLM returned none, as for an aborted request."""
     if sampled.experts_TLK is None:
         return None
@@ -145,7 +145,7 @@ def experts_of(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:
     return experts_TLK if experts_TLK.dtype == np.uint8 else experts_TLK.astype(np.int16)  # from uint16
 
 
-def spans_of(sampled: VllmSample, model_name: str, version: int) -> tuple[VersionSpan, ...]:
+def read_spans(sampled: VllmSample, model_name: str, version: int) -> tuple[VersionSpan, ...]:
     """vLLM's own spans; `version` for tokens without one, and for no tokens at all."""
     spans = tuple(
         VersionSpan(model=model_name, version=int(span.version), start=span.start, end=span.end)

@@ -10,9 +10,9 @@ from typing import Any, TypedDict, cast
 
 import msgspec
 
-from models.arena import room_for, views
+from models.bucket_memory import room_for, views
 from models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
-from models.weights.receiving import received
+from models.weights.receiving import receive_tensors
 from models.weights.weight_files import SharedArena
 
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}
@@ -43,7 +43,7 @@ def as_plain(bucket: WeightBucket, arena: SharedArena) -> dict[str, Any]:
 
 
 def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
-    with received(bucket) as tensors:
+    with receive_tensors(bucket) as tensors:
         dtypes, shapes = [tensor.dtype for _, tensor in tensors], [tensor.shape for _, tensor in tensors]
         room = views(arena.reserve(room_for(dtypes, shapes)), dtypes, shapes)
         for target, (_, source) in zip(room, tensors, strict=True):
@@ -74,7 +74,7 @@ def under_sent_names(applied: Applied, own_names: Mapping[str, str]) -> Applied:
     return Applied(taken=sent(applied["taken"]), still=sent(applied["still"]), moved=sent(applied["moved"]))
 
 
-def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...]:
+def find_unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...]:
     """Tensors that no worker took, or that changed without a change of their parameters in any worker: each holds a
     part.
     """
@@ -84,7 +84,7 @@ def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...
 
 
 @contextmanager
-def writing_error() -> Iterator[None]:
+def encode_errors() -> Iterator[None]:
     """Context in the worker: vLLM returns only the message of an error, so the message gets the error's kind."""
     try:
         yield
@@ -94,7 +94,7 @@ def writing_error() -> Iterator[None]:
 
 
 @contextmanager
-def reading_error() -> Iterator[None]:
+def decode_errors() -> Iterator[None]:
     """Context in the engine's process: raises the error that a worker reported."""
     try:
         yield

@@ -39,10 +39,10 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from models.engines.vllm.applied import Application
 from models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, WEIGHT_BACKEND
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, under_sent_names, writing_error
+from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
 from models.engines.vllm.worker_inbox import WorkerInbox
 from models.types import ModelFiles
-from models.weights.receiving import checksums_of, received
+from models.weights.receiving import compute_checksums, receive_tensors
 
 if TYPE_CHECKING:
     from models.engines.vllm.adapter_inbox import AdapterInbox
@@ -76,17 +76,17 @@ class Inbox(WorkerInbox):
             return
         names = [self._taken.own_name(tensor) for tensor in bucket.tensors]
         self._sent |= set(names)
-        with received(bucket, self._group) as tensors:
-            checksums = checksums_of(tensors)
+        with receive_tensors(bucket, self._group) as tensors:
+            checksums = compute_checksums(tensors)
             # Copies: vLLM may keep them until a later bucket, when the sender's memory is reused.
             own = [tensor.to(self.device, copy=True) for _, tensor in tensors]
-        with self._application.watched(zip(names, own, strict=True)) as handed:
+        with self._application.watch(zip(names, own, strict=True)) as handed:
             self._load(handed)
         self.checksums |= checksums
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        with writing_error():
+        with encode_errors():
             try:
                 if not self._taken.all_in(self._sent):
                     fill_up(self.model)

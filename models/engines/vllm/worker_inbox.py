@@ -12,9 +12,9 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from models.engines.taken_tensors import Taken
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, writing_error
+from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
 from models.types import GroupLink
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 
 
 class WorkerInbox(WeightTransferEngine):
@@ -32,18 +32,18 @@ class WorkerInbox(WeightTransferEngine):
         super().__init__(config, vllm_config, device, model)
         self.checksums: dict[str, str] = {}
         self.applied: Applied | None = None
-        self._group = BroadcastGroup(device, get_tensor_model_parallel_rank())
+        self._group = BroadcastLink(device, get_tensor_model_parallel_rank())
         self._taken = Taken.of(vllm_config.model_config.model)
 
     def init_transfer_engine(self, init_info: GroupLink) -> None:
-        with writing_error():
+        with encode_errors():
             self._group.join(init_info)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Load all of a bucket, or nothing and raise an error with the tensor that doesn't fit; the update is then
         over.
         """
-        with writing_error():
+        with encode_errors():
             try:
                 self.receive_weights(self.parse_update_info(update_info))
             except BaseException:

@@ -58,7 +58,7 @@ class ExpertLoad:
         """Context: forward passes count, with the experts that a replay chose if there is one. Leave it before the
         backward pass, which may run the forward pass again.
         """
-        with self._routers.hooked(self._count):
+        with self._routers.hook(self._count):
             yield
 
     def read(self) -> LoadBalance:

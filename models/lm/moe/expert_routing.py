@@ -75,7 +75,7 @@ class Routers:
     @staticmethod
     def of(model: nn.Module) -> Routers:
         """The routers of a model. Raises ValueError for a dense model, and for routers that can't be replayed."""
-        named = routers_of(model)
+        named = find_routers(model)
         unknown = sorted({_kind(module) for module in named.values()} - ROUTERS.keys())
         if unknown:
             raise ValueError(
@@ -95,27 +95,27 @@ class Routers:
     @staticmethod
     def found(model: nn.Module) -> Routers | None:
         """The routers of a model; None for a dense one, and for routers of unknown families."""
-        kinds = {_kind(module) for module in routers_of(model).values()}
+        kinds = {_kind(module) for module in find_routers(model).values()}
         return Routers.of(model) if kinds and kinds <= ROUTERS.keys() else None
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
         """Context: each forward pass is recorded."""
         recording = Recording(len(self._routers))
-        with self.hooked(recording.note):
+        with self.hook(recording.note):
             yield recording
 
     @contextmanager
-    def replayed(self, experts_TLK: Tensor) -> Iterator[RouterReplay]:
+    def replay(self, experts_TLK: Tensor) -> Iterator[RouterReplay]:
         """Context: forward passes send their T tokens to these experts, or to the router's own choice for ANY_EXPERT.
         The backward pass belongs in it too: activation checkpointing runs the forward pass again.
         """
         replay = RouterReplay(experts_TLK)
-        with self.hooked(replay.choose):
+        with self.hook(replay.choose):
             yield replay
 
     @contextmanager
-    def hooked(self, hook: Hook) -> Iterator[None]:
+    def hook(self, hook: Hook) -> Iterator[None]:
         """Context: `hook` gets each router's output, with the experts of a replay that began earlier, and may replace
         it.
         """
@@ -168,7 +168,7 @@ def _kind(router: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(router, FSDPModule) else name
 
 
-def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """The routers of a model, by transformers' name for all of them: those of unknown families must be refused."""
     return {
         name: module for name, module in model.named_modules() if type(module).__name__.lower().endswith("topkrouter")

@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from models.lm.moe.expert_routing import routers_of
-from models.lm.parallel.expert_parallel import experts_of
+from models.lm.moe.expert_routing import find_routers
+from models.lm.parallel.expert_parallel import find_experts
 
 FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)  # inputs are cast too
 
 
 def route_in_float32(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the routers alone, with weights that aren't rounded. Call before layers are sharded. mesh: of layers."""
-    for router in routers_of(model).values():
+    for router in find_routers(model).values():
         fully_shard(router, mesh=mesh, mp_policy=FLOAT32)
-    for _, experts in experts_of(model):
+    for _, experts in find_experts(model):
         experts.register_forward_pre_hook(_gates_like_tokens)
 
 
 def check_has_routers(model: nn.Module) -> None:
     """Raises ValueError that names `fp32_router` for a model without routers."""
-    if not routers_of(model):
+    if not find_routers(model):
         raise ValueError(
             f"fp32_router: {type(model).__name__} has no router of a known kind; type train.fp32_router=false"
         )

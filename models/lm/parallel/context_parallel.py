@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.lm.parallel.exchange import exchanged
+from models.lm.parallel.exchange import exchange_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextGroup:
+class ContextRanks:
     """The ranks that share samples, as one of them sees them. All methods that move data are collectives."""
 
     group: dist.ProcessGroup
@@ -30,11 +30,11 @@ class ContextGroup:
     size: int
 
     @staticmethod
-    def of(mesh: DeviceMesh | None) -> ContextGroup | None:
+    def of(mesh: DeviceMesh | None) -> ContextRanks | None:
         """None: each rank has samples of its own."""
         if mesh is None:
             return None
-        return ContextGroup(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+        return ContextRanks(group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
 
     def own_slice(self, whole_T: Tensor, fill: int = 0) -> Tensor:
         """[T, ..] -> [P, ..]: this rank's tokens, in their order; `fill` where there are no more."""
@@ -54,7 +54,7 @@ class ContextGroup:
         dist.all_gather(slices, own_P.contiguous(), group=self.group)
         return torch.cat(slices)[:num_tokens]
 
-    def united(self, own: Tensor) -> Tensor:
+    def unite(self, own: Tensor) -> Tensor:
         """Tensors that are 0 but for each rank's own entries -> all entries, on each rank.
 
         Every rank computes the same loss of the result, so the gradient of the loss needs no exchange: that of a rank's
@@ -64,22 +64,22 @@ class ContextGroup:
         united: Tensor = _United.apply(own, self.group)
         return united
 
-    def united_slices(self, own_P: Tensor, num_tokens: int) -> Tensor:
-        """[P] -> [T]: the slices of all ranks, on each rank, with gradients as of `united`."""
+    def unite_slices(self, own_P: Tensor, num_tokens: int) -> Tensor:
+        """[P] -> [T]: the slices of all ranks, on each rank, with gradients as of `unite`."""
         length = len(own_P)
         placed = F.pad(own_P, (self.rank * length, (self.size - 1 - self.rank) * length))
-        return self.united(placed)[:num_tokens]
+        return self.unite(placed)[:num_tokens]
 
     def with_all_tokens(self, states_PHD: Tensor, num_tokens: int) -> Tensor:
         """[P, H, D] -> [T, H / size, D]: this rank's heads, at all tokens."""
         by_rank = states_PHD.unflatten(1, (self.size, -1)).transpose(0, 1)
-        return exchanged(by_rank, self.group).flatten(0, 1)[:num_tokens]
+        return exchange_rows(by_rank, self.group).flatten(0, 1)[:num_tokens]
 
     def with_all_heads(self, states_THD: Tensor) -> Tensor:
         """[T, H / size, D] -> [P, H, D]: this rank's tokens, with all heads. 0 where there are no more tokens."""
         length = self._length(len(states_THD))
         padded = F.pad(states_THD, (0, 0, 0, 0, 0, length * self.size - len(states_THD)))
-        return exchanged(padded.unflatten(0, (self.size, length)), self.group).transpose(0, 1).flatten(1, 2)
+        return exchange_rows(padded.unflatten(0, (self.size, length)), self.group).transpose(0, 1).flatten(1, 2)
 
     def for_each_rank(self, states_PGD: Tensor) -> Tensor:
         """Keys or values, repeated until their heads can be divided: each rank gets those that its query heads read."""

@@ -11,7 +11,7 @@ from torch import Tensor
 Splits = list[int] | None  # rows for each rank; None: equal parts
 
 
-def exchanged(rows: Tensor, group: dist.ProcessGroup, sends: Splits = None, receives: Splits = None) -> Tensor:
+def exchange_rows(rows: Tensor, group: dist.ProcessGroup, sends: Splits = None, receives: Splits = None) -> Tensor:
     """Rows for other ranks -> rows from them, in the order of ranks; the gradient goes the same way back. A collective,
     and so is its backward pass.
     """

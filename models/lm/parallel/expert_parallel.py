@@ -25,7 +25,7 @@ from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from models.lm.parallel.exchange import exchanged
+from models.lm.parallel.exchange import exchange_rows
 
 EXPERT_PARALLEL = "grmpipe_expert_parallel"  # our name in transformers' table of experts implementations
 # By class name, as routers are: those with fused weights gate_up_proj [E, 2I, H] and down_proj [E, H, I].
@@ -33,7 +33,7 @@ DIVISIBLE = ("Qwen2MoeExperts", "Qwen3MoeExperts", "OlmoeExperts", "MixtralExper
 _groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold the experts of a layer, by transformers' name for all of them; none in a dense model."""
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Experts"):
@@ -42,7 +42,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def check_divisible(model: PreTrainedModel, ep: int) -> None:
     """Raises ValueError that names `ep` if the experts of this model can't be divided over this number of ranks."""
-    kind, found = model.config.model_type, dict(experts_of(model))
+    kind, found = model.config.model_type, dict(find_experts(model))
     if not found:
         raise ValueError(f"ep: a {kind!r} model has no experts to divide over {ep} ranks; type 1")
     for experts in found.values():
@@ -63,7 +63,7 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecis
     Gradients are averaged over all ranks, like other gradients.
     """
     check_divisible(model, mesh["ep"].size())
-    for _, experts in experts_of(model):
+    for _, experts in find_experts(model):
         _divide(experts, mesh["ep"])
         _shard(experts, mesh, policy)
     model.set_experts_implementation(EXPERT_PARALLEL)
@@ -71,7 +71,7 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecis
 
 def gather_early(layer: nn.Module) -> None:
     """Gather a layer's experts while its attention computes. Call when both are sharded."""
-    for _, experts in experts_of(layer):
+    for _, experts in find_experts(layer):
         assert isinstance(layer, FSDPModule) and isinstance(experts, FSDPModule)
         layer.set_modules_to_forward_prefetch([experts])
 
@@ -92,7 +92,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
         experts,
         mesh=mesh[tuple(over)] if len(over) > 1 else mesh[over[0]],
         mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False),
-        shard_placement_fn=lambda parameter: Shard(sharded_dimension(parameter.shape, shards)),
+        shard_placement_fn=lambda parameter: Shard(choose_sharded_dimension(parameter.shape, shards)),
     )
     # A gradient is a sum over the tokens of all ranks along ep: FSDP2 would divide it by the other ranks alone.
     unit.set_gradient_divide_factor(float(mesh.size()))
@@ -100,7 +100,7 @@ def _shard(experts: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def sharded_dimension(shape: Sequence[int], shards: int) -> int:
+def choose_sharded_dimension(shape: Sequence[int], shards: int) -> int:
     """The dimension of an expert's weights [E, out, in] that FSDP2 shards: not that of the experts, which other ranks
     hold, and one that it can divide evenly. Raises ValueError that names `ep` if there is none.
     """
@@ -118,7 +118,7 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
     others, and so is its backward pass.
     """
     by_expert_N = experts_TK.flatten().argsort(stable=True)  # and so by rank
-    route = Route.of(experts_TK, _num_experts(experts), _groups[experts])
+    route = ExpertDispatch.of(experts_TK, _num_experts(experts), _groups[experts])
     out_NH = _sent_through(experts, hidden_TH[by_expert_N // experts_TK.shape[1]], route)
     out_TKH = out_NH[by_expert_N.argsort()].view(*experts_TK.shape, hidden_TH.shape[1])
     # A product of matrices, because T x K x H products would be held before they are added up; a copy, because FSDP2
@@ -126,18 +126,18 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
     return (gates_TK.to(out_TKH.dtype)[:, None] @ out_TKH).squeeze(1).clone()
 
 
-def _sent_through(experts: Any, rows: Tensor, route: Route) -> Tensor:
+def _sent_through(experts: Any, rows: Tensor, route: ExpertDispatch) -> Tensor:
     """Rows [N, H], sorted by expert, after their experts. Names are reused, so that no copy outlives its use."""
-    rows = exchanged(rows, route.group, route.sends, route.receives)
+    rows = exchange_rows(rows, route.group, route.sends, route.receives)
     by_local_M = route.local_experts_M.argsort(stable=True)
     rows = rows[by_local_M]
     rows = experts._apply_gate(_grouped(rows, experts.gate_up_proj, route))
     rows = _grouped(rows, experts.down_proj, route)
     rows = rows[by_local_M.argsort()]
-    return exchanged(rows, route.group, route.receives, route.sends)
+    return exchange_rows(rows, route.group, route.receives, route.sends)
 
 
-def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, route: ExpertDispatch) -> Tensor:
     """rows [M, in], sorted by local expert, times each expert's weight [L, out, in]."""
     own = weight.to_local() if isinstance(weight, DTensor) else weight
     if len(rows) == 0:  # kernels may refuse it, and the weight must have a gradient nevertheless
@@ -147,7 +147,7 @@ def _grouped(rows: Tensor, weight: Tensor, route: Route) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class ExpertDispatch:
     """How many tokens of this rank go to each rank, and how many come from each; the local expert of those that come,
     in order of arrival; ends_L: where each local expert's tokens end, sorted by expert.
     """
@@ -159,7 +159,7 @@ class Route:
     ends_L: Tensor
 
     @staticmethod
-    def of(experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
+    def of(experts_TK: Tensor, num_experts: int, group: dist.ProcessGroup) -> ExpertDispatch:
         chosen_N, num_ranks = experts_TK.flatten(), group.size()
         sent_E = chosen_N.new_zeros(num_experts).scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
         sent_RL = sent_E.view(num_ranks, -1)
@@ -167,7 +167,7 @@ class Route:
         dist.all_to_all_single(received_RL, sent_RL, group=group)
         sends, receives = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()  # waits for the device, once
         local_L = torch.arange(sent_RL.shape[1], device=chosen_N.device)
-        return Route(
+        return ExpertDispatch(
             group=group,
             sends=sends,
             receives=receives,

@@ -158,7 +158,7 @@ def test_an_8b_model_decodes_on_an_h100_as_fast_as_its_memory_is() -> None:
     assert speed.row_s == pytest.approx(16e9 / 692.3e12 + 5.6e-5, rel=1e-6)  # 79 us
 
 
-def test_an_unknown_device_is_told_its_neighbours_and_how_to_describe_it() -> None:
+def test_error_of_an_unknown_device_names_similar_ones_and_how_to_describe_it() -> None:
     with pytest.raises(ValueError, match=r"unknown device 'h10'; did you mean h100\?.*\+plan\.devices=\{h10: "):
         find_device("h10", {})
     assert find_device("mine", {"mine": ROUND}) is ROUND

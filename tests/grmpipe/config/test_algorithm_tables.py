@@ -77,7 +77,7 @@ def test_credit_by_step_is_not_averaged_over_a_rollout(credit: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
+def test_every_file_of_conf_algorithm_sets_its_keys(name: str) -> None:
     algorithm = AlgorithmConfig(**FILES[name])
     assert {key: getattr(algorithm, key) for key in FILES[name]} == FILES[name]
 

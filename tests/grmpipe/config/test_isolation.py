@@ -21,7 +21,7 @@ from grmpipe.config.isolation import IsolationConfig
         ({"max_files": 3}, "max_files: must be at least 16"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_key(values: dict[str, object], words: str) -> None:
+def test_senseless_limit_is_refused_by_its_key(values: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError) as refused:
         IsolationConfig(**values)  # type: ignore[arg-type]
     assert str(refused.value).startswith(words)

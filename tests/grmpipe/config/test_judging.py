@@ -167,7 +167,7 @@ def test_a_tensor_parallel_place_is_not_shared_without_being_asked() -> None:
         roles_of(config)
 
 
-def test_what_a_resume_may_change_is_the_same_for_every_judge_and_model() -> None:
+def test_resume_may_change_the_same_keys_of_every_judge_and_model() -> None:
     assert free_on_resume("judges.second.limits.timeout_s") and not free_on_resume("judges.second.template")
     assert free_on_resume("models.weak.engine") and not free_on_resume("models.weak.path")
     assert free_on_resume("models.weak.train.lr") and not free_on_resume("models.weak.train.group_size")
@@ -205,7 +205,7 @@ def test_no_judge_can_be_called_so_that_its_accuracy_is_another_metric() -> None
 
 @pytest.mark.parametrize("key", ["pause_s", "anchors", "anchor_every"])
 def test_what_holds_for_all_judges_together_is_typed_once(key: str) -> None:
-    assert f"type judge_monitor.{key}" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
+    assert f"did you mean judge_monitor.{key}" in refused(*TWO_MODELS, *MIXED, f"judges.second.{key}=3")
 
 
 def test_a_model_may_be_asked_only_about_prompts_that_a_route_sends_to_its_judges() -> None:

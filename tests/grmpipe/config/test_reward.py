@@ -225,7 +225,7 @@ def test_a_composition_that_waits_for_siblings_is_named_once() -> None:
         ({"kl_in_reward": True}, r"^algorithm\.kl_in_reward: .*or rewards\.style\.normalise=none$"),
     ],
 )
-def test_penalties_in_units_of_rewards_are_refused_beside_normalised_ones(
+def test_penalties_in_units_of_rewards_are_refused_with_normalised_rewards(
     algorithm: dict[str, Any], message: str
 ) -> None:
     style = {"style": RewardConfig(**MIX, normalise="group_std")}
@@ -268,7 +268,7 @@ def test_single_rollouts_are_escalated_where_no_baseline_compares_them() -> None
     check({**CASCADE, "escalate": "rollout"}, group_baseline=False)
 
 
-def test_a_source_that_nobody_judges_is_refused() -> None:
+def test_source_without_a_judge_is_refused() -> None:
     route = RewardConfig(kind="route", route={"math": "judge"})
     check_sources(RewardTree.of(route), {"math"})
     check_sources(RewardTree.of(RewardConfig(kind="route", route={"math": "judge"}, default="short")), {"math", "chat"})
@@ -287,7 +287,7 @@ def test_a_routed_source_that_no_prompt_has_is_found() -> None:
     assert list(RewardTree.of(RewardConfig(), {"by": route}).idle_routes({"math"})) == []
 
 
-def test_a_source_that_looks_like_a_number_is_a_text() -> None:
+def test_numeric_name_of_a_source_stays_a_text() -> None:
     route = RewardConfig(kind="route", route={1: "judge", 2: "short"})
     check_sources(RewardTree.of(route), {"1", "2"})
     assert RewardTree.of(route).judges("2") == ("short",)

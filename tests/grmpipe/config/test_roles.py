@@ -26,7 +26,7 @@ from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.openai.openai_kind import OpenAIKind, request_options
-from models.lm.footprint import Heads, heads_of
+from models.lm.footprint import Heads, read_heads
 from models.settings import EmbeddedConfig, VllmConfig
 from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, place
@@ -83,7 +83,7 @@ def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() 
     check(limited(max_concurrency=60))
 
 
-def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request() -> None:
+def test_requests_to_a_remote_judge_carry_its_chat_template_arguments() -> None:
     bodies = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -208,8 +208,8 @@ def test_heads_are_shared_evenly_or_not_at_all(gpus: int, query: int, key: int, 
     assert str(told.value).endswith(f"slots_per_replica={instead}")
 
 
-def test_the_heads_of_a_model_stand_in_its_config() -> None:
-    assert heads_of(str(SHIPPED / "policy")) == Heads(query=3, key=1)
+def test_number_of_heads_comes_from_the_models_config() -> None:
+    assert read_heads(str(SHIPPED / "policy")) == Heads(query=3, key=1)
 
 
 def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:
@@ -232,7 +232,7 @@ def test_joined_servers_are_one_for_each_replica() -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_an_engine_that_is_not_installed_is_told_with_what_to_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_is_reported_with_what_to_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"models.engines.{kind}.{kind}_kind.{kind}_missing", lambda *asked: "not here; type this")
     run = config(grm={"path": "tiny://grm", "engine": kind})
     with pytest.raises(ConfigError, match=r"^grm\.engine: not here; type this$"):
@@ -248,7 +248,7 @@ def test_servers_that_run_already_need_no_sglang_here(monkeypatch: pytest.Monkey
     check_here(config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a"]}}))
 
 
-def test_a_missing_key_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_api_key_is_reported_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     run = config(grm=OUTSIDE, engine={"openai": {"api_key_env": "JUDGE_KEY"}})
     with pytest.raises(ConfigError, match=r"^engine\.openai\.api_key_env: .* JUDGE_KEY is not set"):
@@ -346,7 +346,7 @@ def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict,
         ("sglang", {}, 0.25),
     ],
 )
-def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
+def test_quantizing_engine_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
     given = config(policy={"engine": engine}, engine={engine: options})
     assert served("policy", given).sync.probe_tolerance_16bit == tolerance
 

@@ -39,7 +39,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({tuple(ids(stream, range(50))), tuple(ids(stream, range(50, 100))), tuple(ids(other, range(50)))}) == 3
 
 
-def test_the_order_is_the_same_for_good() -> None:
+def test_order_of_prompts_never_changes() -> None:
     """A changed order would break every resumed run."""
     assert "".join(ids(PromptStream(prompts(10), seed=7), range(20))) == ORDER_OF_SEED_7
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.fault_owner import FaultRules
 from grmpipe.types import Prompt
 from models.types import Message, ToolSpec
 
@@ -56,7 +56,7 @@ def opened(opening: Callable[[], object]) -> Opening:
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), SystemExit("x"), KeyboardInterrupt("x"), asyncio.CancelledError("x")])
-def test_whatever_a_step_raises_names_the_function_and_the_line(error: BaseException) -> None:
+def test_error_of_a_step_names_its_function_and_line(error: BaseException) -> None:
     with pytest.raises(EnvFault) as fault:
         stepped(raises(error))
     said = rf"Users\.step \(.*{HERE}\) raised {type(error).__name__}: '?x'? \(.*{HERE}\)$"

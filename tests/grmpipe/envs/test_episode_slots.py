@@ -92,7 +92,7 @@ def test_boots_are_paced() -> None:
     assert asyncio.run(go()) >= 0.03
 
 
-def test_more_episodes_than_slots_of_a_booking_are_an_error_of_ours() -> None:
+def test_booking_rejects_more_episodes_than_it_has_slots() -> None:
     async def go() -> None:
         booking = await EpisodeSlots(1).book(1)
         async with booking.taken(), booking.taken():

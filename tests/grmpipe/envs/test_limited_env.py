@@ -156,7 +156,7 @@ def test_a_stage_that_takes_too_long_ends_with_the_key_of_its_limit(
         Observation(done=True, rewards={7: 1.0}),  # type: ignore[dict-item]
     ],
 )
-def test_an_answer_that_is_none_is_a_broken_protocol(answer: object) -> None:
+def test_missing_answer_is_a_broken_protocol(answer: object) -> None:
     with pytest.raises(EnvFault, match="must|known:|numbers by name") as fault:
         stepped(Scripted(observation=answer))
     assert fault.value.cause == "protocol"
@@ -222,7 +222,7 @@ def test_a_close_that_fails_or_hangs_ends_in_time_and_raises_nothing(closing: Ca
     assert env.num_closed == 1
 
 
-def test_a_close_goes_on_although_its_caller_is_cancelled() -> None:
+def test_close_finishes_although_its_caller_is_cancelled() -> None:
     async def go() -> bool:
         ended = asyncio.Event()
 

@@ -299,7 +299,7 @@ def raising(error: Exception) -> Step:
     ],
     ids=["step fails", "no reply and no end", "open fails", "abort"],
 )
-def test_an_environment_is_closed_once_whatever_ends_the_episode(
+def test_environment_is_closed_once_however_the_episode_ends(
     env: Scripted, finish_reason: FinishReason, error: type[Exception]
 ) -> None:
     with pytest.raises(error):

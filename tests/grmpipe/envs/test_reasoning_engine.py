@@ -95,7 +95,7 @@ def test_a_thought_within_its_budget_is_one_request() -> None:
     assert (completion.answer, completion.inserted) == ("Score: 7", None)
 
 
-def test_a_thought_that_goes_on_is_ended_and_the_answer_is_asked_for() -> None:
+def test_thought_beyond_its_budget_is_ended_and_the_answer_requested() -> None:
     script = Script(QWEN3, ["<think>\nhm and hm and hm and hm", " 7"])
     completion = sample(script, budget=4, most=30, answer_start="Score:")
     thought, between = script.renderer.encode_markup(script.texts[0])[:4], (*END, *QWEN3.encode_markup("Score:"))
@@ -106,7 +106,7 @@ def test_a_thought_that_goes_on_is_ended_and_the_answer_is_asked_for() -> None:
     second_prompt, params, context = script.asked[1]
     assert second_prompt == (1, 2, *thought, *between)
     assert params.max_new_tokens == 30 - 4 - len(between)
-    assert params.seed != 7  # an engine whose random numbers begin anew would repeat them
+    assert params.seed != 7  # an engine whose random numbers start again would repeat them
     assert context == replace(CONTEXT, request_id="g/0/j0.0/answer")
 
 
@@ -123,7 +123,7 @@ def test_log_probs_and_versions_are_those_of_the_sampled_tokens() -> None:
 
 
 @pytest.mark.parametrize("text", ["<think>a</think>\nb and c and d and e", "a and b and c and d"])
-def test_an_answer_that_the_budget_cuts_goes_on_without_an_insertion(text: str) -> None:
+def test_answer_cut_by_the_budget_continues_without_an_insertion(text: str) -> None:
     budget = 6 if "think" in text else 2
     rest = QWEN3.decode(QWEN3.encode_markup(text)[budget:])
     script = Script(QWEN3, [text, rest])

@@ -80,7 +80,7 @@ def test_a_score_is_right_if_it_rounds_to_the_label(score: float, outcome: str) 
     assert outcome_of(scored(8), {}) == "failed"
 
 
-def test_what_failed_stays_in_the_denominator_and_is_told_by_its_cause() -> None:
+def test_failed_items_stay_in_the_denominator_and_are_counted_by_cause() -> None:
     good = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), report(1, 2)), num_asked=1)
     lost = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), report(1, unparseable=2)), num_asked=1)
     result = evaluate([good, lost], SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0))
@@ -119,7 +119,7 @@ def test_the_meta_rm_guides_the_recounted_votes() -> None:
     assert result.with_meta_rm[2].accuracy == 0.5
 
 
-def test_subsets_stand_by_themselves_and_costs_go_by_the_share_of_judgements() -> None:
+def test_subsets_are_measured_alone_and_costs_are_split_by_judgements() -> None:
     right = JudgedItem(item=ranked("a", "b", subset="sums"), reports=(report(0, 9, 9), report(1, 2, 2)), num_asked=2)
     wrong = JudgedItem(item=ranked("a", "b", subset="prose"), reports=(report(0, 2, 2), report(1, 9, 9)), num_asked=2)
     result = evaluate([right, wrong], SCALE, Recount(ks=(1, 2), vote=mean, most=9, seed=0))
@@ -165,7 +165,7 @@ def test_costs_are_of_prompts_too(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "tokens of prompts per item: 160 at k=1" in out and "tokens of prompts per item: not known here" in out
 
 
-def test_a_love_of_length_shows_beside_what_the_labels_owe_to_it() -> None:
+def test_length_bias_is_shown_next_to_that_of_the_labels() -> None:
     items = [ranked("short", "a much longer one", item_id=str(index)) for index in range(3)]
     judged = [JudgedItem(item=item, reports=(report(0, 2), report(1, 9)), num_asked=1) for item in items]
     bias = evaluate(judged, SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0)).bias
@@ -186,7 +186,7 @@ def composed(sibling: int, **scores: float | None) -> JudgeReport:
     )
 
 
-def test_a_composition_is_measured_beside_its_judges() -> None:
+def test_composition_is_measured_along_with_its_judges() -> None:
     judged = [
         JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=4), composed(1, a=2, b=5)), num_asked=1),
         JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2, b=2)), num_asked=1),

@@ -51,5 +51,5 @@ def test_rewards_on_no_scale_have_an_interval_around_their_mean() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((1.0, 1 - 1.96 * 2, 1 + 1.96 * 2))
 
 
-def test_nothing_has_no_mean() -> None:
+def test_empty_list_has_no_mean() -> None:
     assert math.isnan(clustered({}).mean) and math.isnan(clustered({}).error)

@@ -24,7 +24,7 @@ def judgement(siblings: tuple[int, ...], scores: tuple[float, ...]) -> Judgement
 SPCT = [judgement((0, 1), (1, 5)), judgement((1, 0), (6, 5)), judgement((0, 1), (4, 8)), judgement((1, 0), (6, 7))]
 
 
-def test_a_list_is_voted_on_in_the_order_of_its_siblings_whatever_was_shown_first() -> None:
+def test_list_is_voted_on_in_the_order_of_its_siblings() -> None:
     scores = scores_of_draw(ballots_of(SPCT, 4), range(4), MEAN)
     assert {sibling: 4 * score for sibling, score in scores.items()} == {0: 17, 1: 25}
 

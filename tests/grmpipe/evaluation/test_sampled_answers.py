@@ -35,6 +35,6 @@ def test_a_failed_verdict_is_no_number() -> None:
     assert (found["pass_at_4"].mean, found["pass_at_4"].num_clusters) == (0.0, 1)
 
 
-def test_what_nothing_tells_is_no_figure() -> None:
+def test_figures_leave_out_what_is_unknown() -> None:
     assert set(figures({"a": [0.4]}, {}, COUNTING)) == {"avg_at_4"}
     assert figures({}, {}, COUNTING) == {}

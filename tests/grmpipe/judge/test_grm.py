@@ -69,7 +69,7 @@ def outside(
     return GenerativeJudge(grm, judge_config(**config), seed=11), endpoint, spans
 
 
-def test_it_gets_the_question_as_a_message_and_its_verdict_counts(bench: Any) -> None:
+def test_remote_grm_gets_the_question_as_a_message_and_its_verdict_counts(bench: Any) -> None:
     judge, endpoint, _ = outside(lambda text: "fine\nScore: 4")
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("Answer: 12")))
     (asked,) = endpoint.asked
@@ -79,7 +79,7 @@ def test_it_gets_the_question_as_a_message_and_its_verdict_counts(bench: Any) ->
     assert report.verdict.score == 4
 
 
-def test_it_gets_the_system_message_of_a_template_as_one(bench: Any, tmp_path: Path) -> None:
+def test_remote_grm_gets_the_system_message_of_a_template(bench: Any, tmp_path: Path) -> None:
     path = tmp_path / "own.jinja"
     path.write_text("{% block system %}Be strict.{% endblock %}{% block user %}{{ response }}{% endblock %}")
     judge, endpoint, _ = outside(lambda text: "Score: 4", template=str(path))
@@ -129,7 +129,7 @@ def test_what_the_user_wrote_reaches_an_endpoint_as_it_is(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"principles": "shared", "template": "shared_principles", "parser": "boxed"}])
-def test_of_a_conversation_chat_markup_is_broken_in_every_message(bench: Any, config: dict[str, Any]) -> None:
+def test_chat_markup_is_broken_in_every_message_of_a_conversation(bench: Any, config: dict[str, Any]) -> None:
     messages = [("user", "Hi"), ("assistant", "An end: <|im_end|>"), ("user", "And <unused0>?")]
     prompt = replace(bench.prompt(), messages=tuple(Message(role=role, content=text) for role, text in messages))
     judge, endpoint, _ = outside(lambda text: "\\boxed{4}" if config else "Score: 4", **config)
@@ -140,7 +140,7 @@ def test_of_a_conversation_chat_markup_is_broken_in_every_message(bench: Any, co
         assert "|assistant| An end: < |im_end|>\n|user| And < unused0>?" in asked[0].content
 
 
-def test_its_tokens_are_counted_though_nobody_saw_them(bench: Any) -> None:
+def test_hidden_tokens_of_a_remote_grm_are_counted(bench: Any) -> None:
     answers = iter(("hm", "Score: 4"))
     judge, _, _ = outside(lambda text: next(answers))
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
@@ -184,5 +184,5 @@ def test_only_a_known_window_holds_a_question_back(bench: Any) -> None:
     assert (report.verdict.cause, report.verdict.attempts) == ("too_long", 0)
 
 
-def test_a_token_is_reckoned_at_four_bytes() -> None:
+def test_a_token_is_estimated_at_four_bytes() -> None:
     assert [estimated_tokens(text) for text in ("", "a", "four", "fives", "你好")] == [0, 1, 1, 2, 2]

@@ -199,6 +199,6 @@ BODIES = st.fixed_dictionaries(
 
 @given(BODIES | JSON, st.sampled_from([200, 400, 429]))
 @settings(max_examples=60)
-def test_no_answer_whatever_ends_the_run(body: Any, status: int) -> None:
+def test_no_answer_of_an_endpoint_ends_the_run(body: Any, status: int) -> None:
     result = answered_after_a_good_one(reply(body, status))
     assert isinstance(result, Judgement | Failed)

@@ -52,7 +52,7 @@ def test_no_markup_is_left_however_it_is_nested(text: str) -> None:
     assert broken.replace(" ", "") == text.replace(" ", "")
 
 
-def test_a_list_of_ones_own_replaces_the_known_ones_and_an_empty_one_breaks_nothing() -> None:
+def test_custom_list_replaces_the_known_markers_and_an_empty_one_breaks_none() -> None:
     text = "<|im_end|> ~USER~"
     assert Markup(["~[A-Z]+~"]).broken(text) == "<|im_end|> ~ USER~"
     assert Markup([]).broken(text) == text
@@ -76,7 +76,7 @@ def test_a_list_of_ones_own_replaces_the_known_ones_and_an_empty_one_breaks_noth
         ("a {x}  [ ]", "a {x}  [ ]"),
     ],
 )
-def test_markup_is_found_whatever_its_white_space_and_width(text: str, broken: str) -> None:
+def test_markup_is_found_in_any_white_space_and_width(text: str, broken: str) -> None:
     markup = Markup([r"\[The (?:Start|End) of", "# Answer", "now", r"Model [AB]'s", r"x[ y]\ z"], any_case=True)
     assert markup.broken(text) == broken
     assert markup.broken(broken) == broken

@@ -35,7 +35,7 @@ def judged(prompt_ids: tuple[int, ...], sampled_ids: tuple[int, ...]) -> Judgeme
     )
 
 
-def test_it_reads_the_grms_prompt_and_then_what_the_grm_sampled() -> None:
+def test_meta_rm_reads_the_grms_prompt_and_then_its_sampled_answer() -> None:
     scorer = Recorded()
     meta = MetaRm(scorer=scorer, context_tokens=10)
     scores = asyncio.run(meta.scores([judged((1, 2), (3, 4)), judged((1,), (2, 3, 4, 5))], priority=-3))
@@ -61,7 +61,7 @@ def test_a_score_that_is_not_finite_is_refused_and_becomes_no_weight(logit: floa
         asyncio.run(meta.scores([judged((1,), (2,)), judged((1,), (2, 3))]))
 
 
-def test_no_judgement_is_no_score() -> None:
+def test_missing_judgement_gives_no_score() -> None:
     assert list(asyncio.run(MetaRm(scorer=Recorded(), context_tokens=4).scores([]))) == []
 
 

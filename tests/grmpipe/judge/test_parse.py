@@ -306,7 +306,7 @@ def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
 
 
 @pytest.mark.parametrize("made", [7, (7,), (7, None), (7, math.nan), "78", [7, 8]])
-def test_scores_of_a_form_of_ones_own_are_refused_by_its_key_unless_they_are_as_many_numbers_as_asked(
+def test_custom_form_must_return_as_many_numbers_as_asked(
     made: Any,
 ) -> None:
     form = Form(line=lambda number, scale, num_scores: f"{number}", scores_of=lambda found, scale: made)

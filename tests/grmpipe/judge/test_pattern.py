@@ -72,12 +72,12 @@ def test_a_verdict_in_the_last_line_passes_exactly_where_it_parses(
 
 @settings(max_examples=300)
 @given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(ONE), scale=st.sampled_from(SCALES))
-def test_it_lets_a_text_through_exactly_where_it_parses(text: str, name: str, scale: Scale) -> None:
+def test_pattern_matches_exactly_the_texts_that_parse(text: str, name: str, scale: Scale) -> None:
     assert matches(name, scale, text) == (parser_named(name)(text, 1, scale) != "unparseable")
 
 
 @pytest.mark.parametrize("name", [*PAIRS, "answer_scores"])
-def test_of_two_responses_it_lets_a_text_through_exactly_where_it_parses(name: str) -> None:
+def test_pattern_of_two_responses_matches_exactly_the_texts_that_parse(name: str) -> None:
     scale = Scale(low=1, high=6)
     pattern = judgement_pattern(name, scale, 2)
 
@@ -101,7 +101,7 @@ def test_of_two_responses_it_lets_a_text_through_exactly_where_it_parses(name: s
         ("score_line", "<think>\nhm\n</think>\n\nScore: 7"),
     ],
 )
-def test_it_lets_through(name: str, text: str) -> None:
+def test_pattern_matches_verdicts(name: str, text: str) -> None:
     assert matches(name, Scale(), text)
 
 
@@ -123,7 +123,7 @@ def test_it_lets_through(name: str, text: str) -> None:
         ("boxed", "\\boxed{7"),
     ],
 )
-def test_it_holds_back(name: str, text: str) -> None:
+def test_pattern_rejects_other_texts(name: str, text: str) -> None:
     assert not matches(name, Scale(), text)
 
 

@@ -67,7 +67,7 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
 
 
 @pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny"}))
-def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench: Any, name: str) -> None:
+def test_shipped_templates_end_with_the_line_that_their_parser_reads(bench: Any, name: str) -> None:
     """The tiny GRMs were trained on it."""
     template, protocol = shipped(name)
     prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
@@ -175,7 +175,7 @@ def in_full(name: str, prompt: Prompt) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", sorted(set(SHIPPED_TEMPLATES) - set(OF_MESSAGES)))
-def test_a_conversation_stands_in_the_place_of_the_question(name: str) -> None:
+def test_conversation_takes_the_place_of_the_question(name: str) -> None:
     alone = in_full(name, replace(BARE, messages=(Message(role="user", content="THE QUESTION"),)))
     assert sum("THE QUESTION" in text for _, text in alone) == 1
     expected = [(role, text.replace("THE QUESTION", IN_PLACE_OF_THE_QUESTION)) for role, text in alone]
@@ -215,7 +215,7 @@ OF_ONE_MESSAGE = {
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED_TEMPLATES))
-def test_a_prompt_of_one_message_is_rendered_as_ever(name: str) -> None:
+def test_rendering_of_a_prompt_of_one_message_never_changes(name: str) -> None:
     prompt = replace(BARE, messages=(Message(role="user", content="What is 6 x 2?\n[[A]] <eval> ### Response\n"),))
     assert hashlib.sha256(repr(in_full(name, prompt)).encode()).hexdigest()[:12] == OF_ONE_MESSAGE[name]
 

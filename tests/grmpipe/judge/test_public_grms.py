@@ -1,6 +1,7 @@
 """Public GRMs are asked in their own format, and their answers are read as published: golden answers for each.
 
-The answers are written anew; their tags, markers and verdicts are those of the models (sources: docs/judging.md).
+The answers are written for these tests; their tags, markers and verdicts are those of the models (sources:
+docs/judging.md).
 """
 
 from __future__ import annotations
@@ -417,7 +418,7 @@ def test_the_markers_of_a_format_are_all_that_its_prompt_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_only_looks_like_a_marker_is_shown_as_it_is(name: str) -> None:
+def test_text_that_resembles_a_marker_is_shown_unchanged(name: str) -> None:
     text = (
         "a[i][j] = [ [0]]\u3010The End of Response 1\u3011 The [start] of it: \u201cfine\u201d, **bold** #### Step 4\n"
         "<b>, <types>, <evaluator>, <summary>, vector<type_traits>; choice, ranking: 2, boxed(7), caf\u00e9, \u6f22"

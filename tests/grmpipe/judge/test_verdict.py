@@ -42,7 +42,7 @@ def test_a_meta_rm_that_trusts_the_1st_and_3rd_gives_the_sums_of_the_paper() -> 
     assert (total([FIRST[index] for index in kept]), total([SECOND[index] for index in kept])) == (5, 13)
 
 
-def test_of_equally_trusted_judgements_the_first_are_kept() -> None:
+def test_first_of_equally_trusted_judgements_are_kept() -> None:
     assert best_indices((0.5, 0.5, 0.5, 0.9), 2) == [0, 3]
 
 
@@ -58,7 +58,7 @@ def test_the_majority_takes_what_most_gave_and_the_middle_of_a_tie() -> None:
     assert majority((9, 2, 1)) == 4
 
 
-def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: Any) -> None:
+def test_every_span_keeps_its_share_in_a_mix_with_a_mean_of_steps(bench: Any) -> None:
     """0.75 times the mean of steps with 1, 0 and 1/2, plus 0.25 times a rule's 1, which ends with the last step."""
     steps = tuple(
         RewardSpan(turn=0, start=4 * k, end=4 * k + 4, value=earned / 3, share=1 / 3)

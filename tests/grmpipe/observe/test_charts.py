@@ -32,7 +32,7 @@ def test_the_ends_of_a_curve_lie_on_the_frame_and_higher_is_higher() -> None:
     assert points_of(drawn.curves[0].path) == [(LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, TOP)]
 
 
-def test_a_chart_without_points_is_none_and_an_empty_series_is_left_out() -> None:
+def test_chart_without_points_is_none_and_an_empty_series_is_left_out() -> None:
     assert chart("score", [Series(name="held-out", points=[])]) is None
     drawn = chart("score", [Series(name="held-out", points=[]), Series(name="batches", points=[(1, 1.0)])])
     assert drawn is not None

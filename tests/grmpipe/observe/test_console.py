@@ -77,7 +77,7 @@ def test_a_step_shows_the_learners_speed_and_on_a_known_gpu_its_mfu() -> None:
     assert "learner tok/s  40,123  mfu 0.31  stale" in text_of(console)
 
 
-def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
+def test_evaluation_has_its_own_line() -> None:
     console = recorded(terminal=False)
     sink = ConsoleSink(num_steps=80, console=console)
     sink.log(0, {"eval/true_accuracy": 0.29, "eval/true_accuracy_greedy": 0.31, "eval/grm_score": 4.3})
@@ -153,7 +153,7 @@ def test_an_answer_that_a_rule_judged_has_no_critique() -> None:
     assert "answer" in text_of(console) and "critique" not in text_of(console)
 
 
-def test_text_of_a_model_is_neither_markup_nor_an_escape_sequence() -> None:
+def test_text_of_a_model_can_not_be_markup_or_an_escape_sequence() -> None:
     console = recorded(terminal=False)
     sink = ConsoleSink(num_steps=2, console=console)
     sink.print_samples([row(answer="[red]2[/nonsense]", critique="\x1b]0;owned\x07\x1b[2J")])
@@ -178,7 +178,7 @@ def test_a_console_that_is_gone_fails_no_note(tmp_path: Path) -> None:
     sink.print_samples([row()])
 
 
-def test_a_run_whose_reader_went_away_goes_on() -> None:
+def test_run_continues_after_its_reader_closed_the_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", buffering=1, closefd=False) as pipe:
@@ -224,7 +224,7 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     assert capfd.readouterr().err == ""
 
 
-def test_a_log_on_a_full_disk_is_told_once_in_one_line(
+def test_full_disk_is_reported_once_in_one_line(
     tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.log").symlink_to("/dev/full")
@@ -235,7 +235,7 @@ def test_a_log_on_a_full_disk_is_told_once_in_one_line(
     assert capsys.readouterr().err == f"grmpipe: {tmp_path}/run.log can't be written: No space left on device\n"
 
 
-def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
+def test_lines_missing_from_journals_are_counted_and_reported_at_the_end(
     tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("rollouts.jsonl", "metrics.jsonl"):

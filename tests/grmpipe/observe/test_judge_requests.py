@@ -17,13 +17,13 @@ from models.types import EngineDied, Usage
 def test_requests_in_flight_at_a_kill_stay_counted_with_unknown_tokens(tmp_path: Path) -> None:
     before = RequestJournal(tmp_path)  # never closed
     grm = before.of_model("grm")
-    first, *_ = (grm.sending(retry=False) for _ in range(3))
-    grm.answered(first, Usage(prompt=100, cached=64, sampled=7))
+    first, *_ = (grm.begin_request(retry=False) for _ in range(3))
+    grm.end_request(first, Usage(prompt=100, cached=64, sampled=7))
     with (tmp_path / JUDGE_REQUESTS).open("ab") as file:
         file.write(b'{"n":2,"pro')  # torn by the kill
     after = RequestJournal(tmp_path)
     grm = after.of_model("grm")
-    grm.answered(grm.sending(retry=True), Usage(prompt=10, sampled=1))
+    grm.end_request(grm.begin_request(retry=True), Usage(prompt=10, sampled=1))
     counts = RequestCounts(requests=4, retries=1, prompt_tokens=110, cached_tokens=64, sampled_tokens=8, unknown=2)
     assert after.totals.by_purpose == {"training": counts} == read_totals(tmp_path).by_purpose
     assert not after.failures
@@ -32,7 +32,7 @@ def test_requests_in_flight_at_a_kill_stay_counted_with_unknown_tokens(tmp_path:
 def test_a_request_that_never_left_is_taken_off_again(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
     grm = journal.of_model("grm")
-    grm.unsent(grm.sending(retry=True))
+    grm.unsent(grm.begin_request(retry=True))
     assert journal.totals.of("grm", "training") == RequestCounts()
 
 
@@ -43,14 +43,14 @@ def test_requests_belong_to_the_purpose_of_the_task_that_asks(tmp_path: Path) ->
 
     async def ask() -> None:
         await asyncio.sleep(0)
-        grm.answered(grm.sending(retry=False), Usage(prompt=1))
+        grm.end_request(grm.begin_request(retry=False), Usage(prompt=1))
 
     async def go() -> None:
         with asking_for("held_out"):
             evaluation = [asyncio.create_task(ask()) for _ in range(3)]
         await asyncio.gather(ask(), ask(), *evaluation)
         with asking_for("monitoring"):
-            other.answered(other.sending(retry=False), Usage(sampled=5))
+            other.end_request(other.begin_request(retry=False), Usage(sampled=5))
 
     asyncio.run(go())
     asked = {m: {name: counts.requests for name, counts in own.items()} for m, own in journal.totals.by_model.items()}
@@ -65,7 +65,7 @@ def test_a_full_disk_costs_the_file_and_not_the_totals(tmp_path: Path) -> None:
     (tmp_path / JUDGE_REQUESTS).mkdir()
     journal = RequestJournal(tmp_path)
     grm = journal.of_model("grm")
-    grm.answered(grm.sending(retry=False), Usage(prompt=3))
+    grm.end_request(grm.begin_request(retry=False), Usage(prompt=3))
     assert astuple(journal.totals.of("grm", "training")) == (1, 0, 3, 0, 0, 0)
     assert journal.failures[JUDGE_REQUESTS] >= 2
 

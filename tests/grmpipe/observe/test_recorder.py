@@ -250,7 +250,7 @@ def test_no_damaged_line_is_read_as_another(tmp_path: Path) -> None:
             assert read in ([meant], [])  # [] if it became two lines
 
 
-def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: Path) -> None:
+def test_damaged_line_is_reported_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     recorder = Recorder(tmp_path)
     for number in range(3):
@@ -274,7 +274,7 @@ def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: 
             list(load(path))
 
 
-def test_lines_of_another_run_are_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_of_another_run_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b'{"of": "a version without run ids"}\n')
     Journal(path, run_id="ours").append({"a": 1})

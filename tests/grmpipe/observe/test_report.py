@@ -224,7 +224,7 @@ def test_several_judges_have_a_row_each_and_say_whose_judgement_is_whose(tmp_pat
     assert "GRM score" not in text, "the reward is that of all judges together"
 
 
-def test_a_killed_run_of_several_judges_is_told_judge_by_judge(tmp_path: Path) -> None:
+def test_report_of_a_killed_run_shows_each_judge(tmp_path: Path) -> None:
     write_metrics(tmp_path, several(1), several(2))
     run = read_run(tmp_path)
     assert run.judging.by_judge["second"] == JudgeSummary(asked=16, tokens=100, failed={"unparseable": 4})
@@ -253,7 +253,7 @@ def test_a_failed_run_tells_its_first_cause_and_the_end_of_its_log(tmp_path: Pat
     assert "ERROR: late words" in text
 
 
-def test_a_killed_run_is_told_from_the_files_that_it_left_torn_lines_ignored(tmp_path: Path) -> None:
+def test_report_of_a_killed_run_reads_its_files_and_ignores_torn_lines(tmp_path: Path) -> None:
     write_metrics(
         tmp_path, {"step": 0, "eval/true_accuracy": 0.3}, step(1, judge__failed_timeout=3.0, judge__asked=30.0)
     )
@@ -288,7 +288,7 @@ def test_an_answer_that_a_rule_judged_has_no_empty_critique(tmp_path: Path) -> N
     assert "an answer" in text_of(tmp_path)
 
 
-def test_what_models_wrote_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_text_of_models_is_escaped(tmp_path: Path) -> None:
     write_metrics(tmp_path, {**step(1), f"reward/{HOSTILE}": 1.0}, {**step(2), f"reward/{HOSTILE}": 2.0})
     record(tmp_path, HOSTILE, HOSTILE, HOSTILE, 9.0)
     record(tmp_path, "g2", "x", HOSTILE, None)
@@ -334,7 +334,7 @@ def test_an_episode_is_shown_turn_by_turn_with_what_is_known_of_each(tmp_path: P
     assert -1 not in said and said == sorted(said)
 
 
-def test_what_a_tool_wrote_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_text_of_tools_is_escaped(tmp_path: Path) -> None:
     record_episode(tmp_path, HOSTILE)
     seen = page_of(tmp_path)
     assert not seen.tags & {"script", "img", "iframe", "object", "link", "base", "form", "a"}
@@ -359,7 +359,7 @@ def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_p
     assert (early.version, early.prompt.reference, early.verdict and early.verdict.outcome) == (3, "7", 0.5)
 
 
-def test_of_a_long_journal_only_the_ends_are_read_and_no_line_twice(tmp_path: Path) -> None:
+def test_long_journal_is_read_at_its_ends_and_no_line_twice(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(f'{{"line": {number}}}\n' for number in range(1000)) + '{"torn')
     first, last = ([record["line"] for record in end] for end in ends_of(path, dict, 200))
@@ -388,7 +388,7 @@ def test_no_secret_gets_onto_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config_text(b"keyboard: qwerty", ()) == "keyboard: qwerty"
 
 
-def test_whatever_goes_wrong_no_run_fails_by_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_report_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not write_report(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert not write_report(tmp_path / "file")

@@ -29,7 +29,7 @@ def test_spans_are_complete_events_in_microseconds_on_named_threads(tmp_path: Pa
     assert names[span["tid"]] == "policy-0"
 
 
-def test_spans_that_overlap_stand_in_rows_of_their_own_beside_their_lane(tmp_path: Path) -> None:
+def test_overlapping_spans_get_rows_next_to_their_lane(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     for start_s in (0.0, 0.1, 0.2, 1.0):
         timeline.span("policy-0", "rollout", start_s, start_s + 0.5)
@@ -42,9 +42,7 @@ def test_spans_that_overlap_stand_in_rows_of_their_own_beside_their_lane(tmp_pat
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), max_size=60), st.booleans())
-def test_no_two_spans_of_a_row_overlap_in_whatever_order_they_come(
-    spans: list[tuple[float, float]], by_end: bool
-) -> None:
+def test_spans_of_a_row_never_overlap(spans: list[tuple[float, float]], by_end: bool) -> None:
     lanes, rows = Lanes(), defaultdict(list)
     for start_s, length_s in sorted(spans, key=sum) if by_end else spans:
         row = lanes.place("lane", start_s, start_s + length_s)
@@ -73,7 +71,7 @@ def test_a_run_that_was_killed_leaves_whole_events_and_only_the_bracket_out(tmp_
     assert json.loads(text[:-2] + "]")[-1]["name"] == "step"
 
 
-def test_a_resumed_run_goes_on_in_the_same_file_after_a_close_and_after_a_kill(tmp_path: Path) -> None:
+def test_resumed_run_appends_to_its_timeline_after_a_close_and_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     closed = Timeline(path)
     closed.span("learner", "closed", 0.0, 1.0)
@@ -96,7 +94,7 @@ def test_memory_is_bounded_by_spilling(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.json").read_text().count('"X"') >= 4 * SPILL_EVENTS
 
 
-def test_what_json_has_no_word_for_breaks_no_timeline(tmp_path: Path) -> None:
+def test_value_that_json_lacks_breaks_no_timeline(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     timeline.span("learner", "step", 0.0, 1.0, norm=float("nan"), path=tmp_path)  # type: ignore[arg-type]
     timeline.close()

@@ -51,7 +51,7 @@ def test_nothing_is_said_when_nothing_dominates(times: StallTimes) -> None:
     assert bottleneck(times, SETUP) is None
 
 
-def test_a_synchronous_run_is_told_that_it_could_overlap_and_an_asynchronous_one_is_not() -> None:
+def test_synchronous_run_gets_the_advice_to_overlap_and_an_asynchronous_one_does_not() -> None:
     times = StallTimes(steps_s=10.0, training_s=5.0)
     synchronous = bottleneck(times, dataclasses.replace(SETUP, max_staleness=0))
     assert "train.max_staleness=1" in str(synchronous)
@@ -88,7 +88,7 @@ def test_every_key_that_is_advised_exists() -> None:
             node = getattr(node, name)
 
 
-def test_of_several_models_that_judge_the_busiest_needs_more_slots() -> None:
+def test_busiest_judge_model_needs_more_slots() -> None:
     told = bottleneck(StallTimes(steps_s=10.0, verdicts_s=5.0), dataclasses.replace(SETUP, grms=("grm", "safety")))
     assert told is not None
     assert "give more slots to the busiest of grm, safety (busy_s; placement.roles.<name>.replicas)" in told

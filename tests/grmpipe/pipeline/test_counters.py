@@ -42,7 +42,7 @@ def test_principles_are_asked_for_and_cost_tokens_and_enter_no_vote() -> None:
     )
 
 
-def test_saved_tokens_and_the_error_of_audited_stops_are_told_and_outlive_a_checkpoint() -> None:
+def test_saved_tokens_and_errors_of_early_stops_are_counted_and_survive_a_checkpoint() -> None:
     counters = FlowCounters()
     counters.step.report(JudgeReport(verdict=VERDICT, saved_tokens=40))
     for stopped, full in ((9.0, 8.0), (5.0, 5.5)):

@@ -51,7 +51,7 @@ def test_a_failed_verdict_leaves_it_ready_and_too_many_drop_it_by_the_commonest_
     assert (failed.state, failed.cause) == (GroupState.DROPPED, "judge_truncated")
 
 
-def test_answers_that_come_twice_or_late_or_for_nobody_are_refused() -> None:
+def test_group_refuses_answers_that_are_late_doubled_or_without_a_rollout() -> None:
     made = group(rollouts=2)
     assert not made.add_rollout(rollout(0))
     assert not made.add_verdict(2, verdict())

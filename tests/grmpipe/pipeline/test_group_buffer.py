@@ -130,7 +130,7 @@ def test_a_group_goes_through_every_state_once_and_is_journalled_once() -> None:
 
 
 @pytest.mark.parametrize("state", [GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY])
-def test_a_group_that_is_dropped_leaves_room_from_whatever_state(state: GroupState) -> None:
+def test_dropped_group_frees_its_place_from_any_state(state: GroupState) -> None:
     bench = Bench()
     group, _ = bench.open(), bench.open()
     assert bench.buffer.capacity == 0
@@ -230,7 +230,7 @@ def test_a_deadline_moves_with_the_first_token_only() -> None:
     assert group.deadline_s == 210
 
 
-def test_stall_times_hear_of_every_change_of_what_there_is() -> None:
+def test_stall_times_see_every_change_of_the_buffer() -> None:
     bench = Bench(max_staleness=1)
     group = bench.open()
     bench.open()

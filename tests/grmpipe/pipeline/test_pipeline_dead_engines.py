@@ -66,7 +66,7 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
     assert sampled(struck) == sampled(quiet)
 
 
-def test_when_no_engine_is_left_and_none_will_come_the_run_ends_with_the_cause_instead_of_dropping_for_ever() -> None:
+def test_run_without_engines_ends_with_the_cause() -> None:
     bench = Bench(flow())
 
     async def strike(report: StepReport) -> None:

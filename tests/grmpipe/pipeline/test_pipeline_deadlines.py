@@ -45,13 +45,13 @@ def test_missing_verdicts_at_the_deadline_are_timeouts_and_the_rest_is_trained()
     assert group.verdicts[2].cause == "timeout"
 
 
-def test_the_deadline_stands_still_during_a_sync() -> None:
+def test_deadline_pauses_during_a_push() -> None:
     bench = Bench(flow(group_deadline_s=1.0, num_steps=3), sync_s=30.0, lengths=lambda context: 80)
     assert bench.run().ledger.dropped == {}
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool) -> None:
+def test_deadline_pauses_while_the_only_engine_is_replaced(stopped: bool) -> None:
     """The deadline passes only if no clock stands still."""
     struck = Bench(flow(num_steps=6, max_staleness=0, group_deadline_s=3.0))
 

@@ -75,7 +75,7 @@ def test_a_policy_that_brings_no_rollout_pauses_and_then_stops_the_run_with_the_
     assert len(bench.journal.ends) < 40
 
 
-def test_a_policy_that_recovers_in_the_pause_goes_on() -> None:
+def test_policy_that_recovers_during_the_pause_continues() -> None:
     def lengths(context: RequestContext) -> int:
         return 20 if asyncio.get_running_loop().time() > 3.0 else refusing_all(context)
 

@@ -82,7 +82,7 @@ def test_verdicts_that_a_missing_rollout_ended_say_nothing_of_the_judge() -> Non
     assert bench.run().ledger.dropped == {"rollout_timeout": 8}
 
 
-def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
+def test_judge_that_recovers_during_the_pause_continues() -> None:
     lost = Failed(stage="judge", cause="timeout", attempts=1)
 
     def mishap(rollout: Rollout) -> Failed | None:
@@ -93,7 +93,7 @@ def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_of_a_judge_that_is_none_is_a_failed_verdict_and_in_no_journal(number: float) -> None:
+def test_non_finite_number_of_a_judge_is_a_failed_verdict(number: float) -> None:
     class Dividing(Judge):
         async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
             report = await Judge.judge(self, prompt, rollout, priority)

@@ -29,7 +29,7 @@ from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import SyncReport
 
 
-def test_a_judge_of_whole_groups_sits_once_for_each_and_before_it_prepares() -> None:
+def test_judge_of_whole_groups_prepares_first_and_judges_each_group_once() -> None:
     bench = Bench(flow(num_steps=5), group_judge=Together(), lengths=long_tailed)
     pipeline = bench.run()
     assert pipeline.ledger.trained == 5 * 4
@@ -97,7 +97,7 @@ def test_a_policy_that_judges_itself_judges_a_group_by_one_version() -> None:
     assert pipeline.state().judge_version == pipeline.version == 6
 
 
-def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
+def test_held_judging_judges_nothing_while_rollouts_continue() -> None:
     bench = Bench(flow(num_steps=1))
 
     async def go() -> None:
@@ -180,7 +180,7 @@ def test_turns_are_judged_before_their_episode_ends_and_the_verdicts_are_those_o
         assert [len(rollout.turns) for rollout in group.rollouts] == [3] * 4
 
 
-def test_a_verdict_is_served_before_turns_of_rollouts_that_go_on() -> None:
+def test_verdict_is_served_before_turns_of_running_rollouts() -> None:
     bench = TurnByTurn(flow(num_steps=1, max_staleness=0))
     bench.group_judge = bench.turn_judge()
     bench.run()

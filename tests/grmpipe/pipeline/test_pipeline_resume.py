@@ -22,7 +22,7 @@ from grmpipe.types import (
 )
 
 
-def test_a_run_ends_when_the_prompts_do_and_says_what_became_of_each() -> None:
+def test_run_ends_with_its_prompts_and_accounts_for_each() -> None:
     bench = Bench(flow(num_steps=100), prompts=Prompts(count=10))
     pipeline = bench.run()
     assert pipeline.version == 2
@@ -30,7 +30,7 @@ def test_a_run_ends_when_the_prompts_do_and_says_what_became_of_each() -> None:
     assert set(bench.journal.prompts) == {f"p{prompt_index}" for prompt_index in range(10)}
 
 
-def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -> None:
+def test_interrupted_run_resumes_and_trains_each_prompt_once() -> None:
     first = Bench(flow(num_steps=8), lengths=long_tailed)
 
     async def stop_after_three() -> None:
@@ -65,7 +65,7 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
     assert ledger.submitted == ledger.trained == 32
 
 
-def test_on_resume_a_judge_of_whole_groups_sees_what_is_kept_and_sits_for_what_has_no_verdict() -> None:
+def test_resumed_judge_of_whole_groups_judges_only_groups_that_lack_a_verdict() -> None:
     first = Bench(flow(num_steps=1, max_staleness=0))
     first.run()
     rollouts = [dataclasses.replace(r, group_id="g000000") for r in first.trainer.steps[0][0].rollouts]

@@ -300,7 +300,7 @@ class Run:
             engine.awake = not (sleeps and name.startswith("grm"))
         policy = ElasticRole(
             router=self.routers["policy"],
-            bring_current=functools.partial(self.sync.catch_up, anew=self.swaps),
+            bring_current=functools.partial(self.sync.catch_up, is_replacement=self.swaps),
             sleeps=sleeps,
             nothing_pushed=self.sync.nothing_pushed,
         )
@@ -319,7 +319,7 @@ class Run:
 
     def engines_of(self, role: str) -> dict[str, Engine]:
         if self.shared is not None:
-            return self.shared.seen_by(role)
+            return self.shared.list_engines(role)
         return {name: engine for name, engine in self.engines.items() if engine.role == role}
 
     def make_share(self) -> TimeShare:
@@ -518,7 +518,7 @@ def ran(world: World) -> Run:
 
 @settings(max_examples=30)
 @given(worlds)
-def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
+def test_faults_break_no_guarantee(world: World) -> None:
     """Guarantees 2, 3, 5 and 7, and no slot idles next to work for longer than a switch and a check take."""
     run = ran(world)
     ledger, steps = run.pipeline.ledger, run.learner.steps

@@ -18,7 +18,7 @@ def test_judging_starts_before_the_last_rollout_of_the_batch_ends() -> None:
     assert min(bench.judge.began) < max(bench.ended_rollouts)
 
 
-def test_a_learner_that_waits_goes_on_with_what_it_has_and_the_journal_says_where() -> None:
+def test_waiting_learner_starts_with_the_groups_it_has_and_the_journal_marks_them() -> None:
     bench = Bench(flow(max_staleness=0), lengths=long_tailed)
     bench.run()
     assert set(bench.trainer.waited) == {1, 2, 3}  # never with an empty batch, nor with a full one
@@ -26,7 +26,7 @@ def test_a_learner_that_waits_goes_on_with_what_it_has_and_the_journal_says_wher
     assert bench.journal.early and set(bench.journal.early) <= set(firsts)
 
 
-def test_a_wait_of_60_s_names_what_it_waits_for_and_why_whatever_ends_meanwhile(
+def test_wait_of_60_s_names_its_groups_and_their_causes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One rollout never ends; the second batch keeps a place for its group. Another group ends after 50 s."""

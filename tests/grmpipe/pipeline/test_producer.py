@@ -13,7 +13,7 @@ from grmpipe.pipeline.producer import rank
 from scheduler.stage import Stage
 
 
-def test_of_those_who_wait_together_the_most_urgent_goes_first_and_of_alike_ones_the_older() -> None:
+def test_most_urgent_item_goes_first_and_older_ones_break_ties() -> None:
     ranks = [rank(arrival=arrival, urgency=urgency, patience=8) for arrival, urgency in enumerate([4, 1, 4, 2, 1])]
     assert sorted(range(5), key=ranks.__getitem__) == [1, 4, 3, 0, 2]
 
@@ -23,7 +23,7 @@ def test_of_those_who_wait_together_the_most_urgent_goes_first_and_of_alike_ones
     serves=st.lists(st.booleans(), min_size=200, max_size=200),
     patience=st.integers(0, 8),
 )
-def test_nobody_is_overtaken_by_more_than_his_patience_allows_however_many_come(
+def test_patience_bounds_how_often_an_item_is_overtaken(
     urgencies: list[int], serves: list[bool], patience: int
 ) -> None:
     waiting: list[tuple[int, int]] = []

@@ -55,7 +55,7 @@ def test_a_rate_at_the_limit_is_fine_and_one_above_it_pauses() -> None:
     assert feed(watched, 0, TIMEOUT) == "open"
 
 
-def test_it_pauses_then_is_half_open_with_an_empty_window_then_stops() -> None:
+def test_breaker_pauses_then_is_half_open_with_an_empty_window_then_stops() -> None:
     watched = Watched()
     feed(watched, 100.0, *[TIMEOUT] * 4)
     assert (watched.at(129.9).state, watched.at(120.0).pause_left_s) == ("open", 10.0)
@@ -87,7 +87,7 @@ def test_old_verdicts_leave_the_window() -> None:
     assert feed(watched, 0, *[TIMEOUT] * 5) == "open"
 
 
-def test_the_cause_is_told_in_plain_words_with_counts() -> None:
+def test_cause_of_a_pause_names_failures_with_counts() -> None:
     watched = Watched()
     assert watched.cause == ""
     feed(watched, 0.0, GOOD, TIMEOUT, TIMEOUT, UNPARSEABLE)

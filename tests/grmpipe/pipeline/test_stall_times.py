@@ -31,7 +31,7 @@ def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_th
     assert (times.rollouts_s, times.verdicts_s, times.for_groups_s) == (near(3), near(2), near(5))
 
 
-def test_a_batch_that_lacks_a_rollout_waits_for_the_policy_whatever_is_being_judged() -> None:
+def test_batch_that_lacks_a_rollout_waits_for_the_policy() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=0)
         stalls.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
@@ -45,7 +45,7 @@ def test_a_batch_that_lacks_a_rollout_waits_for_the_policy_whatever_is_being_jud
     assert (times.rollouts_s, times.verdicts_s) == (near(4), near(1))
 
 
-def test_groups_of_a_later_batch_that_still_roll_out_hold_nobody_up() -> None:
+def test_groups_of_a_later_batch_cause_no_wait() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=1)
         stalls.groups_changed(GroupSupply(oldest_rolling_out=1, num_judging=1))
@@ -99,7 +99,7 @@ def test_a_closed_step_leaves_nothing_to_the_next() -> None:
     assert run_virtually(go) == StallTimes()
 
 
-def test_waits_go_on_over_a_resume_and_a_checkpoint_from_before_they_were_counted_is_read() -> None:
+def test_waits_add_up_over_a_resume_and_are_optional_in_a_checkpoint() -> None:
     counters, restored = FlowCounters(), FlowCounters()
     counters.waited(StallTimes(steps_s=10.0, verdicts_s=4.0))
     counters.close_step()

@@ -12,7 +12,7 @@ VERDICT = Verdict(
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
 
 
-def test_only_what_is_known_of_a_rollout_is_told() -> None:
+def test_trained_rollout_holds_known_values_only() -> None:
     rollouts = tuple(Rollout(group_id="g", sibling=sibling, turns=(), status="finished") for sibling in range(3))
     group = JudgedGroup(
         group_id="g", prompt=Prompt(prompt_id="p", messages=()), rollouts=rollouts, verdicts=(VERDICT, LOST, VERDICT)

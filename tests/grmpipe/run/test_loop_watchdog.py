@@ -68,7 +68,7 @@ def test_an_environment_that_blocks_is_named_with_its_line_and_the_way_out(caplo
     assert said in again and on.startswith("the event loop goes on, after ")
 
 
-def test_a_workflow_that_blocks_is_told_where_it_may(
+def test_blocking_workflow_is_told_where_it_may_block(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "blocking_flow", sys.modules[__name__])
@@ -82,7 +82,7 @@ def test_a_workflow_that_blocks_is_told_where_it_may(
     assert "in solve (" in warnings(caplog)[0] and "type env.runs_in=process" in warnings(caplog)[0]
 
 
-def test_a_block_of_ours_is_only_in_the_log_file(caplog: pytest.LogCaptureFixture) -> None:
+def test_block_by_our_own_code_is_only_in_the_log_file(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         with watched_loop():
             asyncio.get_running_loop().call_soon(

@@ -50,7 +50,7 @@ class Raises:
 
 
 @pytest.mark.usefixtures("restored_logging")
-def test_a_tracker_of_ones_own_gets_each_step_and_its_state_beside_one_that_raises_at_every_call(
+def test_custom_tracker_gets_each_step_although_another_tracker_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_trackers.py").write_text(OWN)

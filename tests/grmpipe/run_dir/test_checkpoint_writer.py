@@ -13,7 +13,7 @@ from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import StoredFile, stored_files
+from models.stored_files import StoredFile, describe_files
 
 
 class Learner:
@@ -27,7 +27,7 @@ class Learner:
         await self.disk
         self._folder.mkdir()
         (self._folder / "__0_0.distcp").write_text("weights")
-        return stored_files(self._folder, ["__0_0.distcp"])
+        return describe_files(self._folder, ["__0_0.distcp"])
 
 
 def state(step: int) -> RunState:
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> 
     asyncio.run(run())
 
 
-def test_a_write_that_failed_is_told_at_the_next_step_and_publishes_nothing(tmp_path: Path) -> None:
+def test_failed_write_is_reported_at_the_next_step_and_publishes_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         checkpoints = Checkpoints(directory=tmp_path, keep=2)
         writer = CheckpointWriter(checkpoints)
@@ -81,7 +81,7 @@ def test_a_write_that_failed_is_told_at_the_next_step_and_publishes_nothing(tmp_
     asyncio.run(run())
 
 
-def test_a_run_dir_that_is_deleted_during_a_write_is_told_as_such(tmp_path: Path) -> None:
+def test_run_dir_deleted_during_a_write_is_reported(tmp_path: Path) -> None:
     async def run() -> None:
         checkpoints = Checkpoints(directory=tmp_path / "run" / "checkpoints", keep=2)
         writer, draft = CheckpointWriter(checkpoints), checkpoints.draft(2)

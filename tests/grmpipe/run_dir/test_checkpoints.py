@@ -12,7 +12,7 @@ import pytest
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import stored_files
+from models.stored_files import describe_files
 
 SYSTEM_CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 
@@ -29,7 +29,7 @@ def publish(checkpoints: Checkpoints, step: int, wall_s: float = 1.0) -> Path:
     draft = checkpoints.draft(step)
     (draft / "learner").mkdir()
     (draft / "learner" / "__0_0.distcp").write_bytes(bytes(range(256)) * 64)
-    return checkpoints.publish(draft, state(step, wall_s), stored_files(draft, ["learner/__0_0.distcp"]))
+    return checkpoints.publish(draft, state(step, wall_s), describe_files(draft, ["learner/__0_0.distcp"]))
 
 
 def names(directory: Path) -> list[str]:
@@ -148,7 +148,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_and_the_newest_whole_checkpoint_is_taken(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_reported_and_the_newest_whole_one_is_loaded(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(directory=tmp_path, keep=3)
     for step in (0, 2, 4):
         publish(checkpoints, step)
@@ -171,7 +171,7 @@ def test_where_nothing_is_whole_nothing_is_taken(tmp_path: Path) -> None:
     assert [told.split(":")[0] for told in found.damaged] == ["step_4", "step_2"]
 
 
-def test_what_a_user_puts_beside_checkpoints_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_users_next_to_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(directory=tmp_path, keep=1)
     strays = ["step_2 (copy)", "step_2.bak", "step_2_keep", "step_best", "step_best.draft"]
     publish(checkpoints, 2)

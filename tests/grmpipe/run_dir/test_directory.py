@@ -20,9 +20,9 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.observe.changes import changes_of
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
-from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest
 from grmpipe.run_dir.identity import check_is_there, read_identity, run_id_of
+from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
 
@@ -56,34 +56,34 @@ def test_two_runs_of_one_second_have_a_directory_each() -> None:
 
 
 def test_runs_that_chose_the_same_name_before_they_began_have_a_directory_each() -> None:
-    with Claim(CONFIG) as first, Claim(CONFIG) as second:
+    with RunLock(CONFIG) as first, RunLock(CONFIG) as second:
         assert first.place == second.place, "both looked before either began"
         assert first.open() != second.open()
-        assert all((claim.place.run_dir / "config.yaml").exists() for claim in (first, second))
+        assert all((lock.place.run_dir / "config.yaml").exists() for lock in (first, second))
 
 
-def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -> None:
+def test_second_run_in_one_named_directory_is_refused() -> None:
     named = dataclasses.replace(CONFIG, run_dir="mine")
-    with Claim(named) as first, Claim(named) as second:
+    with RunLock(named) as first, RunLock(named) as second:
         first.open()
         with pytest.raises(ConfigError, match=rf"^run_dir: mine is in use by process {os.getpid()} on "):
             second.open()
-    with Claim(auto(named)) as later:
-        assert later.place.resumed, "the end of a claim gives the directory back"
+    with RunLock(auto(named)) as later:
+        assert later.place.resumed, "the end of a lock gives the directory back"
 
 
-def test_a_run_that_goes_on_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
+def test_run_that_is_active_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
     leave_run(Path("mine"))
     config = dataclasses.replace(auto(), run_dir="mine")
-    with Claim(config), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, since "):
-        Claim(config)
-    with Claim(config) as again:
+    with RunLock(config), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, since "):
+        RunLock(config)
+    with RunLock(config) as again:
         assert again.open() == Path("mine")
 
 
 def test_what_another_process_began_meanwhile_is_not_written_over() -> None:
     named = dataclasses.replace(CONFIG, run_dir="mine")
-    with Claim(named) as late:
+    with RunLock(named) as late:
         leave_run(Path("mine"))
         before = Path("mine/config.yaml").read_bytes()
         with pytest.raises(ConfigError, match=r"^run_dir: mine already holds a run"):
@@ -130,7 +130,7 @@ REPLAY = dataclasses.replace(CONFIG, data=DataConfig(retrain_from="runs/x/1/roll
 
 
 @pytest.mark.parametrize("other", [EVALUATION, REPLAY], ids=["evaluation", "replay"])
-def test_a_resume_continues_the_training_run_whatever_used_it_later(other: RunConfig) -> None:
+def test_resume_continues_the_training_run_after_later_tasks_used_it(other: RunConfig) -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     leave_run(Path("runs/x/2"), "completed", config=other)
@@ -163,7 +163,7 @@ def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.03, 0.5, 0.9, 0.997])
-def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
+def test_torn_configuration_is_reported(share: float) -> None:
     leave_run(Path("mine"))
     whole = Path("mine/config.yaml").read_text()
     pipeline_state = whole[: int(share * len(whole))]
@@ -200,7 +200,7 @@ def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"stat', "[]", "{}", "\0\0"])
-def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
+def test_torn_summary_is_reported_and_written_again(text: str) -> None:
     leave_run(Path("mine"))
     Path("mine/summary.json").write_text(text)
     place = locate_run(dataclasses.replace(auto(), run_dir="mine"))
@@ -214,29 +214,29 @@ def leave_checkpoint(run_dir: Path, step: int, run_id: str = "") -> Path:
     return checkpoints.publish(checkpoints.draft(step), state, ())
 
 
-def test_no_run_goes_on_from_another_ones_checkpoint() -> None:
-    with Claim(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
+def test_run_never_resumes_from_another_runs_checkpoint() -> None:
+    with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
         run_dir = claim.open()
     resume = dataclasses.replace(auto(), run_dir="mine")
     leave_checkpoint(run_dir, 2, run_id_of(run_dir))
-    assert Claim(resume).place.checkpoint == Path("mine/checkpoints/step_2")
+    assert RunLock(resume).place.checkpoint == Path("mine/checkpoints/step_2")
     leave_checkpoint(run_dir, 4, "another")
     with pytest.raises(
         ConfigError, match=r"^resume: mine/checkpoints/step_4 is a checkpoint of run another, and mine "
     ):
-        Claim(resume)
+        RunLock(resume)
 
 
-def test_no_run_begins_beside_the_checkpoints_of_one_whose_files_are_gone() -> None:
+def test_run_does_not_begin_next_to_checkpoints_of_a_run_whose_files_are_gone() -> None:
     leave_checkpoint(Path("mine"), 2)
-    with Claim(dataclasses.replace(CONFIG, run_dir="mine")) as claim, pytest.raises(ConfigError) as refused:
-        claim.open()
+    with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock, pytest.raises(ConfigError) as refused:
+        lock.open()
     assert "run_dir: mine holds checkpoints without their config.yaml" in str(refused.value)
 
 
 def test_a_directory_that_was_deleted_or_replaced_is_noticed() -> None:
-    with Claim(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
-        run_dir = claim.open()
+    with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock:
+        run_dir = lock.open()
     run_id = run_id_of(run_dir)
     check_is_there(run_dir, run_id)
     shutil.rmtree(run_dir)
@@ -284,8 +284,8 @@ def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_writ
     }
     config = config_of({"experiment_name": "x", "run_dir": "mine", "resume": "auto", **values})
     for _ in range(2):
-        with Claim(config) as claim:
-            claim.open()
+        with RunLock(config) as lock:
+            lock.open()
     assert changes_of(Path("mine")) == (
         "after step 0: judge.limits.timeout_s: 120.0 -> 600.0",
         "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
@@ -303,12 +303,12 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
     assert locate_run(config).complete
     assert not locate_run(longer).complete
     leave_checkpoint(Path("mine"), 80)
-    with Claim(longer) as claim:
-        claim.open()
+    with RunLock(longer) as lock:
+        lock.open()
     assert changes_of(Path("mine")) == ("after step 80: train.num_steps: 80 -> 81",)
     Path("mine/summary.json").unlink()
     with pytest.raises(ConfigError, match=r"^train\.num_steps: 79, but mine has completed 80; type 80 or more"):
-        Claim(shorter)
+        RunLock(shorter)
 
 
 def rows(*prompts: str) -> str:
@@ -331,29 +331,29 @@ def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
     owner = dataclasses.replace(getattr(RunSections(), section), **{key: "file.jsonl"})
     config = with_sections(CONFIG, run_dir="mine", **{section: owner})
     Path("file.jsonl").write_text(was)
-    with Claim(config) as claim:
-        claim.open()
-    with Claim(auto(config)) as claim:
-        assert claim.place.resumed, "the same content goes on"
+    with RunLock(config) as lock:
+        lock.open()
+    with RunLock(auto(config)) as lock:
+        assert lock.place.resumed, "the same content goes on"
     Path("file.jsonl").write_text(now)
     with pytest.raises(
         ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content .* and another run_dir$"
     ):
-        Claim(auto(config))
+        RunLock(auto(config))
     Path("file.jsonl").write_text(was)
-    with Claim(auto(config)) as claim:
-        assert claim.open() == Path("mine"), "a refusal gives the directory back"
+    with RunLock(auto(config)) as lock:
+        assert lock.open() == Path("mine"), "a refusal gives the directory back"
 
 
 def test_a_run_of_a_version_without_checksums_gets_them_on_its_resume() -> None:
     leave_run(Path("mine"))
-    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
-        claim.open()
+    with RunLock(dataclasses.replace(auto(), run_dir="mine")) as lock:
+        lock.open()
     identity = read_identity(Path("mine"))
     assert identity is not None
     assert identity.run_id
-    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
-        claim.open()
+    with RunLock(dataclasses.replace(auto(), run_dir="mine")) as lock:
+        lock.open()
     assert read_identity(Path("mine")) == identity
 
 

@@ -90,7 +90,7 @@ def test_a_sibling_without_a_verdict_is_the_deadlines_failure(tmp_path: Path) ->
     assert all(isinstance(group.verdicts[sibling], Verdict) for sibling in (0, 2))
 
 
-def test_what_an_older_grm_said_of_a_group_that_was_judged_anew_is_void(tmp_path: Path) -> None:
+def test_verdicts_of_an_older_grm_are_void_once_the_group_is_judged_again(tmp_path: Path) -> None:
     recorder = record(tmp_path, [["a"]], group_size=3)
     for sibling in (0, 2):
         recorder.judged(rollout("a", sibling), report(5.0, grm_version=1))
@@ -118,7 +118,7 @@ def test_a_journal_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
         opened(tmp_path)
 
 
-def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_missing_lines_are_reported(tmp_path: Path) -> None:
     record(tmp_path, [["a", "b"], ["c", "d"]])
     rollouts, groups = tmp_path / "rollouts.jsonl", tmp_path / "groups.jsonl"
     whole = rollouts.read_text()

@@ -114,7 +114,7 @@ def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> 
     assert 0 not in kept.reports
 
 
-def test_work_beyond_the_cut_is_void_and_its_group_goes_on_under_a_new_name(tmp_path: Path) -> None:
+def test_work_after_the_checkpoint_is_void_and_its_group_gets_a_new_name(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     journal.rollout(2, PROMPT, rollout("g000002", 0, 2))
     journal.rollout(2, PROMPT, rollout("g000002", 1, 2, 3))

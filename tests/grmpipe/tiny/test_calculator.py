@@ -6,7 +6,7 @@ import random
 
 from grmpipe.tiny.calculator import (
     CORRUPTIONS,
-    Call,
+    CalculatorCall,
     Carelessness,
     Episode,
     answers_right,
@@ -49,7 +49,7 @@ def test_no_other_text_reads_as_a_view() -> None:
         assert judgement_of_calls(problem, view) == "Check: malformed.\nScore: 1"
 
 
-def test_a_judgement_puts_each_right_sum_beside_the_one_that_was_called() -> None:
+def test_judgement_shows_each_right_sum_next_to_the_called_one() -> None:
     assert judgement_of_calls(PROBLEM, RIGHT) == (
         "Check: 32 - 9 / 32 - 9 ok; 23 + 6 / 23 + 6 ok; answer 29 / 29 ok.\nScore: 10"
     )
@@ -59,14 +59,14 @@ def test_a_judgement_puts_each_right_sum_beside_the_one_that_was_called() -> Non
 
 
 def test_a_mistake_counts_once_and_missing_or_further_calls_are_no_right_ones() -> None:
-    first, second = Call(name="sub", left=32, right=9), Call(name="add", left=23, right=6)
+    first, second = CalculatorCall(name="sub", left=32, right=9), CalculatorCall(name="add", left=23, right=6)
     assert [one.ok for one in check_calls(PROBLEM, Episode(calls=(first,), answer=23))] == [True, False]
     assert [one.ok for one in check_calls(PROBLEM, Episode(calls=(first, second, second), answer=29))] == [
         True,
         True,
         False,
     ]
-    old = Call(name="add", left=32, right=6)
+    old = CalculatorCall(name="add", left=32, right=6)
     assert [one.ok for one in check_calls(PROBLEM, Episode(calls=(first, old), answer=38))] == [True, False]
 
 

@@ -37,7 +37,7 @@ PROBLEM = Problem(
 )
 
 
-def test_splits_share_no_question_whatever_the_seeds() -> None:
+def test_splits_share_no_question_for_any_seeds() -> None:
     train = {problem.question for seed in range(4) for problem in make_problems("train", 2000, seed)}
     held_out = {problem.question for seed in range(4) for problem in make_problems("held_out", 500, seed)}
     assert not train & held_out

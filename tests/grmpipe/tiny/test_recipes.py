@@ -298,7 +298,7 @@ def test_a_build_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytes
     assert not list((empty_cache / "tiny").iterdir())
 
 
-def test_of_two_builders_at_once_the_first_wins(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_of_two_builders_wins(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = resolve.make
 
     def overtaken(recipe: AnyRecipe, parent: Path | None, directory: Path) -> None:

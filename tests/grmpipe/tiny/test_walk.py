@@ -9,7 +9,7 @@ import pytest
 from grmpipe.data.prompts import load_prompts
 from grmpipe.envs.env import Action, Env, Episode, Observation, PolicyFault
 from grmpipe.tiny import tools as tiny_tools
-from grmpipe.tiny.calculator import Call, display
+from grmpipe.tiny.calculator import CalculatorCall, display
 from grmpipe.tiny.walk import Walk
 from grmpipe.tiny.walks import make_walks, right_turns
 from grmpipe.types import Prompt
@@ -83,5 +83,5 @@ def test_right_turns_of_the_problem_set_earn_all_rewards() -> None:
 
 def test_the_calculator_shows_what_the_tiny_models_were_trained_on() -> None:
     for left, right in ((32, 9), (9, 32), (59, 12)):
-        assert tiny_tools.add(left, right) == display(Call(name="add", left=left, right=right).result)
-        assert tiny_tools.sub(left, right) == display(Call(name="sub", left=left, right=right).result)
+        assert tiny_tools.add(left, right) == display(CalculatorCall(name="add", left=left, right=right).result)
+        assert tiny_tools.sub(left, right) == display(CalculatorCall(name="sub", left=left, right=right).result)

@@ -74,9 +74,7 @@ def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> Non
     print(f"started in {took_s:.2f} s")
 
 
-def test_a_start_that_takes_long_holds_up_nobody_who_logs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_start_does_not_delay_a_run_that_logs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, float]] = []
     may_start = threading.Event()
 
@@ -147,7 +145,9 @@ def read_all(terminal: int) -> bytes:
         return b""
 
 
-def test_what_cannot_go_online_goes_offline_under_the_same_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_can_not_go_online_continues_offline_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wandb_tracker, "START_TIMEOUT_S", 0.5)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", PLANTED)

@@ -10,7 +10,7 @@ from grmpipe.train.learner.offload import OffloadingLearner
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from models.engines.scorer import ScalarScorer
-from scheduler.processes.wire_types import Dialect, made_anew, remote_error
+from scheduler.processes.wire_types import Dialect, rebuild_error, remote_error
 
 RANKS = (Learner, OffloadingLearner, CriticLearner, ScalarLearner, ScalarScorer)
 
@@ -27,8 +27,8 @@ def test_all_calls_of_a_rank_can_travel_by_a_socket(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", RANKS[:4])
-def test_a_step_that_was_not_finite_is_distinct_overrides_by_the_driver(kind: type) -> None:
+def test_driver_recognises_a_step_that_was_not_finite(kind: type) -> None:
     known = Dialect.of(kind).errors
-    error = made_anew(remote_error(NonFiniteGradients(float("inf"), "critic.lr", ("g1", "g2")), known), known)
+    error = rebuild_error(remote_error(NonFiniteGradients(float("inf"), "critic.lr", ("g1", "g2")), known), known)
     assert isinstance(error, NonFiniteGradients)
     assert (error.norm, error.lr_key, error.group_ids) == (float("inf"), "critic.lr", ("g1", "g2"))

@@ -45,7 +45,7 @@ def test_declared_markers_or_a_template_of_a_reasoning_model_will_do() -> None:
         assert markers is not None and markers.in_prompt == ("deepseek" in str(grm))
 
 
-def test_a_template_that_thinks_no_thoughts_is_told_how_to_think() -> None:
+def test_note_tells_how_to_think_with_a_template_without_thoughts() -> None:
     silent = {"chat_template": str(TEMPLATES / "qwen3.jinja"), "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(
         ConfigError, match=r"^judge\.thinking\.budget_tokens: .* type grm\.chat_template_kwargs\.enable_think"
@@ -62,7 +62,7 @@ def test_a_model_that_thinks_has_a_budget_by_default(caplog: pytest.LogCaptureFi
     assert judge.thinking_budget(thinks=False) is None
 
 
-def test_a_judge_that_may_think_without_a_budget_is_told_of_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_note_tells_of_a_budget_for_a_judge_that_thinks_without_one(caplog: pytest.LogCaptureFixture) -> None:
     prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=0)
     assert "grm may think before its verdict" in caplog.text and "judge.thinking.budget_tokens ends" in caplog.text
     caplog.clear()

@@ -8,7 +8,7 @@ import pytest
 from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import Model, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -53,7 +53,7 @@ def test_copies_and_shared_samples_must_divide_the_ranks() -> None:
     seat_roles(config(4, dp_replicate=2, cp=2))
 
 
-@pytest.mark.parametrize("check", [prepare, survey_run])
+@pytest.mark.parametrize("check", [prepare, collect_facts])
 def test_ranks_that_cannot_divide_the_query_heads_are_refused(check) -> None:
     """The shipped policy has three."""
     assert config(1).policy.path == "tiny://policy" and SHIPPED.is_dir()
@@ -110,7 +110,7 @@ def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Pat
 
 
 def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
-    assert survey_run(config(3, cp=3)).config.train.max_packed_tokens == 3 * 4096
+    assert collect_facts(config(3, cp=3)).config.train.max_packed_tokens == 3 * 4096
 
 
 def test_ranks_of_a_scalar_head_cannot_share_samples() -> None:
@@ -162,7 +162,7 @@ def check_replay(engine: str, resource: str, **options: bool) -> None:
     ("engine", "resource", "why"),
     [("sglang", "gpu", "engine=sglang doesn't report them"), ("vllm", "cpu", "vLLM reports them only on a GPU")],
 )
-def test_who_does_not_tell_them_is_refused(engine: str, resource: str, why: str) -> None:
+def test_engine_that_reports_no_experts_is_refused(engine: str, resource: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^algorithm\.router_replay: .*{why}; type policy\.engine=embedded"):
         check_replay(engine, resource)
     check_replay("embedded", resource)

@@ -105,7 +105,7 @@ def test_a_large_model_whose_activations_are_all_held_is_noted() -> None:
     assert note.startswith("train.activation_checkpointing: ")
 
 
-def test_cores_are_told_nothing() -> None:
+def test_cores_get_no_note() -> None:
     assert notes_of(composed("+experiment=quickstart")) == []
 
 

@@ -92,7 +92,7 @@ def test_on_gpus_each_rank_serves_the_engines_of_its_own(name: str, transport: s
     assert chosen(config_of(name, "gpu", "vllm")) == transport
 
 
-def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
+def test_rank_that_shares_a_gpu_with_an_engine_can_not_send_by_nccl() -> None:
     words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine.*cuda_ipc or shared"
     with pytest.raises(ValueError, match=words):
         chosen(config_of("all on two slots", "gpu", "vllm", "nccl"))
@@ -131,7 +131,7 @@ def test_nccl_between_two_versions_is_refused_with_what_to_type(other_nccl: str)
         chosen(elsewhere)
 
 
-def test_an_engine_that_shares_no_gpu_with_the_learner_can_t_be_told_to_map_one() -> None:
+def test_engine_that_shares_no_gpu_with_the_learner_can_not_use_cuda_ipc() -> None:
     with pytest.raises(ValueError, match=r"^sync\.transport: cuda_ipc needs every engine on the GPU of a learner rank"):
         chosen(config_of("two slots, one rank", "gpu", "vllm", "cuda_ipc"))
 

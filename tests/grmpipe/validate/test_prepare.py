@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import config_of
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -188,7 +188,7 @@ def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: py
         prepare(config(judge={"kind": "rule", "rule": "math_verify"}))
 
 
-def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:
+def test_own_prompts_are_not_evaluated_on_tiny_problems(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "What is 6 x 7?"}\n')
     assert read_data(config(data={"path": str(tmp_path / "train.jsonl")})).held_out == ()
 
@@ -208,7 +208,7 @@ def hybrid(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("check", [prepare, survey_run], ids=["train", "plan and simulate"])
+@pytest.mark.parametrize("check", [prepare, collect_facts], ids=["train", "plan and simulate"])
 def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
     tmp_path: Path, check: Callable[[RunConfig], object]
 ) -> None:

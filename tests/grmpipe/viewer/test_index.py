@@ -130,7 +130,7 @@ def test_a_line_that_cannot_be_read_is_counted_and_the_next_ones_are_there(tmp_p
     assert found(index, words="after") == [("g3", 0)]
 
 
-def test_a_journal_that_was_cut_and_went_on_differently_is_read_anew(tmp_path: Path) -> None:
+def test_journal_that_was_cut_and_rewritten_is_read_again(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     index, path = RunIndex(run_dir), run_dir / "rollouts.jsonl"
     before = path.read_bytes()
@@ -177,7 +177,7 @@ def test_a_rollout_judged_again_has_its_last_verdict_and_words(tmp_path: Path) -
     assert found(index, words="convincing") == []
 
 
-def test_of_several_judges_each_can_be_asked_for_by_name(tmp_path: Path) -> None:
+def test_index_filters_answers_by_judge(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     recorder = Recorder(run_dir)
     recorder.judged(answer("g1", 0, ""), by_judges(strict=report(2.0), kind=report(9.0)))

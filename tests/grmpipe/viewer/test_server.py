@@ -208,7 +208,7 @@ def test_two_runs_are_compared_by_configuration_curves_and_answers(tmp_path: Pat
     assert "B: x/second" in visible(answers)
 
 
-def test_a_joint_judgement_is_beside_each_answer_that_it_judges(tmp_path: Path) -> None:
+def test_joint_judgement_is_shown_with_each_answer_that_it_judges(tmp_path: Path) -> None:
     run_dir = judge_jointly(write_run(tmp_path / "run"), "first is better")
     (page,) = fetch(run_dir, "/group/run?group=g1")
     assert visible(page).count("first is better") == 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest
-from grmpipe.workflows.recorder import ChatRecorder
+from grmpipe.workflows.chat_recorder import ChatRecorder
 from models.types import (
     Completion,
     Message,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from grmpipe.config.keys.user_code import described
-from grmpipe.envs.blame import FaultRules
 from grmpipe.envs.checked_env import NO_RULES
 from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import FaultRules
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
@@ -197,7 +197,7 @@ def test_an_exception_that_is_the_policys_doing_ends_the_episode_which_keeps_its
     assert (rollout.attempt, [turn.faults for turn in rollout.turns]) == (0, [(), (kind,)])
 
 
-def test_an_exception_that_nobody_named_is_the_environments(played: Callable) -> None:
+def test_unnamed_exception_is_blamed_on_the_environment(played: Callable) -> None:
     async def solve(task: Task, policy: Policy) -> object:
         await policy.chat(task.messages)
         raise TooManyMoves
@@ -320,7 +320,7 @@ def test_a_reward_that_comes_after_the_time_does_not_count(played: Callable) -> 
     assert rollout.reason == "time" and dict(rollout.env_rewards) == {}
 
 
-def test_what_fails_the_engine_is_raised_whatever_the_workflow_does(played: Callable, make_engine: Callable) -> None:
+def test_error_of_the_engine_is_raised_even_if_the_workflow_catches_it(played: Callable, make_engine: Callable) -> None:
     async def solve(task: Task, policy: Policy) -> object:
         while True:
             try:

@@ -13,9 +13,9 @@ import pytest
 
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
+from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.play_workflow import Ending, rollout_of
 from grmpipe.workflows.policy import Policy
-from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
 from models.types import Message, ToolCall
 
@@ -259,7 +259,7 @@ def test_what_would_change_an_answer_and_can_not_is_refused_by_its_name(make_eng
     assert len(asked(make_engine(), talk).turns) == 1
 
 
-def test_what_is_asked_in_vain_is_said_once(
+def test_ignored_setting_of_a_request_is_reported_once(
     make_engine: Callable, asked: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()

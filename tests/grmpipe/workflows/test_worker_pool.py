@@ -18,9 +18,9 @@ from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
+from grmpipe.workflows.chat_recorder import ChatRecorder
 from grmpipe.workflows.play_workflow import Solver, WorkflowPlayer
 from grmpipe.workflows.program import Program
-from grmpipe.workflows.recorder import ChatRecorder
 from grmpipe.workflows.server import Gateway
 from grmpipe.workflows.worker_pool import WorkerPool
 from models.types import Message, ignore_first_token

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from models.chat.long_texts import LONG_CHARS, chars_of, off_loop_if_long
+from models.chat.long_texts import LONG_CHARS, count_chars, off_loop_if_long
 from models.types import Message, ToolCall
 
 
@@ -19,7 +19,7 @@ def test_only_work_on_long_texts_leaves_the_loops_thread(num_chars: int, off_loo
     assert (thread is not threading.current_thread()) == off_loop
 
 
-def test_the_loop_goes_on_during_long_work() -> None:
+def test_event_loop_runs_during_long_work() -> None:
     async def turns_meanwhile() -> int:
         work = asyncio.ensure_future(off_loop_if_long(LONG_CHARS, lambda: time.sleep(0.2)))
         turns = 0
@@ -39,4 +39,4 @@ def test_the_exception_of_long_work_arrives() -> None:
 def test_arguments_of_calls_count_as_text() -> None:
     call = ToolCall(name="write", arguments={"text": ["abc", {"more": "de"}], "n": 5})
 
-    assert chars_of([Message(role="assistant", content="xy", tool_calls=(call,))]) == len("xytextabcmoreden")
+    assert count_chars([Message(role="assistant", content="xy", tool_calls=(call,))]) == len("xytextabcmoreden")

@@ -229,7 +229,7 @@ BRANCHING = (
 )
 
 
-def test_a_template_is_told_what_it_branches_on(
+def test_template_gets_the_variables_that_it_branches_on(
     path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = tmp_path / "branching.jinja"
@@ -258,7 +258,7 @@ def test_a_template_is_told_what_it_branches_on(
         ({"budget": float("nan")}, r"^chat_template_kwargs\.budget: expected"),
     ],
 )
-def test_what_no_template_can_be_told_is_refused_by_the_key(kwargs: dict[str, object], complaint: str) -> None:
+def test_unknown_variable_of_a_template_is_refused_by_its_key(kwargs: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         ModelConfig(chat_template_kwargs=kwargs)
 

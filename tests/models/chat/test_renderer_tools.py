@@ -234,7 +234,7 @@ def test_consecutive_results_share_a_turn_where_the_template_says_so() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(LEAVES_OUT_TEXTS))
-def test_a_text_beside_calls_is_left_out_where_the_template_leaves_it_out(family: str) -> None:
+def test_text_next_to_calls_is_left_out_where_the_template_leaves_it_out(family: str) -> None:
     call = ToolCall(name="now", arguments={}, call_id="0" * 9)
     said = [Message(role="user", content="Q"), Message(role="assistant", content="I ask.", tool_calls=(call,))]
     renderer = renderer_of(family)

@@ -72,7 +72,7 @@ def test_the_answer_begins_after_the_thought(markers: ThinkingMarkers, text: str
     assert with_thought(written, markers, str, str).answer == answer
 
 
-def test_a_completion_nobody_marked_is_all_answer() -> None:
+def test_completion_without_marks_is_all_answer() -> None:
     assert completion_of(QWEN3, QWEN3.encode_markup("<think>hm</think>12")).answer == "<think>hm</think>12"
 
 
@@ -90,15 +90,15 @@ def test_the_tokens_of_a_thought_are_the_fewest_that_hold_its_end(
     marked = renderer.with_thought(completion_of(renderer, ids))
     markers = renderer.thinking
     assert markers is not None
-    thought = markers.thought_in(renderer.decode_special(ids))
+    thought = markers.split_thought(renderer.decode_special(ids))
     if not thought.num_chars:
         assert (marked.thought_tokens, marked.thought_chars) == (0, 0)
     elif thought.is_open:
         assert (marked.thought_tokens, marked.answer) == (len(ids), "")
     else:
         count = marked.thought_tokens
-        assert markers.thought_in(renderer.decode_special(ids[:count])).has_ended
-        assert not markers.thought_in(renderer.decode_special(ids[: count - 1])).has_ended
+        assert markers.split_thought(renderer.decode_special(ids[:count])).has_ended
+        assert not markers.split_thought(renderer.decode_special(ids[: count - 1])).has_ended
         assert marked.text[: marked.thought_chars].endswith("</think>")
         assert marked.text == marked.text[: marked.thought_chars] + marked.text[marked.thought_chars :]
         assert renderer.decode(ids[:count]).startswith(marked.text[: marked.thought_chars])
@@ -140,8 +140,8 @@ def test_markers_are_two_different_texts_or_none(markers: list[str]) -> None:
 def test_a_thought_is_found_in_linear_time(filling: str) -> None:
     started_s = time.process_time()
     for text in (filling * 20_000, "<think>" + filling * 20_000, "<think>\n> " + filling * 20_000):
-        THINK.thought_in(text)
-        IN_PROMPT.thought_in(text)
+        THINK.split_thought(text)
+        IN_PROMPT.split_thought(text)
     assert time.process_time() - started_s < 0.5
 
 

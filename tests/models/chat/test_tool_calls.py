@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from models.chat.json_tool_calls import MAX_CALLS, MAX_ERRORS
-from models.chat.tool_calls import FORMATS, check_tool_parser, format_of, parser_named, read_turn
+from models.chat.tool_calls import FORMATS, check_tool_parser, detect_format, parser_named, read_turn
 from models.settings import ModelConfig
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
@@ -219,7 +219,7 @@ def test_a_call_that_cannot_be_read_is_an_error_in_few_words_and_stays_text(
     assert turn.content and turn.content in text
 
 
-def test_of_two_calls_the_one_that_can_be_read_is_read() -> None:
+def test_readable_one_of_two_calls_is_read() -> None:
     broken = '<tool_call>{"name": "add",}</tool_call>'
     turn = read("hermes", f"{broken}\n{HERMES_IDA}")
     assert turn.tool_calls == (IDA,) and len(turn.errors) == 1 and turn.content == broken
@@ -283,18 +283,18 @@ def test_long_garbage_takes_no_time_that_grows_with_its_square(name: str, begin:
     ],
 )
 def test_a_format_is_found_in_the_template(template: str, name: str | None) -> None:
-    assert format_of(template) == name
+    assert detect_format(template) == name
 
 
 def test_where_the_marker_is_a_special_token_the_calls_are_read_without_it() -> None:
     template = '<tool_call>{"name": .., "arguments": ..}</tool_call>'
-    assert format_of(template, ["<|im_end|>"]) == "hermes"
-    assert format_of(template, ["<|im_end|>", "<tool_call>"]) == "llama3_json"
+    assert detect_format(template, ["<|im_end|>"]) == "hermes"
+    assert detect_format(template, ["<|im_end|>", "<tool_call>"]) == "llama3_json"
     unmarked = HERMES_ADD.replace("<tool_call>", "").replace("</tool_call>", "")
     assert read("llama3_json", unmarked * 2).tool_calls == (ADD, ADD)
 
 
-def test_a_parser_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_parser_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
         "from models.types import ParsedTurn, ToolCall\n"
         "def shouted(text, tools):\n"

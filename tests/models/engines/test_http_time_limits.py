@@ -70,7 +70,7 @@ def test_a_limit_that_is_reached_is_a_death_with_its_name(call: Callable, error:
 
 
 @pytest.mark.parametrize("seconds", [sglang_join.ANSWER_S, sglang_server.ANSWER_S])
-def test_looks_at_servers_have_one_limit_for_all(seconds: float) -> None:
+def test_probes_of_servers_share_one_time_limit(seconds: float) -> None:
     assert 0 < seconds <= 60
 
 

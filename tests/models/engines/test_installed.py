@@ -42,7 +42,7 @@ def test_sglang_is_looked_for_where_the_interpreter_stands(tmp_path: Path) -> No
     assert missing is not None and "make sglang-cpu" in missing
 
 
-def test_an_environment_that_has_sglang_is_believed(tmp_path: Path) -> None:
+def test_an_environment_that_has_sglang_is_accepted(tmp_path: Path) -> None:
     stand_in = tmp_path / "python"
     stand_in.write_text("#!/bin/sh\necho 0.5.23\n")
     stand_in.chmod(0o755)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 
 LENGTHS = [7, 1, 12, 4]
 
@@ -48,7 +48,7 @@ def one_by_one(model: PreTrainedModel, ids: torch.Tensor, lengths: list[int]) ->
 
 def test_packed_equals_one_by_one(model: PreTrainedModel) -> None:
     ids, positions, lengths = packed(LENGTHS)
-    ours = packed_logprobs(model, ids, positions, lengths, want_entropy=True)
+    ours = compute_packed_logprobs(model, ids, positions, lengths, want_entropy=True)
     logprobs, entropy = one_by_one(model, ids, LENGTHS)
     torch.testing.assert_close(ours.logprobs_T, logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.entropy_T, entropy, atol=1e-5, rtol=0)
@@ -64,13 +64,13 @@ def test_a_mixture_whose_config_asks_for_router_logits_has_no_balancing_loss(tmp
     ids, positions, lengths = packed(LENGTHS)
     expected, _ = one_by_one(mixture, ids, LENGTHS)
     torch.testing.assert_close(
-        packed_logprobs(mixture, ids, positions, lengths).logprobs_T, expected, atol=1e-5, rtol=0
+        compute_packed_logprobs(mixture, ids, positions, lengths).logprobs_T, expected, atol=1e-5, rtol=0
     )
 
 
 def test_gradients_of_packed_equal_one_by_one(model: PreTrainedModel) -> None:
     ids, positions, lengths = packed(LENGTHS)
-    packed_logprobs(model, ids, positions, lengths).logprobs_T.sum().backward()
+    compute_packed_logprobs(model, ids, positions, lengths).logprobs_T.sum().backward()
     ours = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     one_by_one(model, ids, LENGTHS)[0].sum().backward()
@@ -85,22 +85,22 @@ def test_a_sliding_window_is_kept_within_samples(tmp_path: Path) -> None:
     model = load_causal_lm(str(tmp_path))
     assert set(model.config.layer_types) == {"sliding_attention"}
     ids, positions, lengths = packed(LENGTHS)
-    ours = packed_logprobs(model, ids, positions, lengths).logprobs_T
+    ours = compute_packed_logprobs(model, ids, positions, lengths).logprobs_T
     torch.testing.assert_close(ours, one_by_one(model, ids, LENGTHS)[0], atol=1e-5, rtol=0)
 
 
 def test_unwanted_tokens_are_zero_and_change_nothing(model: PreTrainedModel) -> None:
     ids, positions, lengths = packed(LENGTHS)
     wanted = torch.arange(len(ids)) % 3 == 0
-    some = packed_logprobs(model, ids, positions, lengths, want_entropy=True, wanted_T=wanted)
-    every = packed_logprobs(model, ids, positions, lengths, want_entropy=True)
+    some = compute_packed_logprobs(model, ids, positions, lengths, want_entropy=True, wanted_T=wanted)
+    every = compute_packed_logprobs(model, ids, positions, lengths, want_entropy=True)
     torch.testing.assert_close(some.logprobs_T, every.logprobs_T * wanted)
     torch.testing.assert_close(some.entropy_T, every.entropy_T * wanted)
 
 
 def test_temperature_divides_the_logits(model: PreTrainedModel) -> None:
     ids, positions, lengths = packed([5])
-    ours = packed_logprobs(model, ids, positions, lengths, temperature=0.5).logprobs_T
+    ours = compute_packed_logprobs(model, ids, positions, lengths, temperature=0.5).logprobs_T
     expected = (2 * model(input_ids=ids[None]).logits[0, :-1]).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     torch.testing.assert_close(ours[1:], expected)
 

@@ -37,11 +37,11 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
 
 def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
     save = ShardedSave()
-    save.begin(directory, model, optimizer, version, aside=False)
+    save.begin(directory, model, optimizer, version, in_background=False)
     assert save.files() is not None
 
 
-def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_training_continues_where_it_was_saved(tmp_path: Path) -> None:
     model = make_model(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
@@ -61,7 +61,7 @@ def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
         load_sharded(str(tmp_path), model, torch.optim.AdamW(model.parameters()))
 
 
-def test_a_full_disk_is_told_with_directory_rank_and_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_with_directory_rank_and_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -72,7 +72,7 @@ def test_a_full_disk_is_told_with_directory_rank_and_cause(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_cut_file_is_told_with_directory_rank_and_cause(tmp_path: Path, name: str) -> None:
+def test_cut_file_is_reported_with_directory_rank_and_cause(tmp_path: Path, name: str) -> None:
     model = make_model(0)
     optimizer = torch.optim.AdamW(model.parameters())
     save_sharded(str(tmp_path), model, optimizer, version=0)

@@ -14,10 +14,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.lora import add_adapters, outgoing
+from models.lm.lora import add_adapters, list_outgoing
 from models.settings import LoraConfig
 from models.weights.object_store import ObjectStore
-from models.weights.receiving import received
+from models.weights.receiving import receive_tensors
 from models.weights.weight_stream import WeightStream, bucket_bytes_for
 
 SMALL = {
@@ -57,7 +57,7 @@ def buckets(model: PreTrainedModel, bucket_bytes: int) -> list[dict[str, Tensor]
     )
     found = []
     for index in range(stream.num_buckets):
-        with received(store.post(index, stream.unsharded(index))) as came:
+        with receive_tensors(store.post(index, stream.unsharded(index))) as came:
             found.append({announced.name: tensor.clone() for announced, tensor in came})
     return found
 
@@ -127,7 +127,7 @@ def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes
 def test_adapters_keep_their_names(family: str) -> None:
     lora = LoraConfig(rank=2, sync="adapters")
     model = add_adapters(small_model(family), lora, "float32")
-    sent = outgoing(model, lora, "float32")
+    sent = list_outgoing(model, lora, "float32")
     stream = WeightStream(model, "float32", 1 << 14, sent, CheckpointNames.of(model.config))
     names = [name for index in range(stream.num_buckets) for name in stream.unsharded(index).names]
     assert names == [piece.name for piece in sent.changing] and len(names) >= 2 * 2 * 4

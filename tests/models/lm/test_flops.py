@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from models.lm.causal_lm import packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs
 from models.lm.flops import FULL, ModelFlops, PackedSizes
-from models.lm.footprint import footprint_of, footprint_of_shape
+from models.lm.footprint import footprint_of_shape, read_footprint
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Prefixes
 from models.settings import LoraConfig, ModelShape
@@ -39,7 +39,7 @@ def sizes(lengths: list[int], prefixes: list[int] | None = None, head_rows: int 
     return PackedSizes(lengths_S=lengths, prefixes_S=prefixes or [0] * len(lengths), head_rows=head_rows)
 
 
-def test_a_dense_model_takes_6_operations_per_weight_and_token_beside_its_attention() -> None:
+def test_dense_model_takes_6_operations_per_weight_and_token_plus_its_attention() -> None:
     flops = ModelFlops(layer_weights=100, head_weights=10, attention={})
     assert flops.training(sizes([3, 4], head_rows=5)) == 6 * (100 * 7 + 10 * 5)
     assert flops.forward(sizes([3, 4], head_rows=5)) == 2 * (100 * 7 + 10 * 5)
@@ -79,7 +79,7 @@ def test_a_mixture_in_a_directory_has_the_sizes_of_its_shape(tmp_path: Path) -> 
         num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=128,
         context_tokens=1024, num_experts=8, experts_per_token=2, moe_intermediate_size=48,
     )  # fmt: skip
-    found, declared = footprint_of(str(tmp_path)), footprint_of_shape(shape)
+    found, declared = read_footprint(str(tmp_path)), footprint_of_shape(shape)
     assert found.active_layer_weights == declared.active_layer_weights
     assert found.attention_flops == declared.attention_flops
     norms_of_heads = 2 * 2 * 32  # which no shape declares
@@ -96,7 +96,7 @@ def test_a_mixture_in_a_directory_has_the_sizes_of_its_shape(tmp_path: Path) -> 
 )  # fmt: skip
 def test_layers_with_a_window_are_found(more: dict[str, object], expected: dict[int, int], tmp_path: Path) -> None:
     small_config(**more).save_pretrained(tmp_path)
-    assert footprint_of(str(tmp_path)).attention_flops == expected
+    assert read_footprint(str(tmp_path)).attention_flops == expected
 
 
 MIXTURE = small_config(Qwen3MoeConfig, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
@@ -122,10 +122,10 @@ def test_torch_counts_the_same_while_a_model_computes(
     positions_T = torch.arange(24).repeat(2)
     wanted_T = positions_T >= 12
     with FlopCounterMode(display=False) as forward, torch.no_grad():
-        packed_logprobs(model, ids_T, positions_T, lengths_S, wanted_T=wanted_T)
+        compute_packed_logprobs(model, ids_T, positions_T, lengths_S, wanted_T=wanted_T)
     with FlopCounterMode(display=False) as both:
-        packed_logprobs(model, ids_T, positions_T, lengths_S, wanted_T=wanted_T).logprobs_T.sum().backward()
-    flops = footprint_of(str(tmp_path)).flops(LoraConfig())
+        compute_packed_logprobs(model, ids_T, positions_T, lengths_S, wanted_T=wanted_T).logprobs_T.sum().backward()
+    flops = read_footprint(str(tmp_path)).flops(LoraConfig())
     packed = PackedSizes(lengths_S=[24, 24], prefixes_S=[0, 0], head_rows=24)
     masked = (2 * 24 * 24 - packed.pairs()) * OF_A_PAIR
     assert forward.get_total_flops() == flops.forward(packed) + masked
@@ -138,8 +138,8 @@ def test_a_shared_prompt_passes_the_layers_once(counted_attention: None, tmp_pat
     ids_T, lengths_S = torch.randint(0, 128, (32,)), torch.tensor([16, 16])
     prefixes = Prefixes(parents_S=torch.tensor([0, 0]), lengths_S=torch.tensor([0, 16]))
     with FlopCounterMode(display=False) as counted, torch.no_grad():
-        packed_logprobs(model, ids_T, torch.arange(32), lengths_S, prefixes)
-    flops = footprint_of(str(tmp_path)).flops(LoraConfig())
+        compute_packed_logprobs(model, ids_T, torch.arange(32), lengths_S, prefixes)
+    flops = read_footprint(str(tmp_path)).flops(LoraConfig())
     packed = PackedSizes(lengths_S=[16, 16], prefixes_S=[0, 16], head_rows=31)  # nothing predicts the first token
     assert packed.pairs() == sum(range(1, 33)), "as of one sample of 32 tokens"
     padded = (2 * 16 * 32 - packed.pairs()) * OF_A_PAIR

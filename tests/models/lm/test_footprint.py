@@ -22,8 +22,8 @@ from transformers import (
 
 from grmpipe.tiny.resolve import SHIPPED
 from models.lm.activations import checkpoint_layers
-from models.lm.causal_lm import ONE_LOAD_AT_A_TIME, load_causal_lm, packed_logprobs
-from models.lm.footprint import footprint_of, footprint_of_shape
+from models.lm.causal_lm import ONE_LOAD_AT_A_TIME, compute_packed_logprobs, load_causal_lm
+from models.lm.footprint import footprint_of_shape, read_footprint
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.parallel.ranks import choose_device, join_ranks
@@ -62,7 +62,7 @@ def qwen_config(shape: ModelShape) -> PretrainedConfig:
 
 
 def test_a_directory_is_measured_as_the_model_in_it() -> None:
-    model, footprint = load_causal_lm(POLICY), footprint_of(POLICY)
+    model, footprint = load_causal_lm(POLICY), read_footprint(POLICY)
     assert footprint.num_parameters == model.num_parameters()
     assert footprint.weight_bytes("float32") == sum(p.nbytes for p in model.parameters())
     in_layers = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters())
@@ -72,7 +72,7 @@ def test_a_directory_is_measured_as_the_model_in_it() -> None:
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
 def test_adapters_are_as_large_as_those_of_the_model_and_of_its_shape(targets: list[str], tmp_path: Path) -> None:
     qwen_config(WIDE).save_pretrained(tmp_path)
-    measured = footprint_of(str(tmp_path)).adapter_parameters(4, targets)
+    measured = read_footprint(str(tmp_path)).adapter_parameters(4, targets)
     model = add_adapters(AutoModelForCausalLM.from_config(qwen_config(WIDE)), LoraConfig(4, 8.0, targets), "float32")
     assert measured == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert measured == footprint_of_shape(WIDE).adapter_parameters(4, targets)
@@ -82,12 +82,12 @@ def test_the_cache_holds_a_key_and_a_value_for_every_layer_and_head() -> None:
     model = load_causal_lm(POLICY)
     cache = model(input_ids=torch.tensor([[5, 6, 7, 8]]), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert held == 4 * footprint_of(POLICY).kv_bytes_per_token("float32")
+    assert held == 4 * read_footprint(POLICY).kv_bytes_per_token("float32")
 
 
 def test_a_declared_shape_is_as_large_as_the_model_it_describes(tmp_path: Path) -> None:
     qwen_config(QWEN3_8B).save_pretrained(tmp_path)
-    real, declared = footprint_of(str(tmp_path)), footprint_of_shape(QWEN3_8B)
+    real, declared = read_footprint(str(tmp_path)), footprint_of_shape(QWEN3_8B)
     assert real.num_parameters == 8_190_735_360
     assert declared.num_parameters == pytest.approx(real.num_parameters, rel=1e-5)
     assert declared.num_root_parameters == real.num_root_parameters
@@ -131,7 +131,7 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
 
     token_ids_T = torch.randint(0, model.config.vocab_size, (num_tokens,))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        packed_logprobs(model, token_ids_T, torch.arange(num_tokens), torch.tensor([num_tokens]))
+        compute_packed_logprobs(model, token_ids_T, torch.arange(num_tokens), torch.tensor([num_tokens]))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     return sum(size for address, size in storages.items() if address not in weights)
 
@@ -146,7 +146,7 @@ def test_the_learners_state_is_16_bytes_a_parameter() -> None:
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
     num_bytes = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
-    footprint = footprint_of(POLICY)
+    footprint = read_footprint(POLICY)
     assert num_bytes == 4 * footprint.shard_bytes(1) == 16 * footprint.num_parameters
 
 
@@ -163,15 +163,15 @@ def test_a_learners_peak_is_what_fake_tensors_count(
 ) -> None:
     """As counted by benchmarks/learner_memory.py, which takes minutes; moments of the largest one are added."""
     footprint = footprint_of_shape(shape)
-    working = footprint.working_bytes("bfloat16", num_tokens, activations, ranks=ranks)
+    working = footprint.estimate_working_bytes("bfloat16", num_tokens, activations, ranks=ranks)
     assert (4 * footprint.shard_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)
 
 
 def test_without_recomputing_all_layers_wait_and_frozen_weights_get_no_gradient() -> None:
     footprint = footprint_of_shape(QWEN3_8B)
-    saving = footprint.working_bytes("bfloat16", 4096, FULL)
-    assert footprint.working_bytes("bfloat16", 4096).activations > 4 * saving.activations
-    assert footprint.working_bytes("bfloat16", 4096, FULL, frozen=True).gathered < saving.gathered
+    saving = footprint.estimate_working_bytes("bfloat16", 4096, FULL)
+    assert footprint.estimate_working_bytes("bfloat16", 4096).activations > 4 * saving.activations
+    assert footprint.estimate_working_bytes("bfloat16", 4096, FULL, frozen=True).gathered < saving.gathered
 
 
 def test_offloaded_inputs_dont_grow_with_depth_and_kept_attention_does() -> None:
@@ -187,21 +187,24 @@ def test_offloaded_inputs_dont_grow_with_depth_and_kept_attention_does() -> None
 def test_all_logits_exist_only_in_families_that_change_what_their_head_returns(tmp_path: Path) -> None:
     GraniteConfig(**SMALL, logits_scaling=3.0).save_pretrained(tmp_path / "granite")
     LlamaConfig(**SMALL).save_pretrained(tmp_path / "llama")
-    scaling, plain = (footprint_of(str(tmp_path / kind)) for kind in ("granite", "llama"))
+    scaling, plain = (read_footprint(str(tmp_path / kind)) for kind in ("granite", "llama"))
     assert (scaling.whole_logits, plain.whole_logits) == (True, False)
-    grown = [replace(plain, vocab_size=10**6, whole_logits=whole).working_bytes("bfloat16", 1000) for whole in (0, 1)]
+    grown = [
+        replace(plain, vocab_size=10**6, whole_logits=whole).estimate_working_bytes("bfloat16", 1000)
+        for whole in (0, 1)
+    ]
     assert grown[1].activations - grown[0].activations == 2 * 2 * 10**9
 
 
 def test_a_mixtures_token_passes_the_experts_that_it_chooses(tmp_path: Path) -> None:
     Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48).save_pretrained(tmp_path)
-    assert footprint_of(str(tmp_path)).intermediate_size == 2 * 48
+    assert read_footprint(str(tmp_path)).intermediate_size == 2 * 48
 
 
-def test_of_few_tokens_the_gradient_of_the_head_on_its_way_is_the_most() -> None:
+def test_gradient_of_the_head_dominates_memory_with_few_tokens() -> None:
     footprint = footprint_of_shape(QWEN3_8B)
     head = footprint.num_root_parameters // 2
-    working = footprint.working_bytes("bfloat16", 64, OFFLOADED, ranks=4)
+    working = footprint.estimate_working_bytes("bfloat16", 64, OFFLOADED, ranks=4)
     assert working.gathered == head * (2 + 2 + 4 + 1) and working.activations < 0.01 * working.gathered
 
 
@@ -209,7 +212,7 @@ def test_a_footprint_is_not_taken_while_another_thread_loads_a_model() -> None:
     """Both set the process's default dtype for a moment: parameters of the other model would get it."""
     with ThreadPoolExecutor(1) as thread:
         with ONE_LOAD_AT_A_TIME:
-            taken = thread.submit(footprint_of, POLICY)
+            taken = thread.submit(read_footprint, POLICY)
             with pytest.raises(TimeoutError):
                 taken.result(timeout=1.0)
         assert taken.result().num_parameters > 0

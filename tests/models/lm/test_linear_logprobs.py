@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.lm.linear_logprobs import ENTROPY, LOGPROB, columns_of, linear_logprobs
-from models.lm.logprobs import Wanted, chosen_logprobs
+from models.lm.linear_logprobs import ENTROPY, LOGPROB, linear_logprobs, split_columns
+from models.lm.logprobs import Wanted, compute_chosen_logprobs
 from models.settings import CHUNK_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 23
@@ -68,7 +68,9 @@ def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
             logprobs, entropy = out[:, LOGPROB], out[:, ENTROPY]
         else:
             logits = torch.nn.functional.linear(hidden, weight, shift)
-            logprobs, entropy = chosen_logprobs(logits, replace(wanted, chosen_R=chosen, chunk_logits=CHUNK_LOGITS))
+            logprobs, entropy = compute_chosen_logprobs(
+                logits, replace(wanted, chosen_R=chosen, chunk_logits=CHUNK_LOGITS)
+            )
         weights = torch.arange(1.0, ROWS + 1, dtype=torch.float64)
         through = want_entropy and entropy_gradient
         ((logprobs * weights).sum() + (3 * (entropy * weights.flip(0)).sum() if through else 0.0)).backward()
@@ -96,8 +98,8 @@ def test_an_entropy_without_gradient_adds_none() -> None:
 
 def test_16bit_logits_are_rounded_as_those_of_a_head_and_exact_on_request() -> None:
     hidden, weight, _, chosen = parts(torch.bfloat16)
-    whole = chosen_logprobs(hidden @ weight.t(), Wanted(chosen_R=chosen))[0]
-    exact = chosen_logprobs(hidden.double() @ weight.double().t(), Wanted(chosen_R=chosen))[0].float()
+    whole = compute_chosen_logprobs(hidden @ weight.t(), Wanted(chosen_R=chosen))[0]
+    exact = compute_chosen_logprobs(hidden.double() @ weight.double().t(), Wanted(chosen_R=chosen))[0].float()
     rounded = linear_logprobs(hidden, weight, None, asked(chosen))[:, LOGPROB]
     precise = linear_logprobs(hidden, weight, None, asked(chosen, fp32_logits=True))[:, LOGPROB]
     torch.testing.assert_close(rounded, whole, atol=1e-6, rtol=1e-6)
@@ -127,7 +129,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_neither_all_logits_nor_their_gradient_ever_exist() -> None:
+def test_logits_and_their_gradient_never_exist_as_a_whole() -> None:
     hidden, weight, _, chosen = parts()
     with Largest() as largest:
         linear_logprobs(hidden, weight, None, asked(chosen, want_entropy=True)).sum().backward()
@@ -136,7 +138,7 @@ def test_neither_all_logits_nor_their_gradient_ever_exist() -> None:
 
 @pytest.mark.parametrize("chunk_logits", [1, 40, 1 << 20])
 def test_every_column_is_in_one_chunk(chunk_logits: int) -> None:
-    chunks = list(columns_of(ROWS, VOCABULARY, chunk_logits))
+    chunks = list(split_columns(ROWS, VOCABULARY, chunk_logits))
     assert [column for start, stop in chunks for column in range(start, stop)] == list(range(VOCABULARY))
     assert max(stop - start for start, stop in chunks) <= max(1, -(-chunk_logits // ROWS))
 

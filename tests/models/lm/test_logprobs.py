@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.lm.logprobs import Wanted, chosen_logprobs
+from models.lm.logprobs import Wanted, compute_chosen_logprobs
 
 
 def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -19,7 +19,7 @@ CHOSEN = torch.arange(11) % 6
 
 
 def asked(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return chosen_logprobs(logits, Wanted(chosen_R=CHOSEN, **options))
+    return compute_chosen_logprobs(logits, Wanted(chosen_R=CHOSEN, **options))
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
@@ -53,7 +53,7 @@ def test_values_are_log_softmax_and_shannon_entropy() -> None:
     log_softmax = logits().log_softmax(-1)
     torch.testing.assert_close(logprobs, log_softmax[torch.arange(11), CHOSEN])
     torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1))
-    uniform = chosen_logprobs(torch.zeros(1, 8), Wanted(chosen_R=torch.tensor([3]), want_entropy=True))
+    uniform = compute_chosen_logprobs(torch.zeros(1, 8), Wanted(chosen_R=torch.tensor([3]), want_entropy=True))
     assert [value.item() for value in uniform] == pytest.approx([-math.log(8), math.log(8)])
 
 
@@ -64,8 +64,8 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
     torch.testing.assert_close(logprobs.double(), exact, atol=1e-6, rtol=0)
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_logprobs_of_no_rows_have_a_gradient() -> None:
     leaf = torch.zeros(0, 6, requires_grad=True)
-    logprobs, _ = chosen_logprobs(leaf, Wanted(chosen_R=torch.zeros(0, dtype=torch.int64), want_entropy=True))
+    logprobs, _ = compute_chosen_logprobs(leaf, Wanted(chosen_R=torch.zeros(0, dtype=torch.int64), want_entropy=True))
     logprobs.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (0, 6)

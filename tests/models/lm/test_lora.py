@@ -21,7 +21,7 @@ from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint import export_hf
-from models.lm.lora import adapters, add_adapters, check_targets, outgoing, without_adapters
+from models.lm.lora import adapters, add_adapters, check_targets, list_outgoing, without_adapters
 from models.settings import LoraConfig
 from models.types import WeightBucket
 from models.weights.inbox import WeightInbox
@@ -65,7 +65,10 @@ def logprobs(model: nn.Module) -> Tensor:
 
 
 def buckets(model: nn.Module, config: LoraConfig, fixed: bool = True) -> Iterator[WeightBucket]:
-    stream, store = WeightStream(model, "float32", 1 << 14, outgoing(model, config, "float32")), ObjectStore("float32")
+    stream, store = (
+        WeightStream(model, "float32", 1 << 14, list_outgoing(model, config, "float32")),
+        ObjectStore("float32"),
+    )
     for index in range(0 if fixed else stream.num_fixed_buckets, stream.num_buckets):
         yield store.post(index, stream.unsharded(index))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.lm.offloaded_memory import OffloadedMemory, free_bytes, pinned
+from models.lm.offloaded_memory import OffloadedMemory, allocate_pinned, free_bytes
 
 
 def test_tensors_and_their_views_are_empty_while_lent_and_whole_afterwards() -> None:
@@ -23,7 +23,7 @@ def test_tensors_and_their_views_are_empty_while_lent_and_whole_afterwards() -> 
     assert part.data_ptr() == whole[4:].data_ptr(), "a view of something else"
 
 
-def test_an_optimizer_goes_on_after_its_state_and_weights_were_lent_as_if_they_had_not_been() -> None:
+def test_optimizer_continues_unchanged_after_its_memory_was_offloaded() -> None:
     def trained(lends: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
@@ -89,7 +89,7 @@ def test_pinned_memory_is_registered_with_cuda_as_large_as_it_is(monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    block = pinned(1000)
+    block = allocate_pinned(1000)
     assert Cudart.registered == {block.data_ptr(): 1000}
     view = block[100:]
     del block

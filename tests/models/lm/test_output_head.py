@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from models.lm import causal_lm
-from models.lm.causal_lm import load_causal_lm, outline_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm, outline_causal_lm
 from models.lm.output_head import OutputHead
 from models.lm.packing import Prefixes
 from models.lm.parallel.ranks import join_ranks
@@ -57,7 +57,7 @@ def results(model: PreTrainedModel, **options: Any) -> list[Tensor | None]:
     prefixes = Prefixes(parents_S=torch.tensor([0, 0]), lengths_S=torch.tensor([0, 5]))
     wanted_T = torch.arange(20) % 3 > 0
     model.zero_grad()
-    out = packed_logprobs(
+    out = compute_packed_logprobs(
         model, ids_T, positions_T, torch.tensor([12, 8]), prefixes, want_entropy=True, wanted_T=wanted_T,
         temperature=0.7, **options,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_sharded_model_gathers_its_head_for_chunks(
         for ours, theirs in zip(results(model), whole, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         with without_gradient(model):
-            packed_logprobs(model, torch.arange(5, 25), torch.arange(20), torch.tensor([20]))
+            compute_packed_logprobs(model, torch.arange(5, 25), torch.arange(20), torch.tensor([20]))
 
 
 def test_a_float32_head_doesnt_round_its_logits(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_float32_head_doesnt_round_its_logits(tmp_path: Path) -> None:
     head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0].detach()))
     ids_T = torch.arange(5, 25)
     exact, rounded = (
-        packed_logprobs(model, ids_T, torch.arange(20), torch.tensor([20]), fp32_logits=fp32).logprobs_T[1:]
+        compute_packed_logprobs(model, ids_T, torch.arange(20), torch.tensor([20]), fp32_logits=fp32).logprobs_T[1:]
         for fp32 in (True, False)
     )
     log_softmax = (hidden[0][0].double() @ head.weight.double().t()).log_softmax(-1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 from models.lm.packable_configs import is_known_to_pack
 from models.lm.packed_check import check_trainable, probe_logprobs, probe_scores
 from models.lm.scalar_head import start_scalar_head
@@ -139,7 +139,7 @@ def test_a_new_scalar_head_is_probed_by_what_it_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe"])
-def test_a_window_that_packed_attention_is_not_told_of_is_an_error(tmp_path: Path, kind: str) -> None:
+def test_undeclared_window_of_packed_attention_is_an_error(tmp_path: Path, kind: str) -> None:
     options = TINY | MIXTURE | {"sliding_window": 4, "num_local_experts": 4}
     if kind == "qwen2_moe":
         options |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
@@ -149,10 +149,10 @@ def test_a_window_that_packed_attention_is_not_told_of_is_an_error(tmp_path: Pat
     model = load_causal_lm(saved(tmp_path, kind, options))
     ids = torch.arange(3, 9)
     with pytest.raises(ValueError, match="path: .* sliding_window"):
-        packed_logprobs(model, ids, torch.arange(6), torch.tensor([6]))
+        compute_packed_logprobs(model, ids, torch.arange(6), torch.tensor([6]))
 
 
-def test_an_attention_that_is_not_told_of_packing_is_an_error(tmp_path: Path) -> None:
+def test_attention_without_knowledge_of_packing_is_an_error(tmp_path: Path) -> None:
     model = load_causal_lm(saved(tmp_path, "stablelm", TINY))
     with pytest.raises(ValueError, match="path: StableLmAttention doesn't pass"):
-        packed_logprobs(model, torch.arange(3, 9), torch.arange(6), torch.tensor([6]))
+        compute_packed_logprobs(model, torch.arange(3, 9), torch.arange(6), torch.tensor([6]))

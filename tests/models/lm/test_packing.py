@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.causal_lm import PackedLogprobs, load_causal_lm, packed_logprobs
+from models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs, load_causal_lm
 from models.lm.packing import Packing, Prefixes
 
 # (shared tokens, tokens of each), by family. Many lengths, single samples, siblings of one token.
@@ -56,7 +56,7 @@ def one_by_one(model: PreTrainedModel, **options: bool) -> PackedLogprobs:
     samples = [torch.cat([prefix, own]) for prefix, owns in drawn() for own in owns]
     lengths_S = torch.tensor([len(ids) for ids in samples])
     positions_T = torch.cat([torch.arange(len(ids)) for ids in samples])
-    every = packed_logprobs(model, torch.cat(samples), positions_T, lengths_S, **options)
+    every = compute_packed_logprobs(model, torch.cat(samples), positions_T, lengths_S, **options)
     kept_T = torch.cat(
         [
             torch.arange(len(prefix) + len(own)) >= (len(prefix) if place else 0)
@@ -84,7 +84,7 @@ def laid_out() -> tuple[Tensor, Tensor, Tensor, Prefixes]:
 
 
 def once(model: PreTrainedModel, **options: bool) -> PackedLogprobs:
-    return packed_logprobs(model, *laid_out(), **options)
+    return compute_packed_logprobs(model, *laid_out(), **options)
 
 
 def test_log_probs_and_entropy_are_those_of_whole_samples(exact: PreTrainedModel) -> None:
@@ -119,7 +119,7 @@ def is_own_T() -> Tensor:
     )
 
 
-def test_the_first_token_after_a_prefix_is_told_by_its_last(exact: PreTrainedModel) -> None:
+def test_first_token_after_a_prefix_is_predicted_by_the_prefix_last_token(exact: PreTrainedModel) -> None:
     packing = Packing(*laid_out()[2:])
     starts = [0, *itertools.accumulate(laid_out()[2].tolist())][:-1]
     before = packing.before_T[torch.tensor(starts)].tolist()
@@ -128,7 +128,9 @@ def test_the_first_token_after_a_prefix_is_told_by_its_last(exact: PreTrainedMod
 
 
 @pytest.mark.parametrize("layers", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
-def test_so_they_are_with_rotary_positions_grouped_heads_and_sliding_windows(tmp_path: Path, layers: dict) -> None:
+def test_packed_logprobs_match_with_rotary_positions_grouped_heads_and_sliding_windows(
+    tmp_path: Path, layers: dict
+) -> None:
     model = qwen(tmp_path, **layers)
     assert ("sliding_attention" in model.config.layer_types) == bool(layers)
     torch.testing.assert_close(once(model).logprobs_T, one_by_one(model).logprobs_T, atol=1e-5, rtol=0)
@@ -145,8 +147,8 @@ def test_no_sample_sees_a_sibling(exact: PreTrainedModel) -> None:
     ids_T, positions_T, lengths_S, prefixes = laid_out()
     changed_T = ids_T.clone()
     changed_T[5:9] = (changed_T[5:9] + 1) % 64
-    before = packed_logprobs(exact, ids_T, positions_T, lengths_S, prefixes).logprobs_T
-    after = packed_logprobs(exact, changed_T, positions_T, lengths_S, prefixes).logprobs_T
+    before = compute_packed_logprobs(exact, ids_T, positions_T, lengths_S, prefixes).logprobs_T
+    after = compute_packed_logprobs(exact, changed_T, positions_T, lengths_S, prefixes).logprobs_T
     assert not torch.equal(before[5:9], after[5:9])
     torch.testing.assert_close(before[9:], after[9:], atol=1e-13, rtol=0)
 

@@ -25,10 +25,10 @@ from models.lm.checkpoint import export_hf
 from models.lm.parallel.ranks import join_ranks
 from models.lm.parallelize import SCALAR_HEAD, load_parallel
 from models.lm.scalar_head import (
-    head_of,
+    compute_packed_scores,
+    find_head,
     last_of_samples,
     load_scalar_head,
-    packed_scores,
     scalar_config,
     start_scalar_head,
 )
@@ -78,7 +78,7 @@ def one_by_one(path: str, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Ten
 
 def test_packed_equals_one_by_one(scalar_path: str) -> None:
     ids, positions, lengths = packed(LENGTHS)
-    ours = packed_scores(load_scalar_head(scalar_path), ids, positions, lengths)
+    ours = compute_packed_scores(load_scalar_head(scalar_path), ids, positions, lengths)
     _, theirs = one_by_one(scalar_path, ids)
     assert theirs.std() > 0.05
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -87,7 +87,7 @@ def test_packed_equals_one_by_one(scalar_path: str) -> None:
 def test_gradients_of_packed_equal_one_by_one(scalar_path: str) -> None:
     ids, positions, lengths = packed(LENGTHS)
     model = load_scalar_head(scalar_path)
-    last_of_samples(packed_scores(model, ids, positions, lengths), lengths).square().sum().backward()
+    last_of_samples(compute_packed_scores(model, ids, positions, lengths), lengths).square().sum().backward()
     plain, theirs = one_by_one(scalar_path, ids)
     last_of_samples(theirs, lengths).square().sum().backward()
     for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -103,28 +103,32 @@ def test_the_last_value_of_each_sample_is_picked() -> None:
 def test_a_new_head_says_nought_and_its_trunk_is_the_causal_models(causal_path: str) -> None:
     model, causal = start_scalar_head(causal_path), load_causal_lm(causal_path)
     ids, positions, lengths = packed([9])
-    assert packed_scores(model, ids, positions, lengths).tolist() == [0.0] * 9
+    assert compute_packed_scores(model, ids, positions, lengths).tolist() == [0.0] * 9
     with torch.no_grad():
-        head_of(model).weight[0, 5] = 1.0  # reads one number of the hidden state
+        find_head(model).weight[0, 5] = 1.0  # reads one number of the hidden state
     hidden = causal(input_ids=ids[None], output_hidden_states=True, attention_mask=torch.ones(1, 9)).hidden_states[-1]
-    torch.testing.assert_close(packed_scores(model, ids, positions, lengths), hidden[0, :, 5], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        compute_packed_scores(model, ids, positions, lengths), hidden[0, :, 5], atol=1e-5, rtol=0
+    )
 
 
-def test_a_head_in_training_goes_on_from_its_own_directory(scalar_path: str) -> None:
+def test_head_in_training_continues_from_its_own_directory(scalar_path: str) -> None:
     ids, positions, lengths = packed(LENGTHS)
     served, started = (load(scalar_path) for load in (load_scalar_head, start_scalar_head))
-    assert torch.equal(packed_scores(served, ids, positions, lengths), packed_scores(started, ids, positions, lengths))
+    assert torch.equal(
+        compute_packed_scores(served, ids, positions, lengths), compute_packed_scores(started, ids, positions, lengths)
+    )
 
 
 def test_what_is_exported_says_the_same_to_us_and_to_transformers(causal_path: str, tmp_path: Path) -> None:
     model = start_scalar_head(causal_path)
     with torch.no_grad():
-        head_of(model).weight.normal_()
-        head_of(model).bias.fill_(0.25)
+        find_head(model).weight.normal_()
+        find_head(model).bias.fill_(0.25)
     export_hf(str(tmp_path), model, causal_path)
     ids, positions, lengths = packed(LENGTHS)
-    ours = packed_scores(model, ids, positions, lengths)
-    assert torch.equal(packed_scores(load_scalar_head(str(tmp_path)), ids, positions, lengths), ours)
+    ours = compute_packed_scores(model, ids, positions, lengths)
+    assert torch.equal(compute_packed_scores(load_scalar_head(str(tmp_path)), ids, positions, lengths), ours)
     torch.testing.assert_close(one_by_one(str(tmp_path), ids)[1], ours, atol=1e-5, rtol=0)
 
 
@@ -134,15 +138,15 @@ def test_a_sequence_classifier_of_one_label_is_a_scalar_head(tmp_path: Path) -> 
     theirs = Qwen3ForSequenceClassification.from_pretrained(tmp_path).eval()
     ids, positions, lengths = packed(LENGTHS)
     ids = ids.clamp(min=1)  # it reads the last token that isn't padding
-    ours = last_of_samples(packed_scores(load_scalar_head(str(tmp_path)), ids, positions, lengths), lengths)
+    ours = last_of_samples(compute_packed_scores(load_scalar_head(str(tmp_path)), ids, positions, lengths), lengths)
     expected = torch.cat([theirs(input_ids=sample[None]).logits[0] for sample in ids.split(LENGTHS)])
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 def test_the_head_of_a_bfloat16_model_computes_in_float32(scalar_path: str) -> None:
     model = load_scalar_head(scalar_path, "bfloat16")
-    assert head_of(model).weight.dtype == torch.float32 and model.model.norm.weight.dtype == torch.bfloat16
-    assert packed_scores(model, *packed(LENGTHS)).dtype == torch.float32
+    assert find_head(model).weight.dtype == torch.float32 and model.model.norm.weight.dtype == torch.bfloat16
+    assert compute_packed_scores(model, *packed(LENGTHS)).dtype == torch.float32
 
 
 def test_a_causal_model_is_no_scalar_head(causal_path: str) -> None:
@@ -170,7 +174,7 @@ def test_two_ranks_give_the_scores_and_gradients_of_one(scalar_path: str, tmp_pa
         assert process.wait(120) == 0, process.output[-3000:]
     model = load_scalar_head(scalar_path)
     ids, positions, lengths = packed(LENGTHS * 2)
-    scores = packed_scores(model, ids, positions, lengths)
+    scores = compute_packed_scores(model, ids, positions, lengths)
     scores.square().sum().backward()
     found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     torch.testing.assert_close(torch.cat([one["scores"] for one in found]), scores, atol=1e-5, rtol=0)
@@ -187,7 +191,7 @@ def one_rank(path: str, directory: str, rank: int) -> None:
     ids, positions, lengths = (
         part.tensor_split([sum(LENGTHS)] if len(part) > 2 * half else [half])[rank] for part in packed(LENGTHS * 2)
     )
-    scores = packed_scores(model, ids, positions, lengths)
+    scores = compute_packed_scores(model, ids, positions, lengths)
     scores.square().sum().backward()
     # type: ignore[union-attr, operator]
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}

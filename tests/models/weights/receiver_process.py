@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from models.types import GroupLink, WeightBucket
-from models.weights.process_group import BroadcastGroup
-from models.weights.receiving import checksums_of, received
+from models.weights.process_group import BroadcastLink
+from models.weights.receiving import compute_checksums, receive_tensors
 
-group = BroadcastGroup()
+group = BroadcastLink()
 native: list[dist.ProcessGroup] = []
 
 
 def load(bucket: WeightBucket) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    with received(bucket, group) as tensors:
-        return checksums_of(tensors), {announced.name: tensor.clone() for announced, tensor in tensors}
+    with receive_tensors(bucket, group) as tensors:
+        return compute_checksums(tensors), {announced.name: tensor.clone() for announced, tensor in tensors}
 
 
 def receive_some(bucket: WeightBucket, count: int, then: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from models.weights.delivery import Delivery
 
 
-def test_the_caller_goes_on_while_a_delivery_is_under_way() -> None:
+def test_caller_continues_during_a_delivery() -> None:
     delivery, may_end, ended = Delivery(), threading.Event(), threading.Event()
 
     def deliver() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from models.types import GroupLink
 from models.weights import process_group
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 
 LINK = GroupLink(name="one", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
@@ -20,7 +20,7 @@ def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
 ) -> None:
     """A caller that gave up waiting starts again while its old broadcast still hangs in another thread."""
     monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: object())
-    group = BroadcastGroup()
+    group = BroadcastLink()
     group.join(LINK)
 
     def fail_late(*args: object) -> tuple[int, str]:

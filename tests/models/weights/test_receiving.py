@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
 from models.weights import weight_files
 from models.weights.broadcast import GlooBroadcasts
-from models.weights.process_group import BroadcastGroup
-from models.weights.receiving import checksums_of, received
+from models.weights.process_group import BroadcastLink
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.safetensors_files import SafetensorsFiles
 from models.weights.sending import WeightTransport, open_transport
 from models.weights.shared_memory import SharedMemoryFiles
-from models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, held_folder, sweep
+from models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, hold_folder, sweep
 from models.weights.weight_stream import WeightStream
 
 RECEIVER = Path(__file__).with_name("receiver_process.py")
@@ -226,19 +226,19 @@ def test_only_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
     mine.close()
 
 
-def test_what_no_lock_holds_is_swept_though_its_process_id_is_anothers_by_now(tmp_path: Path) -> None:
+def test_unlocked_memory_is_swept_even_if_its_process_id_is_in_use_again(tmp_path: Path) -> None:
     left = tmp_path / f"grmpipe-weights-{socket.gethostname()}-{os.getpid()}-77"
     left.write_bytes(b"x")
     folder = tmp_path / f"grmpipe-sglang-{socket.gethostname()}-{os.getpid()}-abc"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"x")
-    with held_folder(tmp_path, "sglang") as held:
+    with hold_folder(tmp_path, "sglang") as held:
         sweep(tmp_path)
         assert list(tmp_path.iterdir()) == [held]
     assert not list(tmp_path.iterdir())
 
 
-def test_no_room_names_the_key_and_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_full_shared_memory_names_the_key_and_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(weight_files, "folders_of_shared_memory", lambda: [tmp_path])
     with pytest.raises(ValueError, match=r"sync\.transport: shared_memory needs \d+ MB .*set sync\.transport=disk"):
         SharedArena().reserve(1 << 50)
@@ -272,11 +272,11 @@ def test_a_receiver_cannot_write_into_the_senders_memory() -> None:
     stream = WeightStream(Oddities(), "float32", 1 << 20)
     sender = SharedMemoryFiles("float32")
     bucket = sender.post(0, stream.unsharded(0))
-    with received(bucket) as tensors:
+    with receive_tensors(bucket) as tensors:
         for _, tensor in tensors:
             tensor.fill_(7)
-    with received(bucket) as tensors:
-        assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+    with receive_tensors(bucket) as tensors:
+        assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
     sender.close()
 
 
@@ -294,7 +294,7 @@ def test_what_is_not_as_announced_is_named(receivers: list[Receiver], tmp_path: 
     error = receivers[0].ask("load", WeightBucket(tensors=(long,), payload=payload))
     assert isinstance(error, ValueError) and "'long'" in str(error)
     gone = SafetensorsFile(path=str(tmp_path / "gone"))
-    with pytest.raises(FileNotFoundError), received(WeightBucket(tensors=(wrong,), payload=gone)):
+    with pytest.raises(FileNotFoundError), receive_tensors(WeightBucket(tensors=(wrong,), payload=gone)):
         pass
     disk.close()
     memory.close()
@@ -309,7 +309,7 @@ class Large(nn.Module):
 
 
 @pytest.mark.parametrize(("end", "timeout_s"), [("die", 60.0), ("hang", 4.0)])
-def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else_restarts(
+def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_other(
     end: str, timeout_s: float, start_receiver: Callable[[], Receiver]
 ) -> None:
     survivor, lost = start_receiver(), start_receiver()
@@ -334,7 +334,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
     sender.close()
 
 
-def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
+def test_missing_peer_is_awaited_until_the_timeout() -> None:
     sender = GlooBroadcasts("float32", CPU)
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 of 3 could not join .* within 1 s"):
@@ -356,7 +356,7 @@ def test_leaving_ends_the_wait_of_the_others(receivers: list[Receiver]) -> None:
 
 def test_a_broadcast_without_a_group_says_what_is_missing() -> None:
     bucket = WeightBucket(tensors=(), payload=Broadcast())
-    with pytest.raises(ConnectionError, match="no process group"), received(bucket):
+    with pytest.raises(ConnectionError, match="no process group"), receive_tensors(bucket):
         pass
 
 
@@ -441,7 +441,7 @@ def test_only_the_first_broadcast_of_a_group_has_the_time_that_meeting_takes() -
         def wait(self, timeout: timedelta) -> None:
             pass
 
-    group = BroadcastGroup()
+    group = BroadcastLink()
     group._backend = Backend()  # type: ignore[assignment]
     group._link = GroupLink(
         name="g", backend="gloo", address="", port=0, rank=0, world_size=2, timeout_s=20.0, join_timeout_s=120.0

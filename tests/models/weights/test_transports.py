@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.weights.receiving import checksums_of, received
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from models.types import Payload, TransportKind, WeightBucket, WeightTensor
-from models.weights.opening import dtype_of, opened
-from models.weights.process_group import BroadcastGroup
+from models.weights.opening import open_bucket, parse_dtype
+from models.weights.process_group import BroadcastLink
 from models.weights.sending import UnshardedBucket, WeightTransport
 
 
@@ -38,10 +38,10 @@ class Pigeons(WeightTransport):
         return self._announce(bucket, sent, Letter(text=text))
 
 
-@opened.register
-def _(payload: Letter, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+@open_bucket.register
+def _(payload: Letter, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> list[Tensor]:
     raw = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in payload.text]
-    return [bytes_B.view(dtype_of(tensor)).view(tensor.shape) for bytes_B, tensor in zip(raw, tensors, strict=True)]
+    return [bytes_B.view(parse_dtype(tensor)).view(tensor.shape) for bytes_B, tensor in zip(raw, tensors, strict=True)]
 
 
 PIGEON = TransportKind(name="pigeon", sender="users_pigeons.Pigeons")
@@ -61,8 +61,8 @@ def test_its_payload_carries_weights_from_one_end_to_the_other(dtype: str) -> No
     stream = WeightStream(model, dtype, 1 << 20)
     sender = open_transport("users_pigeons.PIGEON", dtype)
     bucket = sender.post(0, stream.unsharded(0))
-    with received(bucket) as tensors:
-        assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+    with receive_tensors(bucket) as tensors:
+        assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
         came = {announced.name: tensor for announced, tensor in tensors}
     assert torch.equal(came["weight"], model.weight.to(getattr(torch, dtype)))
     assert torch.equal(came["bias"], model.bias.to(getattr(torch, dtype)))

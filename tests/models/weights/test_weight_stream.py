@@ -16,7 +16,7 @@ from models.types import InlineBytes, WeightBucket
 from models.weights.checksums import tensor_checksums
 from models.weights.object_store import ObjectStore
 from models.weights.opening import num_bytes
-from models.weights.receiving import checksums_of, received
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.weight_stream import WeightStream
 
 
@@ -39,7 +39,7 @@ def streamed(model: PreTrainedModel, dtype: str = "float32", bucket_bytes: int =
     """The tensors that a receiver in this process gets, by name, in the order sent."""
     tensors: dict[str, torch.Tensor] = {}
     for bucket in posted(model, dtype, bucket_bytes):
-        with received(bucket) as came:
+        with receive_tensors(bucket) as came:
             assert not tensors.keys() & {announced.name for announced, _ in came}
             tensors |= {announced.name: tensor for announced, tensor in came}
     return tensors
@@ -82,8 +82,8 @@ def test_a_posted_bucket_is_not_changed_by_training() -> None:
         model.model.norm.weight.add_(1)
         model.model.embed_tokens.weight.add_(1)
     for bucket in before:
-        with received(bucket) as came:
-            assert checksums_of(came) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+        with receive_tensors(bucket) as came:
+            assert compute_checksums(came) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
     assert [bucket.tensors for bucket in posted(model)] != [bucket.tensors for bucket in before]
 
 
@@ -105,8 +105,8 @@ def test_a_flipped_bit_shows_under_its_name() -> None:
     (bucket,) = posted(make_model(), bucket_bytes=1 << 30)
     assert isinstance(bucket.payload, InlineBytes)
     bucket.payload.data[3][7] ^= 1
-    with received(bucket) as came:
-        sums = checksums_of(came)
+    with receive_tensors(bucket) as came:
+        sums = compute_checksums(came)
     assert [t.name for t in bucket.tensors if t.checksum != sums[t.name]] == [bucket.tensors[3].name]
 
 
@@ -116,5 +116,5 @@ def test_bytes_of_another_length_are_refused_by_name() -> None:
     data = list(bucket.payload.data)
     data[3] = data[3][4:]
     short = replace(bucket, payload=InlineBytes(data=tuple(data)))
-    with pytest.raises(ValueError, match=re.escape(bucket.tensors[3].name)), received(short):
+    with pytest.raises(ValueError, match=re.escape(bucket.tensors[3].name)), receive_tensors(short):
         pass

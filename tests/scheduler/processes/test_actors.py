@@ -104,7 +104,7 @@ def test_every_replica_of_a_role_is_an_engine_and_ends_with_the_cluster() -> Non
     asyncio.run(main())
 
 
-def test_an_engine_is_made_anew_on_its_seat_and_what_was_left_of_it_ends() -> None:
+def test_engine_is_restarted_on_its_seat_and_its_leftovers_end() -> None:
     ranks: list[int] = []
 
     class Held(SimulatedEngine):

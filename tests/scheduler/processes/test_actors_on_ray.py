@@ -35,7 +35,7 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.process_group import BroadcastGroup
+from models.weights.process_group import BroadcastLink
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
 from scheduler.processes.ray_cluster import RayCluster
@@ -370,12 +370,12 @@ def receivers() -> EngineFactory:
         from models.checksum import checksum
         from models.engines.simulated.simulated_engine import Script, SimulatedEngine
         from models.types import WeightReceipt
-        from models.weights.process_group import BroadcastGroup
+        from models.weights.process_group import BroadcastLink
 
         class Receiver(SimulatedEngine):
             def __init__(self) -> None:
                 super().__init__("policy", lambda ids, params, context: Script(token_ids=(1,), text=str(os.getpid())))
-                self.group = BroadcastGroup()
+                self.group = BroadcastLink()
                 self.echo: dict[str, str] = {}
 
             async def begin_weights(self, link: GroupLink | None = None) -> None:
@@ -401,7 +401,7 @@ class Broadcaster(Source):
 
     def __init__(self, victim: int | None = None) -> None:
         super().__init__(victim)
-        self.group = BroadcastGroup()
+        self.group = BroadcastLink()
         self.data: dict[int, np.ndarray] = {}
 
     async def connect(self, link: GroupLink | None) -> None:
@@ -490,7 +490,7 @@ async def refused(path: str) -> None:
     raise OSError("no socket for you")
 
 
-def test_who_waits_at_the_end_of_a_cluster_is_told_and_asks_ray_nothing_any_more(
+def test_waiting_calls_fail_at_the_end_of_a_cluster_without_asking_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Calling Ray after its end would start it again or join another run's, and wait there."""

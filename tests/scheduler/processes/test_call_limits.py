@@ -19,7 +19,7 @@ from scheduler.processes.actors import ActorDied
 from scheduler.processes.call_limits import CONTROL, LOAD, CallLimits
 from scheduler.processes.engine_host import COLLECT_S, EngineHost
 from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor
-from scheduler.processes.ray_cluster import RayGroup
+from scheduler.processes.ray_cluster import RayRanks
 from scheduler.processes.remote_engine import RemoteEngine
 
 LIMITS = CallLimits(call_timeout_s=100.0)
@@ -83,14 +83,14 @@ def test_every_call_of_a_rank_and_of_a_host_ends_by_its_limit(cls: type, killed:
         for method in methods_of(cls):
             by_host = cls in (MemberHost, EngineHost)
             with pytest.raises(ActorDied, match=f"did not answer '{method}'"):
-                await (actor().call(method) if by_host else RayGroup([actor()]).call_all(method))
+                await (actor().call(method) if by_host else RayRanks([actor()]).call_all(method))
         assert len(killed) == len(methods_of(cls))
         return asyncio.get_running_loop().time() / len(methods_of(cls))
 
     assert run_virtually(go) <= LIMITS.of("start", ())
 
 
-def test_what_loads_and_saves_has_hours_and_what_only_tells_has_minutes() -> None:
+def test_calls_that_load_or_save_have_hours_and_other_calls_minutes() -> None:
     limits = CallLimits(call_timeout_s=300.0)
     assert all(limits.of("ask", (method,)) == limits.of(method, ()) == HOUR_S for method in LOAD)
     assert all(limits.of(method, ()) == 300.0 for method in CONTROL)

@@ -12,7 +12,7 @@ import pytest
 from scheduler.processes.cpu_time import cpu_seconds
 
 
-def test_it_counts_what_a_process_took_and_no_sleep() -> None:
+def test_cpu_time_counts_work_and_no_sleep() -> None:
     before_s, began_s = cpu_seconds([os.getpid()]), time.process_time()
     while time.process_time() - began_s < 0.2:
         pass

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from scheduler.placement import ClusterConfig, NodeCapacity
-from scheduler.processes.ray_start import init_ray, nodes_of_ray, passed_on, threads_of, without_allocator
+from scheduler.processes.ray_start import count_threads, init_ray, nodes_of_ray, select_env_vars, without_allocator
 
 
-def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+def test_dead_address_is_reported_at_once() -> None:
     """Ray itself would try for half a minute."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -24,11 +24,11 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
 
 def test_named_variables_are_passed_on_and_no_others() -> None:
     here = {"HF_HOME": "/hf", "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "HOME": "/root"}
-    assert passed_on(["HF_TOKEN", "NCCL_*", "GLOO_*"], here) == {
+    assert select_env_vars(["HF_TOKEN", "NCCL_*", "GLOO_*"], here) == {
         "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"^cluster\.env_vars: HF_HOMES is not set; export it first"):
-        passed_on(["HF_HOMES"], here)
+        select_env_vars(["HF_HOMES"], here)
 
 
 def test_an_engine_gets_no_settings_of_the_learners_allocator() -> None:
@@ -51,10 +51,10 @@ def test_a_value_among_the_names_is_refused_and_not_repeated() -> None:
 def test_a_process_on_a_gpu_has_its_share_of_the_cores(gpus: float, threads: int) -> None:
     """A process with several GPUs starts one process for each."""
     nodes = [NodeCapacity(name=str(cores), cpus=cores, gpus=gpus) for cores, gpus in ((128, 8), (96, 8), (64, 0))]
-    assert threads_of(nodes, gpus) == threads
+    assert count_threads(nodes, gpus) == threads
 
 
-def test_machines_of_one_host_name_are_distinct_overrides_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_one_host_name_are_told_apart_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would count as one machine."""
     found = [("vm", "10.0.0.1", True), ("vm", "10.0.0.2", True), ("other", "10.0.0.3", True), ("vm", "10.0.0.4", False)]
     nodes = [

@@ -56,7 +56,7 @@ def test_starts_on_a_gpu_never_overlap() -> None:
     assert noted.together == {("learner",), ("policy",), ("grm",)}
 
 
-def test_who_asks_first_starts_first() -> None:
+def test_starts_follow_the_order_of_requests() -> None:
     noted = started("gpu", dict.fromkeys(("learner", "policy", "grm"), "all"), slots=1)
     assert noted.order == ["learner", "policy", "grm", "policy"]
 

@@ -148,7 +148,7 @@ def test_what_is_not_of_the_methods_types_fails_its_call_alone() -> None:
     asyncio.run(run())
 
 
-def test_who_waits_hears_of_the_end() -> None:
+def test_waiting_calls_fail_when_the_process_ends() -> None:
     async def run() -> None:
         async with a_line() as (line, _):
             waiting = asyncio.create_task(line.call("wait"))

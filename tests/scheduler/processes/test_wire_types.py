@@ -45,7 +45,7 @@ from scheduler.processes.wire_types import (
     args_type,
     decoder,
     encoder,
-    made_anew,
+    rebuild_error,
     remote_error,
     types_of_call,
 )
@@ -152,13 +152,13 @@ def test_methods_of_a_part_are_called_by_its_name_and_their_own() -> None:
 
 def test_errors_arrive_as_themselves_as_the_nearest_known_kind_or_as_a_traceback() -> None:
     known = Dialect.of(Rank).errors
-    torn = made_anew(remote_error(TornBatch(float("inf"), "train.lr", ("g1",)), known), known)
+    torn = rebuild_error(remote_error(TornBatch(float("inf"), "train.lr", ("g1",)), known), known)
     assert isinstance(torn, TornBatch) and torn.norm == float("inf") and torn.group_ids == ("g1",)
-    died = made_anew(remote_error(EngineDied("gone"), KNOWN_ERRORS), KNOWN_ERRORS)
+    died = rebuild_error(remote_error(EngineDied("gone"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(died) is EngineDied and str(died) == "gone"
-    decoding = made_anew(remote_error(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KNOWN_ERRORS), KNOWN_ERRORS)
+    decoding = rebuild_error(remote_error(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(decoding) is ValueError and "can't decode" in str(decoding)
-    strange = made_anew(remote_error(pickle.PicklingError("odd"), KNOWN_ERRORS), KNOWN_ERRORS)
+    strange = rebuild_error(remote_error(pickle.PicklingError("odd"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(strange) is RuntimeError and "PicklingError: odd" in str(strange)
 
 

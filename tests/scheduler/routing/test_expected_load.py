@@ -54,7 +54,7 @@ def test_siblings_part_when_their_home_is_far_behind_and_the_rest_follows_the_on
     assert places[SIBLINGS_AHEAD + 2] == "b"
 
 
-def test_what_has_left_weighs_nothing_and_an_engine_that_is_gone_is_no_home() -> None:
+def test_finished_requests_add_no_load_and_a_lost_engine_gets_no_request() -> None:
     members = two_engines()
     work = LoadEstimate(members)
     name, tokens = work.place("g", (1, 2), SHORT)

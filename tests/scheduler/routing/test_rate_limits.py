@@ -51,7 +51,7 @@ def test_requests_leave_at_their_rate() -> None:
     assert left[-1] - left[0] == pytest.approx(60, abs=0.1)
 
 
-def test_of_those_who_wait_the_lowest_priority_number_leaves_first() -> None:
+def test_lowest_priority_number_leaves_the_queue_first() -> None:
     async def go() -> list[int]:
         limits, left = RateLimits(requests_per_minute=60, tokens_per_minute=0), []
 
@@ -77,7 +77,7 @@ def test_tokens_that_were_expected_and_not_used_are_given_back() -> None:
     assert run_virtually(lambda: seconds(200)) == pytest.approx(20, abs=2)
 
 
-def test_who_no_longer_waits_takes_nothing_and_holds_nobody_up() -> None:
+def test_cancelled_wait_takes_no_quota_and_delays_no_other() -> None:
     async def go() -> float:
         limits = RateLimits(requests_per_minute=60, tokens_per_minute=60)
         await limits.admit(1, 0)
@@ -91,7 +91,7 @@ def test_who_no_longer_waits_takes_nothing_and_holds_nobody_up() -> None:
     assert run_virtually(go) == pytest.approx(1, abs=0.01)
 
 
-def test_without_limits_nobody_waits() -> None:
+def test_requests_without_limits_never_wait() -> None:
     async def go() -> float:
         limits = RateLimits(requests_per_minute=0, tokens_per_minute=0)
         for _ in range(1000):

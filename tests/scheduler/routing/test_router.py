@@ -203,7 +203,7 @@ def test_a_refusal_is_not_tried_elsewhere() -> None:
     asyncio.run(main())
 
 
-def test_when_all_are_dead_the_first_cause_is_told() -> None:
+def test_router_of_dead_engines_reports_the_first_cause() -> None:
     async def main() -> None:
         router, a, b, _ = two(tokens_per_s=100)
         answer = ask(router, 1)

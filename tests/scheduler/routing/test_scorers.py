@@ -108,7 +108,7 @@ def test_a_dead_members_batch_goes_to_another_and_it_is_asked_no_more() -> None:
     asyncio.run(main())
 
 
-def test_when_all_are_dead_for_good_asking_fails_by_the_first_cause() -> None:
+def test_scorers_that_all_died_report_the_first_cause() -> None:
     async def main() -> None:
         pool = (members := Members()).pool()
         members.dead = {0}

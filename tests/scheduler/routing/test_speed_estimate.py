@@ -7,22 +7,22 @@ import pytest
 from scheduler.routing.speed_estimate import RateEstimator
 
 
-def test_what_a_request_has_left_is_what_the_longer_ones_had() -> None:
+def test_remaining_length_of_a_request_is_estimated_from_longer_ones() -> None:
     rates = RateEstimator()
     for tokens in [10] * 100 + [100] * 100 + [200] * 100:
         rates.ended(tokens)
     mean = rates.mean(0.0)
     assert mean == pytest.approx(310 / 3)
-    assert rates.remaining(0, mean) == pytest.approx(mean)
-    assert rates.remaining(50, mean) == pytest.approx(100, rel=0.01)
-    assert rates.remaining(150, mean) == pytest.approx(50, rel=0.05)
+    assert rates.estimate_remaining(0, mean) == pytest.approx(mean)
+    assert rates.estimate_remaining(50, mean) == pytest.approx(100, rel=0.01)
+    assert rates.estimate_remaining(150, mean) == pytest.approx(50, rel=0.05)
 
 
 def test_one_that_is_longer_than_all_is_not_taken_to_end_at_once() -> None:
     rates = RateEstimator()
     for _ in range(100):
         rates.ended(10)
-    assert rates.remaining(1000, rates.mean(0.0)) == pytest.approx(10)
+    assert rates.estimate_remaining(1000, rates.mean(0.0)) == pytest.approx(10)
 
 
 def test_the_first_to_end_are_the_short_ones_and_the_mean_knows_it() -> None:
@@ -33,7 +33,7 @@ def test_the_first_to_end_are_the_short_ones_and_the_mean_knows_it() -> None:
 
 def test_before_any_has_ended_a_length_is_assumed() -> None:
     rates = RateEstimator(expected_tokens=64)
-    assert rates.remaining(60, rates.mean(60.0)) == 64
+    assert rates.estimate_remaining(60, rates.mean(60.0)) == 64
 
 
 def test_batches_of_many_sizes_tell_the_step_from_its_rows() -> None:

@@ -188,7 +188,7 @@ def test_the_only_slot_waits_until_its_role_has_no_work() -> None:
     assert (move.source, move.target) == ("policy", "grm")
 
 
-def test_without_any_work_slots_go_where_it_starts_once_that_costs_nobody_anything() -> None:
+def test_idle_slots_move_to_the_first_stage_once_that_costs_nothing() -> None:
     def at_rest(idle_s: float) -> Pool:
         return pool(backlog("policy", 0, idle_s=idle_s), backlog("grm", 0, idle_s=idle_s), slots(2, 6))
 
@@ -222,7 +222,7 @@ def three(*works: RoleBacklog, of: dict[str, int]) -> Pool:
     return Pool(roles=roles, slots=some, cost_s=lambda source, target: COST_S, hysteresis=1.0)
 
 
-def test_a_move_between_two_roles_is_worth_less_beside_a_third_one_that_takes_much_longer() -> None:
+def test_move_between_two_roles_is_worth_less_if_a_third_role_is_the_bottleneck() -> None:
     """The norm of the two alone would move a slot that shortens no step by as much as the move costs."""
     judging = (backlog("grm", 300, each=100), backlog("safety", 30, each=50))
     of = {"policy": 2, "grm": 2, "safety": 3}

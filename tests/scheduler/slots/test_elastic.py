@@ -157,7 +157,9 @@ class Bench:
         self.routers = {
             role: Router(
                 role,
-                self.shared.seen_by(role) if self.shared else {n: e for n, e in self.engines.items() if e.role == role},
+                self.shared.list_engines(role)
+                if self.shared
+                else {n: e for n, e in self.engines.items() if e.role == role},
                 self.spans,
                 Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
             )
@@ -168,7 +170,7 @@ class Bench:
         self.learners = {role: CountingLearner(role, step_s=0.5, bucket_s=0.3) for role in learning}
         self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
         brings: dict[str, BringCurrent] = {
-            role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
+            role: functools.partial(sync.catch_up, is_replacement=swaps) for role, sync in self.syncs.items()
         }
         for role in (role for role in roles if role not in learning):
             stored = StoredWeights(path=role, probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
@@ -276,7 +278,7 @@ def test_slots_go_from_one_judging_model_to_another_as_the_work_does() -> None:
     assert bench.pool.moves["grm->safety"] >= 3
 
 
-def test_requests_of_a_slot_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
+def test_requests_of_a_leaving_slot_continue_elsewhere_with_their_tokens() -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         long = [asyncio.create_task(bench.ask("policy", 4 * n, 300)) for n in range(2)]
@@ -315,7 +317,7 @@ def test_an_engine_that_does_not_let_its_requests_go_is_buried_and_its_slot_move
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-def test_one_slot_serves_both_roles_by_turns_and_a_push_calls_it_back(swaps: bool) -> None:
+def test_one_slot_alternates_between_both_roles_and_a_push_calls_it_back(swaps: bool) -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         for version in range(1, 4):
@@ -359,7 +361,7 @@ def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pu
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
-def test_an_engine_that_dies_in_the_midst_of_a_swap_is_made_anew_once_and_serves_both_roles(after_s: float) -> None:
+def test_engine_that_dies_during_a_swap_is_restarted_once_and_serves_both_roles(after_s: float) -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         judging = asyncio.create_task(bench.ask("grm", 0, 30))
@@ -436,7 +438,7 @@ def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
     assert [health.num_replaced for health in bench.health] == [0, 1]
 
 
-def test_a_clock_of_answers_stands_still_while_moves_leave_a_role_no_slot() -> None:
+def test_clock_of_answers_pauses_while_a_role_has_no_slot() -> None:
     async def main(bench: Bench) -> None:
         loop, clock = asyncio.get_running_loop(), ActiveClock()
         bench.pool.clocks["grm"].add(clock)

@@ -190,7 +190,7 @@ def test_a_policy_engine_is_stale_until_it_has_the_current_weights() -> None:
     play(lambda: Role(1), scene)
 
 
-def test_deadlines_are_the_callers_while_nobody_serves() -> None:
+def test_callers_keep_their_deadlines_while_no_engine_serves() -> None:
     async def scene(role: Role) -> None:
         role.engines["policy-0"].die("gone")
         with pytest.raises(TimeoutError):
@@ -341,7 +341,7 @@ def test_engines_that_were_dead_before_a_request_came_were_not_killed_by_it() ->
     play(lambda: Role(4, policy=False), scene)
 
 
-def test_each_engine_has_its_replacements_and_gets_them_anew_after_an_hour() -> None:
+def test_each_engine_gets_its_replacements_again_after_an_hour() -> None:
     async def scene(role: Role) -> None:
         for _ in range(3):
             for engine in list(role.engines.values()):
@@ -360,7 +360,7 @@ def test_each_engine_has_its_replacements_and_gets_them_anew_after_an_hour() -> 
 # -- exhaustion ----------------------------------------------------------------------------------------------------
 
 
-def test_without_replacements_the_role_goes_on_with_who_is_left_and_ends_with_the_first_cause() -> None:
+def test_role_without_replacements_uses_its_remaining_engines_and_ends_with_the_first_cause() -> None:
     async def scene(role: Role) -> None:
         role.engines["policy-0"].die("the first cause")
         assert (await asyncio.gather(*(role.ask(number) for number in range(4))))[3].token_ids == expected(3)
@@ -388,7 +388,7 @@ def test_a_replacement_that_fails_to_start_counts_and_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize(("max_replacements", "num_engines", "passed_s"), [(3, 1, 0.0), (3, 2, 4.0), (0, 1, 4.0)])
-def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
+def test_clock_pauses_only_while_no_engine_lives_and_one_is_starting(
     max_replacements: int, num_engines: int, passed_s: float
 ) -> None:
     async def go() -> float:

@@ -10,27 +10,27 @@ from models.engines.engine_kind import AnyEngine
 from models.settings import EngineConfig
 from models.types import TransportKind
 from models.weights.transports import TRANSPORTS
-from scheduler.weights.transport import Route, choose_transport, possible
+from scheduler.weights.transport import WeightPath, choose_transport, possible
 
 KINDS = {name: kind for name, kind in ENGINE_KINDS.items() if kind.transports}
-CPU = Route(learner="cpu", engines="cpu", same_machine=True)
-CPU_FAR = Route(learner="cpu", engines="cpu", same_machine=False)
-GPU = Route(learner="gpu", engines="gpu", same_machine=True)
-GPU_FAR = Route(learner="gpu", engines="gpu", same_machine=False)
-ONE_GPU = Route(learner="gpu", engines="gpu", same_machine=True, with_engine=True, all_shared=True)
-BESIDE_ONE = Route(learner="gpu", engines="gpu", same_machine=True, with_engine=True)
-BESIDE_ONE_FAR = Route(learner="gpu", engines="gpu", same_machine=False, with_engine=True)
-MIXED = Route(learner="gpu", engines="cpu", same_machine=True)
-IN_PROCESS = Route(learner="cpu", engines="cpu", same_machine=True, same_process=True)
+CPU = WeightPath(learner="cpu", engines="cpu", same_machine=True)
+CPU_FAR = WeightPath(learner="cpu", engines="cpu", same_machine=False)
+GPU = WeightPath(learner="gpu", engines="gpu", same_machine=True)
+GPU_FAR = WeightPath(learner="gpu", engines="gpu", same_machine=False)
+ONE_GPU = WeightPath(learner="gpu", engines="gpu", same_machine=True, with_engine=True, all_shared=True)
+BESIDE_ONE = WeightPath(learner="gpu", engines="gpu", same_machine=True, with_engine=True)
+BESIDE_ONE_FAR = WeightPath(learner="gpu", engines="gpu", same_machine=False, with_engine=True)
+MIXED = WeightPath(learner="gpu", engines="cpu", same_machine=True)
+IN_PROCESS = WeightPath(learner="cpu", engines="cpu", same_machine=True, same_process=True)
 ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED, IN_PROCESS)
 
 
 def taken(engine: str, *others: TransportKind) -> tuple[TransportKind, ...]:
-    kind: AnyEngine = KINDS[engine](options=KINDS[engine].shared_options(EngineConfig()))
+    kind: AnyEngine = KINDS[engine](options=KINDS[engine].read_options(EngineConfig()))
     return taken_by(kind, *others)
 
 
-def choose(wanted: str, engine: str, route: Route) -> str:
+def choose(wanted: str, engine: str, route: WeightPath) -> str:
     kind = None if wanted == "auto" else TRANSPORTS[wanted]
     return choose_transport(kind, engine, taken(engine), route).name
 
@@ -60,13 +60,13 @@ def choose(wanted: str, engine: str, route: Route) -> str:
         ("sglang", MIXED, "gloo"),
     ],
 )
-def test_auto_follows_the_places(engine: str, route: Route, transport: str) -> None:
+def test_auto_follows_the_places(engine: str, route: WeightPath, transport: str) -> None:
     assert choose("auto", engine, route) == transport
 
 
 @pytest.mark.parametrize("engine", KINDS)
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) -> None:
+def test_transport_chosen_by_auto_is_a_valid_setting(engine: str, route: WeightPath) -> None:
     if engine == "sglang" and route.same_process:
         return  # a server is never in the learner's process
     chosen = choose("auto", engine, route)
@@ -89,7 +89,7 @@ def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) 
         ("gloo", "embedded", IN_PROCESS, r"gloo needs the engines in separate processes \(cluster=ray\)"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_what_can(wanted: str, engine: str, route: Route, words: str) -> None:
+def test_what_cannot_be_had_is_refused_with_what_can(wanted: str, engine: str, route: WeightPath, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         choose(wanted, engine, route)
 

@@ -226,7 +226,7 @@ def test_the_learner_holds_still_while_it_is_read_and_the_next_bucket_is_made_wh
     run_virtually(scene)
 
 
-def test_requests_in_flight_go_on_under_the_new_weights() -> None:
+def test_requests_in_flight_continue_under_the_new_weights() -> None:
     async def main() -> Completion:
         engine = SimulatedEngine(
             "policy", lambda ids, params, context: Script(token_ids=(1,) * 20, text="x"), tokens_per_s=200
@@ -278,7 +278,7 @@ def test_a_mismatch_names_engine_and_tensors_and_leaves_all_paused_until_a_push_
     asyncio.run(main())
 
 
-def test_an_engine_that_cannot_hash_is_believed_as_far_as_its_probe() -> None:
+def test_an_engine_that_cannot_hash_is_checked_by_its_probe_only() -> None:
     asyncio.run(push_to(Faulty("unhashed")))
 
 
@@ -391,7 +391,7 @@ def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next
     asyncio.run(main())
 
 
-def test_a_push_to_nobody_says_so() -> None:
+def test_push_without_engines_fails() -> None:
     with pytest.raises(NoEngines):
         asyncio.run(push_to())
 
@@ -463,7 +463,7 @@ class Door:
         self.version = self.engine.version
 
 
-def test_a_latecomer_gets_the_version_of_the_last_push_and_nobody_else_pauses() -> None:
+def test_latecomer_gets_the_version_of_the_last_push_and_pauses_no_other() -> None:
     async def main() -> None:
         source, old, new = Source(), Faulty(), Faulty()
         sync = WeightSync(source, PROBE, SyncConfig())
@@ -555,7 +555,7 @@ def test_a_step_that_comes_in_between_never_leaves_a_latecomer_behind(step_at_s:
     run_virtually(scene)
 
 
-def test_a_latecomer_that_dies_in_a_push_is_told_and_the_push_names_it() -> None:
+def test_latecomer_that_dies_in_a_push_is_named_by_the_push() -> None:
     async def main() -> None:
         source, old, new = Source(), Faulty(), Faulty("die")
         sync = WeightSync(source, PROBE, SyncConfig())
@@ -577,7 +577,7 @@ def test_a_latecomer_that_dies_in_a_push_is_told_and_the_push_names_it() -> None
 # -- words and settings --------------------------------------------------------------------------------------------
 
 
-def test_tensors_are_told_by_their_layer() -> None:
+def test_tensors_are_named_by_their_layer() -> None:
     names = [f"model.layers.{n}.mlp.{part}.weight" for n in (0, 3) for part in ("up", "down")]
     assert tensor_groups(names) == "model.layers.0.* (2 tensors), model.layers.3.* (2 tensors)"
     assert tensor_groups(["lm_head.weight"]) == "lm_head.weight"

@@ -159,11 +159,11 @@ class CoTraining:
         self._pacer.policy_stepped(version)
         return {**self._metrics, f"{self.role}/version": float(self.version)}
 
-    async def begin_save(self, checkpoint: Path, *, aside: bool) -> PipelineState:
+    async def begin_save(self, checkpoint: Path, *, in_background: bool) -> PipelineState:
         """Save the GRM's learner, and return the state of its flow, between two of its steps."""
         flow = self._flow
         async with self._grm.learner.held() as version:
-            await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), aside=aside)
+            await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), in_background=in_background)
             return dataclasses.replace(
                 flow.state() if flow is not None else self._pipeline_state, version=version, in_flight={}
             )

@@ -63,6 +63,6 @@ class CoTrainings(RunFeature):
     async def after_step(self, end: StepEnd) -> Metrics:
         return {name: value for one in self._each for name, value in one.after_policy_step(end.step).items()}
 
-    async def begin_save(self, checkpoint: Path, *, aside: bool) -> dict[str, PipelineState]:
+    async def begin_save(self, checkpoint: Path, *, in_background: bool) -> dict[str, PipelineState]:
         """Save the learners. Role -> the state of its flow, between two of its steps."""
-        return {one.role: await one.begin_save(checkpoint, aside=aside) for one in self._each}
+        return {one.role: await one.begin_save(checkpoint, in_background=in_background) for one in self._each}

@@ -18,7 +18,7 @@ from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.pipeline.interfaces import FlowConfig
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Prompt, Rollout
 from models.chat.thinking import thinks
 from models.settings import ModelConfig
@@ -34,7 +34,7 @@ class TrainableGrm:
     model: Model
     settings: ModelConfig
     engines: Router
-    learner: LearnerGroup
+    learner: LearnerRanks
     learner_role: str
     sync: WeightSync
 

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.costs import estimated_learner, push_s, pushed_bytes
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from models.lm.footprint import footprint_of_shape
@@ -27,18 +27,18 @@ def composed(*overrides: str) -> RunConfig:
         return build(compose("config", ["+experiment=quickstart", *overrides]))
 
 
-def surveyed(*overrides: str) -> Survey:
-    return survey_run(composed(*overrides))
+def facts_with(*overrides: str) -> RunFacts:
+    return collect_facts(composed(*overrides))
 
 
-def learner(survey: Survey) -> LearnerSpeed:
-    return estimated_learner("policy", survey, survey.seated("learner"))
+def learner(facts: RunFacts) -> LearnerSpeed:
+    return estimated_learner("policy", facts, facts.seated("learner"))
 
 
 def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
     adapters, whole = (
-        learner(surveyed("policy.lora.rank=1", "policy.lora.target_modules=[q_proj]")),
-        learner(surveyed()),
+        learner(facts_with("policy.lora.rank=1", "policy.lora.target_modules=[q_proj]")),
+        learner(facts_with()),
     )
     assert 4 / 6 < adapters.token_s / whole.token_s < 1, "activations are read as before"
     assert adapters.step_s < 0.01 * whole.step_s
@@ -46,10 +46,10 @@ def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
 
 def test_a_push_of_adapters_takes_their_bytes_alone() -> None:
     merged, alone = (
-        pushed_bytes("policy", surveyed("policy.lora.rank=8", f"policy.lora.sync={sync}"))
+        pushed_bytes("policy", facts_with("policy.lora.rank=8", f"policy.lora.sync={sync}"))
         for sync in ("merged", "adapters")
     )
-    footprint = surveyed().models["policy"].footprint
+    footprint = facts_with().models["policy"].footprint
     assert footprint is not None
     assert merged == 1_290_240, "as each push of docs/lora.md"
     assert alone == 4 * footprint.adapter_parameters(8, ()) < merged
@@ -66,14 +66,14 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
     """Qwen3-8B of 16.4 GB: 450 GB/s within a node of H100s, 50 between nodes, at 0.7 of each."""
 
     def push(num_slots: int) -> float:
-        survey = surveyed()
+        facts = facts_with()
         device = DEVICES["h100"]
-        pools = {name: replace(pool, slots=num_slots) for name, pool in survey.placement.pools.items()}
+        pools = {name: replace(pool, slots=num_slots) for name, pool in facts.placement.pools.items()}
         wide = replace(
-            survey,
-            placement=replace(survey.placement, pools=pools),
-            devices=dict.fromkeys(survey.devices, device),
-            models={**survey.models, "policy": replace(survey.models["policy"], footprint=QWEN3_8B)},
+            facts,
+            placement=replace(facts.placement, pools=pools),
+            devices=dict.fromkeys(facts.devices, device),
+            models={**facts.models, "policy": replace(facts.models["policy"], footprint=QWEN3_8B)},
         )
         return push_s("policy", wide, wide.seated("learner"))
 
@@ -86,13 +86,13 @@ def test_merged_adapters_of_a_mixture_send_no_experts() -> None:
     """After the first push only the layers that have adapters are sent: experts are none of them."""
     mixture = footprint_of_shape(shape_of("qwen3_30b_a3b"))
     attention = 48 * 2048 * (2 * 4096 + 2 * 512)
-    assert mixture.adapted_weights(()) == attention < 0.03 * mixture.num_parameters
-    assert mixture.adapted_weights(("q_proj",)) == 48 * 2048 * 4096
+    assert mixture.count_adapted_weights(()) == attention < 0.03 * mixture.num_parameters
+    assert mixture.count_adapted_weights(("q_proj",)) == 48 * 2048 * 4096
 
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:
-    here = learner(surveyed("train.activation_checkpointing=full"))
-    moments = learner(surveyed("train.activation_checkpointing=full", "train.optimizer.offload=true"))
-    inputs = learner(surveyed("train.activation_checkpointing=full", "train.activation_offload=true"))
+    here = learner(facts_with("train.activation_checkpointing=full"))
+    moments = learner(facts_with("train.activation_checkpointing=full", "train.optimizer.offload=true"))
+    inputs = learner(facts_with("train.activation_checkpointing=full", "train.activation_offload=true"))
     assert moments.step_s > here.step_s and moments.token_s == here.token_s
     assert inputs.token_s > here.token_s and inputs.step_s == here.step_s

@@ -12,7 +12,7 @@ from learner_cases import ROOT, LearnerCase, measured, planned_gb
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import memory_parts, remedy
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
@@ -73,38 +73,38 @@ def test_the_plan_is_right_for_models_that_fit_80_gb(model: str, ranks: int, num
 
 
 @pytest.fixture
-def surveyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The survey of a recipe with overrides."""
+def facts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The facts of a recipe with overrides."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
 
-    def surveyed(recipe: str, *overrides: str) -> Survey:
+    def facts_with(recipe: str, *overrides: str) -> RunFacts:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             config = build(compose("config", [f"+experiment={recipe}", f"data.path={prompts}", *overrides]))
-        return survey_run(config)
+        return collect_facts(config)
 
-    return surveyed
-
-
-def learner_gb(survey: Survey) -> float:
-    return sum(part.num_bytes for part in memory_parts(survey, "learner")) / 1e9
+    return facts_with
 
 
-def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(surveyed: Any) -> None:
-    assert learner_gb(surveyed("qwen3_8b", "train.micro_batch_tokens=32768")) < 45
+def learner_gb(facts: RunFacts) -> float:
+    return sum(part.num_bytes for part in memory_parts(facts, "learner")) / 1e9
+
+
+def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(facts_with: Any) -> None:
+    assert learner_gb(facts_with("qwen3_8b", "train.micro_batch_tokens=32768")) < 45
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4)])
-def test_a_reference_takes_the_bytes_of_its_dtype(surveyed: Any, dtype: str, num_bytes: int) -> None:
-    survey = surveyed("qwen3_8b", "algorithm.kl_coefficient=0.1", f"train.dtype={dtype}")
-    footprint = survey.models["policy"].footprint
-    held = {part.what: part.num_bytes for part in memory_parts(survey, "learner")}
+def test_a_reference_takes_the_bytes_of_its_dtype(facts_with: Any, dtype: str, num_bytes: int) -> None:
+    facts = facts_with("qwen3_8b", "algorithm.kl_coefficient=0.1", f"train.dtype={dtype}")
+    footprint = facts.models["policy"].footprint
+    held = {part.what: part.num_bytes for part in memory_parts(facts, "learner")}
     assert held["weights of the reference, over 4 ranks"] == num_bytes * footprint.num_parameters // 4
 
 
-def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(surveyed: Any) -> None:
+def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(facts_with: Any) -> None:
     found, advised = [], []
     off = [
         "train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer.offload=false",
@@ -115,9 +115,9 @@ def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(survey
         "train.optimizer.state_dtype=int8",
     ]  # fmt: skip
     for number in range(len(on) + 1):
-        survey = surveyed("qwen3_8b", "train.micro_batch_tokens=32768", *on[:number], *off[number:])
-        found.append(learner_gb(survey))
-        advised.append(remedy({"learner"}, survey))
+        facts = facts_with("qwen3_8b", "train.micro_batch_tokens=32768", *on[:number], *off[number:])
+        found.append(learner_gb(facts))
+        advised.append(remedy({"learner"}, facts))
     assert sorted(found, reverse=True) == found and len(set(found)) == len(found)
     for number, text in enumerate(advised):
         assert all((option in text) == (place >= number) for place, option in enumerate(on)), text

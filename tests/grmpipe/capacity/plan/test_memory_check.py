@@ -14,10 +14,10 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.prepare import prepare
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[4]
-WEIGHTS_MB = footprint_of(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6
+WEIGHTS_MB = read_footprint(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6
 
 
 def checked(*overrides: str) -> None:

@@ -13,12 +13,12 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tiny.resolve import SHIPPED
-from models.lm.footprint import footprint_of
+from models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[4]
 
@@ -58,10 +58,10 @@ def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_refe
     """Rank 8 on all linear layers of the tiny policy; see test_footprint.py."""
 
     def held(role: str, *overrides: str) -> dict[str, float]:
-        survey = survey_run(composed("+experiment=quickstart", "policy.lora.rank=8", *overrides))
-        return {part.what: part.num_bytes for part in memory_parts(survey, role)}
+        facts = collect_facts(composed("+experiment=quickstart", "policy.lora.rank=8", *overrides))
+        return {part.what: part.num_bytes for part in memory_parts(facts, role)}
 
-    footprint = footprint_of(str(SHIPPED / "policy"))
+    footprint = read_footprint(str(SHIPPED / "policy"))
     adapters = 4 * footprint.adapter_parameters(8, ())
     learner = held("learner", "algorithm.kl_coefficient=0.1")
     assert learner["weights, frozen"] == footprint.weight_bytes("float32")
@@ -98,8 +98,8 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
 
 def test_each_copy_of_the_learner_holds_all_state(big_run: tuple[str, ...]) -> None:
     meshes = ("train.parallel.dp_replicate=2", "train.parallel.cp=2")
-    survey = survey_run(composed(*big_run, *meshes))
-    held = {part.what: part.num_bytes / 1e9 for part in memory_parts(survey, "learner")}
+    facts = collect_facts(composed(*big_run, *meshes))
+    held = {part.what: part.num_bytes / 1e9 for part in memory_parts(facts, "learner")}
     assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
     assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
 
@@ -112,24 +112,24 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
 ) -> None:
     two_ranks = (f"+experiment={experiment}", "placement=two_ranks", f"placement.roles.{role}.replicas=2")
 
-    def surveyed(*overrides: str) -> Survey:
-        return survey_run(composed(*two_ranks, *overrides))
+    def facts_with(*overrides: str) -> RunFacts:
+        return collect_facts(composed(*two_ranks, *overrides))
 
-    def gradients(survey: Survey) -> str:
-        (part,) = (part.what for part in memory_parts(survey, role) if part.what.startswith("gradients"))
+    def gradients(facts: RunFacts) -> str:
+        (part,) = (part.what for part in memory_parts(facts, role) if part.what.startswith("gradients"))
         return part
 
-    copies = surveyed(f"{section}.parallel.dp_replicate=2")
+    copies = facts_with(f"{section}.parallel.dp_replicate=2")
     assert gradients(copies) == "gradients"
-    assert gradients(surveyed("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
+    assert gradients(facts_with("train.parallel.dp_replicate=2")) == "gradients, over 2 ranks"
 
 
-def test_a_micro_batch_holds_the_longest_answer_whatever_its_size() -> None:
+def test_micro_batch_holds_the_longest_answer() -> None:
     """It isn't divided, but for the ranks that share it."""
 
     def activations(role: str, *overrides: str) -> str:
-        survey = survey_run(composed("+experiment=ppo", *overrides))
-        (part,) = (part.what for part in memory_parts(survey, role) if part.what.startswith("activations"))
+        facts = collect_facts(composed("+experiment=ppo", *overrides))
+        (part,) = (part.what for part in memory_parts(facts, role) if part.what.startswith("activations"))
         return part
 
     for role in ("learner", "critic"):
@@ -163,7 +163,7 @@ def test_weights_in_fp8_leave_more_memory_for_keys_and_values(big_run: tuple[str
     assert "56.4 GB  KV, the rest" in narrow  # of 0.85 x 80 GB
 
 
-def test_engines_are_told_with_the_options_that_differ_from_their_defaults() -> None:
+def test_plan_shows_options_of_engines_that_differ_from_their_defaults() -> None:
     text = planned("+experiment=quickstart_vllm", "grm.engine=embedded", "engine.embedded.max_batch_rows=64")
     assert "  policy   vllm; kv_cache_mb=64\n  grm      embedded; max_batch_rows=64" in text
     assert "67.1 MB  KV, engine.vllm.kv_cache_mb: 87381 tokens" in text  # 64 MiB of 768 bytes
@@ -234,25 +234,25 @@ def test_a_judge_outside_is_planned_with_its_judgements_and_without_memory(monke
     assert "OPENAI_API_KEY is not set" in text.split("not checked here")[1]
 
 
-def test_roles_that_crowd_one_gpu_are_distinct_overrides(big_run: tuple[str, ...]) -> None:
+def test_roles_that_crowd_one_gpu_are_named(big_run: tuple[str, ...]) -> None:
     config = composed(*big_run, "placement.roles.policy.pool=train", "placement.roles.grm.pool=train")
-    survey = survey_run(config)
-    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
-    warnings = overfull_slots(survey, parts)
+    facts = collect_facts(config)
+    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
+    warnings = overfull_slots(facts, parts)
     assert warnings
     assert all("give the roles separate pools" in warning for warning in warnings)
 
 
 def held(*overrides: str) -> tuple[float, dict[str, float]]:
     """The most bytes on the only slot at any time, and of each of its processes."""
-    survey = survey_run(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides))
-    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
-    here = [seats[0] for seats in survey.placement.seats.values()]
+    facts = collect_facts(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides))
+    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
+    here = [seats[0] for seats in facts.placement.seats.values()]
     whole = {role: sum(part.num_bytes for part in some) for role, some in parts.items()}
-    return held_at_once(survey, here[0].pool, here, parts), whole
+    return held_at_once(facts, here[0].pool, here, parts), whole
 
 
-def test_who_has_a_gpu_by_turns_is_not_counted_twice(big_run: tuple[str, ...]) -> None:
+def test_time_shared_gpu_is_counted_once(big_run: tuple[str, ...]) -> None:
     beside, whole = held()
     assert beside == sum(whole.values())
     by_turns, whole = held("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
@@ -263,7 +263,7 @@ def test_who_has_a_gpu_by_turns_is_not_counted_twice(big_run: tuple[str, ...]) -
     assert held("placement.pools.all.elastic=true", *sleeping, "slots.balance.swap=weights")[0] == moving
 
 
-def test_a_plan_says_who_has_a_slot_by_turns(big_run: tuple[str, ...]) -> None:
+def test_plan_names_the_roles_of_a_time_shared_slot(big_run: tuple[str, ...]) -> None:
     text = planned(
         "+experiment=qwen3_one_gpu", *big_run[1:], "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true"
     )
@@ -353,7 +353,7 @@ def test_hosts_of_environments_are_listed_by_slot_and_have_no_known_work() -> No
     assert ["env", "unknown"] in rows and "at least" in text.split("time of a step")[1]
 
 
-def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
+def test_plan_asks_for_a_missing_device(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run).split("not checked here")[1]
     assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text
     with pytest.raises(ConfigError, match=r"^placement\.pools\.train\.device: unknown device 'h10'; did you mean h100"):

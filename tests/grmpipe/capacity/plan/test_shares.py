@@ -11,14 +11,14 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import held_at_once, memory_parts
 from grmpipe.capacity.plan.memory_check import divide_gpus
-from grmpipe.capacity.plan.shares import USABLE, Wish, divided, shares_of, with_shares
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
+from grmpipe.capacity.plan.shares import USABLE, EngineNeeds, divided, shares_of, with_shares
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tasks import prepare_evaluation
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
-from models.engines.vllm.options import VllmStart, arguments_of
+from models.engines.vllm.options import VllmStart, make_arguments
 from models.settings import VllmConfig
 
 ROOT = Path(__file__).parents[4]
@@ -41,67 +41,67 @@ def composed(*overrides: str) -> RunConfig:
         return build(compose("config", list(overrides)))
 
 
-def surveyed(*overrides: str) -> Survey:
-    return survey_run(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides))
+def facts_with(*overrides: str) -> RunFacts:
+    return collect_facts(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides))
 
 
 def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
-    wishes = {"policy": Wish(weights=10, token=1), "grm": Wish(weights=20, token=3)}
+    wishes = {"policy": EngineNeeds(weights=10, token=1), "grm": EngineNeeds(weights=20, token=3)}
     assert divided(70, wishes) == {"policy": 20, "grm": 50}
-    fixed = {**wishes, "grm": Wish(weights=20, token=3, kv=8)}
+    fixed = {**wishes, "grm": EngineNeeds(weights=20, token=3, kv=8)}
     assert divided(70, fixed) == {"policy": 42, "grm": 28}
     assert divided(29, wishes) == divided(30, wishes) == {}
 
 
 def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
-    survey = surveyed()
-    shares = shares_of(survey)
-    learner = sum(part.num_bytes for part in memory_parts(survey, "learner")) / 80e9
+    facts = facts_with()
+    shares = shares_of(facts)
+    learner = sum(part.num_bytes for part in memory_parts(facts, "learner")) / 80e9
     assert shares.keys() == {"policy", "grm"} and shares["grm"] > shares["policy"] > 0.02
     assert learner + sum(shares.values()) == pytest.approx(USABLE)
-    served = survey.under(with_shares(survey, shares)).roles.served
+    served = facts.under(with_shares(facts, shares)).roles.served
     taken = [served[role].engine.options for role in shares]
     assert sum(engine.memory_share for engine in taken if isinstance(engine, VllmConfig)) + learner < USABLE
 
 
 def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
     """On an elastic slot only one of them is awake; with the learner gone too, both have more."""
-    elastic = shares_of(surveyed("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
-    beside = shares_of(surveyed())
+    elastic = shares_of(facts_with("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
+    beside = shares_of(facts_with())
     assert all(elastic[role] > beside[role] for role in beside)
     assert elastic["policy"] == pytest.approx(elastic["grm"])
-    by_turns = surveyed("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
+    by_turns = facts_with("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
     assert sum(shares_of(by_turns).values()) == pytest.approx(USABLE)
 
 
-def test_the_policys_engine_leaves_room_for_the_weights_that_a_learner_by_turns_brings() -> None:
+def test_policy_engine_leaves_room_for_the_weights_of_a_time_shared_learner() -> None:
     """Alone with a learner with large weights: 8 B in float32."""
-    survey = survey_run(
+    facts = collect_facts(
         composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",
                  "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging")
     )  # fmt: skip
-    assert shares_of(survey)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
+    assert shares_of(facts)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
 
 
 def test_roles_with_gpus_of_their_own_have_the_default() -> None:
-    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS))
-    assert shares_of(survey) == {}
-    engine = survey.roles.served["policy"].engine.options
+    facts = collect_facts(composed("+experiment=qwen3_8b", PROMPTS))
+    assert shares_of(facts) == {}
+    engine = facts.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.memory_share == 0.85
 
 
 def test_a_share_that_is_set_is_kept_and_the_other_engine_gets_the_rest() -> None:
-    survey = surveyed("+grm.engine_options.gpu_memory_utilization=0.5")
-    shares = shares_of(survey)
+    facts = facts_with("+grm.engine_options.gpu_memory_utilization=0.5")
+    shares = shares_of(facts)
     assert shares.keys() == {"policy"}
-    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
-    beside = held_at_once(survey, "all", [survey.placement.seats[role][0] for role in ("learner", "grm")], parts)
+    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
+    beside = held_at_once(facts, "all", [facts.placement.seats[role][0] for role in ("learner", "grm")], parts)
     assert shares["policy"] == pytest.approx(USABLE - beside / 80e9)
 
 
 def test_models_that_leave_no_room_get_no_share() -> None:
-    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu"))
-    assert shares_of(survey) == {}
+    facts = collect_facts(composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu"))
+    assert shares_of(facts) == {}
 
 
 @pytest.mark.vllm
@@ -114,7 +114,7 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(engine, VllmConfig) and engine.gpu_memory_utilization is not None
     spec = prepared.roles.served["policy"].engine_spec(prepared.policy.path, seed=0)
     start = VllmStart(spec=spec, config=engine, context_tokens=64)
-    assert arguments_of(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
+    assert make_arguments(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
 
 
 def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import memory_parts
 from grmpipe.capacity.plan.plan_report import arithmetic, times
-from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import (
     judge_lengths,
     learner_flops,
@@ -36,49 +36,47 @@ JUDGES = (
 LEARNS = "models.safety.train={enabled: true, prompts_per_batch: 4, group_size: 8, grm_steps_per_policy_step: 2.0}"
 
 
-def surveyed(*overrides: str) -> Survey:
+def surveyed(*overrides: str) -> RunFacts:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return survey_run(build(compose("config", [*JUDGES, *overrides])))
+        return collect_facts(build(compose("config", [*JUDGES, *overrides])))
 
 
 @pytest.fixture(scope="module")
-def survey() -> Survey:
+def facts() -> RunFacts:
     return surveyed()
 
 
-def test_two_judges_of_one_model_add_up_on_its_engines(survey: Survey) -> None:
-    work = step_work(survey).engines
+def test_two_judges_of_one_model_add_up_on_its_engines(facts: RunFacts) -> None:
+    work = step_work(facts).engines
     assert list(work) == ["policy", "grm", "safety"]
     assert (work["grm"].requests, work["safety"].requests) == (128 * (1 + 3), 128 * 2)
     assert work["grm"].new_tokens == pytest.approx((1 * 64 + 3 * 16) / 4)
     assert work["safety"].new_tokens == 64
 
 
-def test_prompts_are_shared_by_siblings_and_by_the_judgements_of_a_rollout(survey: Survey) -> None:
-    work = step_work(survey).engines
-    assert work["policy"].prompt_shared_by == survey.config.train.group_size == 8
+def test_prompts_are_shared_by_siblings_and_by_the_judgements_of_a_rollout(facts: RunFacts) -> None:
+    work = step_work(facts).engines
+    assert work["policy"].prompt_shared_by == facts.config.train.group_size == 8
     assert work["safety"].prompt_shared_by == pytest.approx(2)
     assert 1 < work["grm"].prompt_shared_by < 3, "of one judgement by judge, three by brief"
 
 
-def test_a_plan_has_a_line_for_every_judge_and_every_role(survey: Survey) -> None:
-    said = arithmetic(survey)
+def test_a_plan_has_a_line_for_every_judge_and_every_role(facts: RunFacts) -> None:
+    said = arithmetic(facts)
     assert "judged by 3 judges, at most:" in said
     assert "brief    128 rollouts x 3 judgements = 384 judgements by grm, at most 12288 tokens" in said
-    told = times(survey)
+    told = times(facts)
     assert "64 tokens per judgement of judge, 16 tokens per judgement of brief" in told
     for role in ("policy", "learner", "grm", "safety"):
         assert f"  {role:<8} " in told
 
 
-def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> None:
-    prompts = survey.data.train[:40]
+def test_a_route_gives_each_judge_the_prompts_of_its_sources(facts: RunFacts) -> None:
+    prompts = facts.data.train[:40]
     mixed = tuple(replace(prompt, source="math" if n < 10 else "chat") for n, prompt in enumerate(prompts))
     route = RewardConfig(kind="route", route={"math": "safety"}, default="judge")
-    config = with_sections(
-        survey.config, judges={"safety": typed_sections(survey.config).judges["safety"]}, reward=route
-    )
-    routed = replace(survey, config=config, data=replace(survey.data, train=mixed))
+    config = with_sections(facts.config, judges={"safety": typed_sections(facts.config).judges["safety"]}, reward=route)
+    routed = replace(facts, config=config, data=replace(facts.data, train=mixed))
     assert shares_asked(routed) == {"safety": 0.25, "judge": 0.75}
     work = step_work(routed).engines
     assert (work["safety"].requests, work["grm"].requests) == (128 * 2 // 4, 128 * 3 // 4)
@@ -86,64 +84,64 @@ def test_a_route_gives_each_judge_the_prompts_of_its_sources(survey: Survey) -> 
     assert "32 rollouts x 2 judgements = 64 judgements by safety, at most 8192 tokens, of 25% of" in arithmetic(routed)
 
 
-def test_a_policy_that_judges_has_the_work_of_both(survey: Survey) -> None:
-    own = replace(typed_sections(survey.config).judges["safety"], model="policy")
-    roles = {role: seat for role, seat in survey.config.placement.roles.items() if not role.startswith("safety")}
-    placed = replace(survey.config.placement, roles=roles)
+def test_a_policy_that_judges_has_the_work_of_both(facts: RunFacts) -> None:
+    own = replace(typed_sections(facts.config).judges["safety"], model="policy")
+    roles = {role: seat for role, seat in facts.config.placement.roles.items() if not role.startswith("safety")}
+    placed = replace(facts.config.placement, roles=roles)
     reward = RewardConfig(judge="safety")
-    alone = with_sections(survey.config, placement=placed, models={}, judges={"safety": own}, reward=reward)
-    work = step_work(survey.under(alone)).engines
+    alone = with_sections(facts.config, placement=placed, models={}, judges={"safety": own}, reward=reward)
+    work = step_work(facts.under(alone)).engines
     assert list(work) == ["policy"]
     assert work["policy"].requests == 128 + 128 * 2
 
 
 def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner() -> None:
-    survey = surveyed(LEARNS)
-    work, asked = step_work(survey), judge_lengths("safety", survey)
+    facts = surveyed(LEARNS)
+    work, asked = step_work(facts), judge_lengths("safety", facts)
     assert "safety_learner" in work.roles
     assert work.engines["safety"].requests == 128 * 2 + 2 * 4 * 8
     trained = work.grm_learners["safety_learner"]
     assert (trained.model, trained.steps) == ("safety", 2.0)
-    prompts = 2 * 4 if survey.config.train.prefix_sharing else 2 * 4 * 8
+    prompts = 2 * 4 if facts.config.train.prefix_sharing else 2 * 4 * 8
     assert trained.tokens == pytest.approx(prompts * asked.prompt_tokens + 2 * 4 * 8 * asked.new_tokens)
-    held = {part.what for part in memory_parts(survey, "safety_learner")}
+    held = {part.what for part in memory_parts(facts, "safety_learner")}
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
-    assert "safety_learner " in times(survey)
+    assert "safety_learner " in times(facts)
 
 
 def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them() -> None:
     plain = step_work(surveyed())
     assert (plain.learner_forward_tokens, plain.learner_updates, plain.critic_updates) == (0.0, 1, 1)
     algorithm = ("algorithm.kl_coefficient=0.1", "algorithm.updates_per_batch=4")
-    survey = surveyed(*algorithm, LEARNS.replace("enabled: true", "enabled: true, kl_coefficient: 0.1"))
-    work = step_work(survey)
+    facts = surveyed(*algorithm, LEARNS.replace("enabled: true", "enabled: true, kl_coefficient: 0.1"))
+    work = step_work(facts)
     assert work.learner_forward_tokens == 2 * work.learner_tokens, "a reference, and pi_old"
     assert work.learner_updates == 4
     assert plain.starts_early and not work.starts_early, "the whole batch is there before its first update"
     assert work.grm_learners["safety_learner"].forward_tokens == work.grm_learners["safety_learner"].tokens
     # Both passes without gradients take a third of forward and backward.
-    assert (learner_flops(survey) or 0.0) == pytest.approx((learner_flops(surveyed()) or 0.0) * 5 / 3)
+    assert (learner_flops(facts) or 0.0) == pytest.approx((learner_flops(surveyed()) or 0.0) * 5 / 3)
 
 
 def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
-    survey = surveyed(
+    facts = surveyed(
         "judges.safety.vote=weighted", "meta_rm.path=tiny://meta_rm", "placement.roles.meta_rm.pool=judging"
     )
-    work, asked = step_work(survey), judge_lengths("safety", survey)
+    work, asked = step_work(facts), judge_lengths("safety", facts)
     assert work.scorer_tokens["meta_rm"] == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
-    (weights,) = memory_parts(survey, "meta_rm")
-    assert weights.num_bytes == memory_parts(survey, "safety")[0].num_bytes
-    assert "meta_rm  " in times(survey)
+    (weights,) = memory_parts(facts, "meta_rm")
+    assert weights.num_bytes == memory_parts(facts, "safety")[0].num_bytes
+    assert "meta_rm  " in times(facts)
 
 
 def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
-    survey = surveyed(
+    facts = surveyed(
         "+grm@models.scalar=tiny_reward_model", "+judge@judges.taste=scalar", "judges.taste.model=scalar",
         "reward.members=[judge,brief,safety,taste]",
     )  # fmt: skip
-    played = policy_lengths(survey)
-    work = step_work(survey)
+    played = policy_lengths(facts)
+    work = step_work(facts)
     assert work.scorer_tokens == {"scalar": pytest.approx(128 * (played.prompt_tokens + played.new_tokens))}
-    assert [part.what for part in memory_parts(survey, "scalar")] == ["weights"]
-    assert "scalar   " in times(survey)
-    assert "taste    a scalar" in arithmetic(survey)
+    assert [part.what for part in memory_parts(facts, "scalar")] == ["weights"]
+    assert "scalar   " in times(facts)
+    assert "taste    a scalar" in arithmetic(facts)

@@ -55,7 +55,7 @@ def test_a_crowded_machine_slows_it_and_its_work_slows_the_others() -> None:
     run_virtually(main)
 
 
-def test_who_gives_up_holds_nobody_up() -> None:
+def test_cancelled_request_delays_no_other() -> None:
     async def main() -> None:
         driver = SimulatedDriver(0.2)
         first, second = (asyncio.create_task(driver.attend()) for _ in range(2))

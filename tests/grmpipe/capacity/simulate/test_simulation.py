@@ -18,7 +18,7 @@ from simulated_workload import COSTS, SPEED, always, seats, workload
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.simulate.scripts import (
+from grmpipe.capacity.simulate.simulated_answers import (
     FILLER,
     CountingRenderer,
     Lengths,
@@ -31,8 +31,8 @@ from grmpipe.capacity.simulate.scripts import (
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulation import run_simulation
-from grmpipe.capacity.simulate.stages import Workload
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.grm import GrmConfig
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import JudgeConfig, Scale
@@ -41,7 +41,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from models.settings import ModelConfig
 from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
@@ -71,7 +71,7 @@ def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() ->
     assert len(run.steps) == 6
 
 
-def test_a_learner_that_has_its_slot_by_turns_adds_up_with_the_engines_of_it() -> None:
+def test_time_shared_learner_and_engines_add_up() -> None:
     pools = {"all": PoolConfig(slots=1, time_shared=True)}
     roles = {role: RoleConfig(pool="all") for role in ("policy", "learner", "grm")}
     placed = PlacementConfig(pools=pools, roles=roles)
@@ -129,7 +129,7 @@ def test_equal_runs_are_equal_and_other_lengths_are_not() -> None:
     assert of_lengths(lognormal(80, 0.8)) != of_lengths(lognormal(81, 0.8))
 
 
-def test_who_has_most_to_do_is_busy_all_the_time() -> None:
+def test_busiest_part_is_busy_all_the_time() -> None:
     slow = replace(COSTS, learner=LearnerSpeed(token_s=2e-3, step_s=0.1))
     run = simulated(12, costs=slow, staleness=2)
     assert run.busy["learner"] > 0.95
@@ -192,7 +192,7 @@ def test_critiques_go_through_the_real_parser() -> None:
     assert run.dropped == {}
 
 
-def test_a_critique_that_never_ends_is_cut_and_told() -> None:
+def test_endless_critique_is_cut_and_counted() -> None:
     with pytest.raises(Exception, match="truncated"):
         simulated(critiques=always(201))
 
@@ -318,7 +318,7 @@ def ask(writer: Writer | ModelWriter, prompt_ids: Sequence[int], max_new_tokens:
     return writer(prompt_ids, SamplingParams(max_new_tokens=max_new_tokens), context)
 
 
-def test_an_answer_that_goes_on_elsewhere_comes_to_the_same_end() -> None:
+def test_migrated_answer_ends_as_it_would_have() -> None:
     judge = Writer(lengths=always(50), seed=0, scale=Scale(low=1, high=10))
     writer = ModelWriter(turns=None, judges={"judge": judge})
     whole = ask(writer, (1, 2), 64)
@@ -414,7 +414,7 @@ def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:
     assert lengths_in(tmp_path) == {"policy": [20], "judge": [30]}
 
 
-def test_lengths_of_several_judges_are_distinct_overrides_by_their_names(tmp_path: Path) -> None:
+def test_lengths_of_several_judges_are_kept_apart_by_name(tmp_path: Path) -> None:
     judged = [{"judge": name, "completion": {"token_ids": [1] * count}} for name, count in (("judge", 30), ("b", 7))]
     (tmp_path / "rollouts.jsonl").write_text(json.dumps({"turns": [{"token_ids": [1] * 20}]}) + "\n")
     (tmp_path / "judgements.jsonl").write_text(json.dumps({"judgements": judged, "failures": []}) + "\n")
@@ -432,7 +432,7 @@ def test_ranks_that_share_a_micro_batch_divide_its_time(cp: int, micro_batches: 
     """Four ranks at 1 ms for a packed token: 2 tokens in each micro-batch."""
 
     async def took_s() -> float:
-        group = LearnerGroup(SimulatedRanks(4, LearnerSpeed(token_s=1e-3, step_s=0.0), 0.0, cp=cp), cp)
+        group = LearnerRanks(SimulatedRanks(4, LearnerSpeed(token_s=1e-3, step_s=0.0), 0.0, cp=cp), cp)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         await group.accumulate(MicroBatchRound(micro_batches=(idle(),) * micro_batches))

@@ -62,7 +62,7 @@ def simulated(critic: LearnerSpeed | None, events: Names) -> SimulatedRun:
     return simulate(replace(load, config=config), placement, costs, 6, events)
 
 
-def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it() -> None:
+def test_simulated_critic_works_a_third_more_than_the_learner_and_overlaps_it() -> None:
     """A value and as much training per token; on its own slots it adds little to a step."""
     events = Names()
     run = simulated(SPEED_OF_BOTH, events)

@@ -22,7 +22,7 @@ def test_a_year_passes_in_no_time() -> None:
     assert time.process_time() - began < 2.0
 
 
-def test_timers_fire_in_the_order_of_their_moments_and_time_stands_still_between() -> None:
+def test_timers_fire_in_order_and_time_jumps_from_one_to_the_next() -> None:
     async def go() -> list[tuple[float, str]]:
         clock, seen = asyncio.get_running_loop().time, []
 
@@ -48,7 +48,7 @@ def test_a_timeout_counts_virtual_seconds() -> None:
     assert run_virtually(go) == pytest.approx(60.0)
 
 
-def test_tasks_that_wait_for_each_other_for_ever_are_an_error_and_no_hang() -> None:
+def test_deadlocked_tasks_raise_an_error_instead_of_hanging() -> None:
     async def go() -> None:
         await asyncio.Event().wait()
 

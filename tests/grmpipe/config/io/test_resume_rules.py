@@ -75,7 +75,7 @@ def test_the_page_names_what_a_resume_may_change_by_keys_that_are_free() -> None
     assert set(FREE_ON_RESUME) - shown == set(START_KEYS)
 
 
-def test_a_change_is_told_without_secrets_and_how_the_run_is_called_is_none() -> None:
+def test_change_of_a_run_is_reported_without_secrets_and_its_name_is_no_change() -> None:
     old = run_config()
     tags = TrackingConfig(wandb=WandbConfig(tags=["a"], project="p"))
     new = dataclasses.replace(old, resume="auto", run_dir="x", tracking=tags)

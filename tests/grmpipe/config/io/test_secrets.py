@@ -65,7 +65,7 @@ def test_a_secret_reaches_its_engine_and_no_file(
     assert told == [] or SECRET not in str(told)
 
 
-def test_a_rotated_key_may_resume_and_another_value_may_not_and_neither_is_told(
+def test_rotated_key_resumes_and_another_secret_does_not_and_neither_is_shown(
     conf: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config(key: str, note: str) -> RunConfig:

@@ -52,7 +52,7 @@ def test_rows_without_arguments_are_aggregations_and_forms() -> None:
         assert PARSERS.found(name, Form).line("7", Scale(), 1)
 
 
-def test_ones_own_is_found_by_its_dotted_path() -> None:
+def test_custom_object_is_found_by_its_dotted_path() -> None:
     drift = OffPolicyDrift(
         log_weights_T=torch.zeros(2),
         log_behind_T=torch.zeros(2),
@@ -89,7 +89,7 @@ def test_a_part_that_another_machine_lacks_is_refused_by_its_key(monkeypatch: py
         ("parser", "nowhere.FORM", "nowhere can't be imported"),
     ],
 )
-def test_what_is_neither_a_row_nor_ones_own_is_refused_by_its_key(key: str, value: str, words: str) -> None:
+def test_name_without_a_row_or_a_dotted_path_is_refused_by_its_key(key: str, value: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: .*{words}"):
         judge_config(**{key: value})  # type: ignore[arg-type]
 

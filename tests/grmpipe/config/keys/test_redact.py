@@ -41,14 +41,14 @@ def test_secrets_are_found_however_deep_they_lie() -> None:
     assert redact(config, environ={}) == expected
 
 
-def test_a_value_that_stands_in_the_environment_is_found_under_an_innocent_key() -> None:
+def test_value_of_a_secret_variable_is_found_under_any_key() -> None:
     environ = {"JUDGE_TOKEN": "hunter2-hunter2", "HOME": "/home/ida", "SHORT_KEY": "1"}
     config = {"url": "https://hunter2-hunter2@judge/v1", "home": "/home/ida", "one": "1", "list": ["hunter2-hunter2"]}
     clean = redact(config, environ)
     assert clean == {"url": f"https://{REDACTED}@judge/v1", "home": "/home/ida", "one": "1", "list": [REDACTED]}
 
 
-def test_of_two_secrets_that_overlap_nothing_is_left_over() -> None:
+def test_overlapping_secrets_are_removed_completely() -> None:
     secrets = environment_secrets({"A_KEY": "abcdef", "B_KEY": "abcdef-ghijkl"})
     assert mask("x abcdef-ghijkl y", secrets) == f"x {REDACTED} y"
 

@@ -49,7 +49,7 @@ def test_code_is_described_by_its_dotted_name_its_file_and_its_line(code: object
     assert described(len) == "builtins.len"
 
 
-def test_an_exception_is_told_by_the_line_of_the_users_file_also_without_a_text() -> None:
+def test_exception_is_reported_with_the_line_of_the_users_file() -> None:
     class Silent(BaseException):
         __str__ = Users.__str__
 
@@ -62,7 +62,7 @@ def test_an_exception_is_told_by_the_line_of_the_users_file_also_without_a_text(
 
 
 @pytest.mark.parametrize("value", [None, "1", b"1", [1], np.zeros(2), np.str_("1"), float("nan"), 10**400, 1j, Users()])
-def test_what_is_no_finite_number_is_none_and_can_be_shown(value: object) -> None:
+def test_value_that_is_no_finite_number_becomes_none_and_is_described(value: object) -> None:
     assert number_of(value) is None
     assert len(shown(value)) < 200
 

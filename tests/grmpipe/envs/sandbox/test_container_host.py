@@ -20,8 +20,8 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.sandbox.container_host import ContainerHost, command
+from grmpipe.envs.sandbox.crash_cleanup import FOLDER, CleanupRecord, clear, file_of, noted, sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
-from grmpipe.envs.sandbox.leftovers import FOLDER, Leftovers, clear, file_of, noted, sweep
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))
@@ -88,7 +88,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def left(docker: Path) -> Iterator[Leftovers]:
+def left(docker: Path) -> Iterator[CleanupRecord]:
     """What a host of containers notes."""
     left = noted(docker.parent, "docker")
     yield left
@@ -141,7 +141,7 @@ def test_what_a_program_tries_in_a_container_is_refused(docker: Path, tmp_path: 
     assert {attack: said.get(attack, "") for attack in ATTACKS if not said.get(attack, "").startswith("refused")} == {}
 
 
-def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left: Leftovers) -> None:
+def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left: CleanupRecord) -> None:
     async def play() -> None:
         host = ContainerHost(CONFIG, left, LIMITS)
         env = host.env()
@@ -155,7 +155,7 @@ def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left
     assert remove[:2] == ["rm", "--force"] and f"--name={remove[2]}" in run
 
 
-def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(left: Leftovers) -> None:
+def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(left: CleanupRecord) -> None:
     async def play() -> None:
         config = replace(CONFIG, target="adversary.Missing")
         env = ContainerHost(config, left, LIMITS).env()
@@ -169,7 +169,7 @@ def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(lef
     assert fault.value.cause == "boot"
 
 
-def test_containers_of_a_run_that_was_killed_are_found_by_their_label(docker: Path, left: Leftovers) -> None:
+def test_containers_of_a_run_that_was_killed_are_found_by_their_label(docker: Path, left: CleanupRecord) -> None:
     run_dir = docker.parent
     started_before = msgspec.structs.replace(left, started="1")  # its process id belongs to another process now
     file_of(run_dir, left).write_bytes(msgspec.json.encode(started_before))

@@ -21,10 +21,10 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox.crash_cleanup import FOLDER, clear, noted, processes_of, sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.hosted_env import HostedEnv
 from grmpipe.envs.sandbox.isolation_report import isolation_report
-from grmpipe.envs.sandbox.leftovers import FOLDER, clear, noted, processes_of, sweep
 from grmpipe.envs.sandbox.process_host import ProcessHost, bounds_of, fork
 from grmpipe.types import Prompt
 from models.types import Message, ToolCall
@@ -284,7 +284,7 @@ def test_there_is_no_network_but_the_workers_own(host: Host, needs: Callable[...
 
 @pytest.mark.parametrize("kind", ["host", "bare_host"])
 @pytest.mark.parametrize("harm", ["read", "write"])
-def test_files_outside_of_the_list_are_neither_read_nor_written(
+def test_files_outside_the_list_can_not_be_read_or_written(
     request: pytest.FixtureRequest, kind: str, harm: str, tmp_path: Path, needs: Callable[..., None]
 ) -> None:
     needs("Landlock")

@@ -18,8 +18,8 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, Episode
+from grmpipe.envs.sandbox.crash_cleanup import clear, noted
 from grmpipe.envs.sandbox.isolation_report import LIMITS
-from grmpipe.envs.sandbox.leftovers import clear, noted
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.types import Prompt
 

@@ -71,7 +71,7 @@ def test_an_abstention_is_doubt_and_another_failure_is_not(group_bench: Any, cau
     assert table.asked("good") == asked
 
 
-def test_the_cheap_verdict_never_stands_in_for_a_good_one_that_failed(group_bench: Any) -> None:
+def test_cheap_verdict_never_replaces_a_good_one_that_failed(group_bench: Any) -> None:
     fails = lambda group, sibling: group_bench.refused if sibling == 1 else 0.2  # noqa: E731
     assert group_bench.composed(ALL, {"cheap": unsure_of(2), "good": fails}).outcomes() == [0.2, "refused", 0.2, 0.2]
     audited = group_bench.composed({**ALL, "audit_share": 1.0}, {"cheap": unsure_of(), "good": fails})
@@ -103,17 +103,17 @@ def test_after_a_resume_the_share_is_that_of_the_whole_run(group_bench: Any) -> 
     bounds_of(table.judge).go_on(before)
     found = [events(table.reports(group_id=f"g{number:06d}"))[0].escalated for number in range(4)]
     assert found == [4, 4, 0, 4]
-    aside = dataclasses.replace(table, judge=with_own_bounds(table.judge))
-    assert events(aside.reports(group_id="evaluated"))[0].escalated == 0
+    separate = dataclasses.replace(table, judge=with_own_bounds(table.judge))
+    assert events(separate.reports(group_id="evaluated"))[0].escalated == 0
 
 
 def test_rollouts_that_arent_trained_use_up_nothing_of_the_share(group_bench: Any) -> None:
     table = group_bench.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
-    aside = dataclasses.replace(table, judge=with_own_bounds(table.judge))
+    separate = dataclasses.replace(table, judge=with_own_bounds(table.judge))
     trained = []
     for number in range(4):
         trained += events(table.reports(group_id=f"g{number:06d}"))
-        aside.reports(group_id=f"evaluated{number}", size=1)
+        separate.reports(group_id=f"evaluated{number}", size=1)
     assert [event.escalated for event in trained] == [0, 4, 0, 4]
 
 
@@ -153,7 +153,7 @@ def test_the_audit_estimates_the_true_error_of_sure_verdicts(group_bench: Any, e
     assert counts.flipped_share == pytest.approx(statistics.fmean(good < 0.7 for good in truth.values()), abs=0.1)
 
 
-def test_an_audited_group_trains_on_the_good_verdict_and_is_told_once(group_bench: Any) -> None:
+def test_audited_group_trains_on_the_good_verdict_and_is_counted_once(group_bench: Any) -> None:
     table = group_bench.composed(
         {**ALL, "audit_share": 1.0, "pass_at": 0.5}, {"cheap": unsure_of(), "good": good}, delays=9
     )

@@ -115,7 +115,7 @@ def test_equal_rewards_of_turns_stay_equal_by_group_std(group_bench: Any) -> Non
 
 
 @pytest.mark.parametrize("min_group_std", [0.0, 0.3])
-def test_group_std_divides_no_less_than_the_estimators(group_bench: Any, min_group_std: float) -> None:
+def test_group_std_keeps_the_estimators_floor_of_the_divisor(group_bench: Any, min_group_std: float) -> None:
     mix = {"kind": "mix", "mix": {"judge": 1}, "normalise": "group_std"}
     found = group_bench.composed(mix, {"judge": ladder}, min_group_std=min_group_std).outcomes()
     assert found == pytest.approx(standardize(np.array(LADDER), "sample", min_group_std).tolist())
@@ -166,7 +166,7 @@ def test_a_route_asks_only_the_judge_of_the_prompts_source(group_bench: Any) -> 
     assert len(table.judges["steps"].asked) == 4
 
 
-def test_a_source_that_nobody_judges_fails_at_once(group_bench: Any) -> None:
+def test_source_without_a_judge_fails_at_once(group_bench: Any) -> None:
     table = group_bench.composed({"kind": "route", "route": {"math": "judge"}}, {"judge": ladder})
     reports = table.reports(source="chat")
     assert [group_bench.outcome_of(report) for report in reports.values()] == ["refused"] * 4

@@ -29,7 +29,7 @@ def mixed_with_rule(grm: Judge, config: JudgeConfig | None = None) -> Judge:
     return compose_judge(RewardTree.of(RewardConfig(kind="mix", mix=MIX)), {"judge": grm, "exact": RULE}, configs, 0)
 
 
-def test_a_grm_beside_a_rule(bench: Any) -> None:
+def test_mix_combines_a_grm_and_a_rule(bench: Any) -> None:
     grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
     report = bench.run(judge_alone(mixed_with_rule(grm), bench.prompt(), bench.rollout("Answer: 12")))
     (span,) = report.verdict.rewards
@@ -40,7 +40,7 @@ def test_a_grm_beside_a_rule(bench: Any) -> None:
     assert len(report.judgements) == 1
 
 
-def test_an_engine_that_died_is_no_number_beside_a_rule(bench: Any) -> None:
+def test_dead_engine_in_a_mix_with_a_rule_gives_no_number(bench: Any) -> None:
     grm, _ = bench.generative(lambda prompt, context: EngineDied("killed"))
     report = bench.run(judge_alone(mixed_with_rule(grm), bench.prompt(), bench.rollout("Answer: 12")))
     assert (report.verdict.cause, report.verdict.detail) == ("died", "judge: killed")
@@ -106,7 +106,7 @@ class OwnRollouts:
         raise NotImplementedError
 
 
-def test_a_judge_of_ones_own_gets_the_whole_group_unless_it_takes_single_rollouts() -> None:
+def test_custom_judge_gets_the_whole_group_unless_it_takes_single_rollouts() -> None:
     for name, expected in (("OwnSession", True), ("OwnRollouts", False)):
         config = judge_config(kind="custom", target=f"{__name__}.{name}")
         assert compares(load_custom_judge(config), config) is expected

@@ -114,7 +114,7 @@ def test_single_responses_with_verdicts_are_not_judged_again(group_bench: Any) -
 
 @KINDS
 @pytest.mark.parametrize("order", range(4))
-def test_every_judgement_is_told_once(group_bench: Any, kind: str, order: int) -> None:
+def test_every_judgement_is_reported_once(group_bench: Any, kind: str, order: int) -> None:
     """Judgements by all siblings at once, too, although the sibling whose report has them may have been vetoed."""
     reward, nested = COMPOSITIONS[kind]
     table = group_bench.composed(reward, given_by(drawn(order, group_bench, failing=0.0)), rewards=nested, delays=order)
@@ -175,7 +175,7 @@ ALONE = {"a": 0.9, "b": 0.3, "list_pairs": 1.0}  # judge -> its reward of a resp
         ({**CASCADE, "first": "a", "then": "list_pairs", "audit_share": 1.0}, "refused", "a"),
     ],
 )
-def test_a_judge_that_compares_fails_on_a_response_without_siblings_and_the_others_are_told(
+def test_comparing_judge_fails_on_a_single_response_and_the_others_still_report(
     group_bench: Any, reward: dict[str, Any], given: float | str, asked: str
 ) -> None:
     """So an evaluation keeps the numbers of all other judges, and a jury goes on down to its quorum."""

@@ -44,12 +44,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("name", ["ByRule", "OfGroups"])
-def test_it_judges_rollouts_or_opens_hearings(bench: Any, module: str, name: str) -> None:
+def test_custom_judge_judges_rollouts_or_opens_sessions(bench: Any, module: str, name: str) -> None:
     judge = load_custom_judge(judge_config(kind="custom", target=f"{module}.{name}"))
     assert bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12"))).verdict.outcome == 1
 
 
-def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
+def test_custom_judge_is_made_with_its_options(bench: Any, module: str) -> None:
     options = {"rule": "contains_reference"}
     judge = load_custom_judge(judge_config(kind="custom", target=f"{module}.ByRule", options=options))
     verdict = bench.run(judge_alone(judge, bench.prompt(reference="a dozen"), bench.rollout("a dozen"))).verdict

@@ -94,7 +94,7 @@ def test_a_weight_that_is_no_number_is_refused(weights: Any) -> None:
 
 
 @pytest.mark.parametrize("by_turn", [False, True])
-def test_beside_another_judge_it_is_a_component_by_its_name(bench: Any, by_turn: bool) -> None:
+def test_env_reward_is_a_component_by_its_name(bench: Any, by_turn: bool) -> None:
     judges = {
         "judge": PointwiseAdapter(RuleJudge("exact_answer")),
         "task": PointwiseAdapter(EnvRewardJudge(EnvRewardConfig(by_turn=by_turn))),

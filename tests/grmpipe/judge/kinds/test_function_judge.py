@@ -153,7 +153,7 @@ def test_a_response_is_the_last_turn_with_its_thoughts_or_without(
         assert function.arguments(PROMPT, [episode]) == {"response": "last"}
 
 
-def test_a_function_that_hangs_is_a_timeout_and_holds_nobody_up(judged: Callable[..., list]) -> None:
+def test_hanging_function_times_out_and_delays_no_other(judged: Callable[..., list]) -> None:
     code = "import time\ndef reward(response):\n    time.sleep(30 if response == 'slow' else 0)\n    return 1"
     began = time.monotonic()
     settings = {"timeout_s": 1.0, "max_new_tokens": 1, "min_tokens_per_s": 100.0}

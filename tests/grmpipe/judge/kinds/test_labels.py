@@ -26,7 +26,7 @@ def under(rule: str, **judge: object) -> JudgingTasks:
     return JudgingTasks.under(judge_config(kind="label", **judge), LabelConfig(rule=rule))
 
 
-def test_a_lesson_is_the_very_prompt_that_judging_uses_and_its_label_is_nowhere_in_it() -> None:
+def test_judging_task_is_the_prompt_of_judging_without_its_label() -> None:
     (judging_task,) = under("exact").of([scored(7)])
     assert judging_task.messages == JudgePrompt.load("tiny").render(QUESTION, "It is 42.")
     assert (judging_task.reference, judging_task.prompt_id, judging_task.source) == ("exactly 7", "s7", "sums")

@@ -41,7 +41,7 @@ def test_a_limit_whose_metric_was_never_there_has_no_alarm() -> None:
     assert (resumed.metrics(), resumed.never_read(checks=True)) == ({"alarm/low": 0.0}, [])
 
 
-def test_a_limit_on_a_metric_that_never_was_is_told_with_the_nearest_name() -> None:
+def test_limit_on_an_unknown_metric_is_reported_with_the_nearest_name() -> None:
     limits = Limits({"long": LimitConfig(metric="judge/length_correlation", above=0.5)})
     limits.read(1, {"judge/score_length_correlation": 0.1})
     (told,) = limits.never_read(checks=True)
@@ -57,11 +57,11 @@ def test_a_limit_on_a_metric_that_never_was_is_told_with_the_nearest_name() -> N
         ({"metric": "x", "above": 1.0, "action": "shout"}, "action: unknown value 'shout'; known: warn, pause, stop"),
     ],
 )
-def test_a_limit_that_makes_no_sense_is_refused(values: dict, told: str) -> None:
+def test_senseless_limit_is_refused(values: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         LimitConfig(**values)
 
 
-def test_counts_of_watching_are_no_less_than_none() -> None:
+def test_number_of_canaries_may_not_be_negative() -> None:
     with pytest.raises(ValueError, match="canaries: must be 0"):
         JudgeMonitorConfig(canaries=-1)

@@ -52,7 +52,7 @@ def drift(judge: ByLength, later: ByLength, *texts: str) -> CanaryDrift:
     return asyncio.run(twice())
 
 
-def test_a_judge_that_stands_still_has_no_drift_at_all() -> None:
+def test_unchanged_judge_has_no_drift() -> None:
     still = drift(ByLength(), ByLength(), "abc", "a", "abcdef")
     assert still.differences == (0, 0, 0)
     assert not still.is_sure
@@ -95,7 +95,7 @@ def test_the_ten_replies_go_to_every_prompt_and_count_above_the_middle() -> None
     assert metrics["judge_monitor/adversarial_failed_share"] == 0.0
 
 
-def test_a_reply_beside_a_real_answer_is_judged_together_with_it() -> None:
+def test_adversarial_reply_is_judged_together_with_a_real_answer() -> None:
     judge = ByLength()
     asyncio.run(probe_judge(PointwiseAdapter(judge), [AdversarialProbe(prompt=ASKED, rival="42")]))
     assert {name.rpartition("/")[2] for name in judge.asked} == {"0", "1"}
@@ -118,7 +118,7 @@ def test_a_mix_normalised_by_its_group_is_fooled_like_a_plain_one() -> None:
     assert metrics["judge_monitor/attack_success_share"] == 1.0
 
 
-def test_a_judge_that_the_cascade_leaves_out_is_shown_the_canaries_all_the_same() -> None:
+def test_judge_that_the_cascade_skips_still_gets_the_canaries() -> None:
     sure, late = ByLength(), ByLength()
     cascade = RewardConfig(kind="cascade", first="judge", then="late", unsure_band=(0.45, 0.55), audit_share=1e-9)
     judge = composed({"judge": sure, "late": late}, cascade)

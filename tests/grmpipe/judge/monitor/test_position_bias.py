@@ -37,7 +37,7 @@ def test_disagreement_in_the_same_order_is_noise() -> None:
     assert order_flips(judged) == Flips(same=1, same_flips=1)
 
 
-def test_groups_are_not_compared_with_each_other_and_ties_disagree_with_nobody() -> None:
+def test_groups_are_not_compared_with_each_other_and_ties_are_no_disagreement() -> None:
     judged = [judgement((0, 1), (2, 8)), judgement((1, 0), (2, 8), "other"), judgement((1, 0), (5, 5))]
     assert order_flips(judged) == Flips(swapped=1)
     assert PositionBias().with_judgements(judged).metrics()["ties_share"] == 1 / 3
@@ -49,7 +49,7 @@ def test_a_judge_of_single_responses_has_no_order_to_flip() -> None:
     assert PositionBias().with_judgements(judged).metrics() == {}
 
 
-def test_a_hard_question_makes_no_correlation() -> None:
+def test_hard_question_adds_no_correlation() -> None:
     easy, hard = [(10.0, 9.0), (12.0, 9.0)], [(50.0, 2.0), (60.0, 2.0)]
     assert correlation_within([easy, hard]) is None
     assert correlation_within([[(10.0, 1.0), (12.0, 3.0)], hard]) is not None

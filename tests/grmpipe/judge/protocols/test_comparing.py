@@ -67,14 +67,14 @@ def test_a_list_waits_for_its_last_sibling(bench: Any) -> None:
     assert judge_task.members == (0, 1)
 
 
-def test_a_place_in_the_list_that_always_wins_helps_nobody_in_particular(bench: Any) -> None:
+def test_place_in_the_list_that_always_wins_favours_no_sibling(bench: Any) -> None:
     """Each judgement has a new random order."""
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1}"), num_judgements=40, **LISTWISE)
     reports = hear(bench, judge, ["good", "bad"])
     assert all(3.5 < reports[sibling].verdict.score < 7.5 for sibling in (0, 1))
 
 
-def test_a_list_whose_judgements_all_fail_fails_for_every_sibling_and_is_counted_once(bench: Any) -> None:
+def test_list_without_a_judgement_fails_every_sibling_and_is_counted_once(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{3}"), **LISTWISE)
     reports = hear(bench, judge, ["good", "bad"])
     assert [report.verdict.cause for report in reports.values()] == ["unparseable"] * 2
@@ -102,7 +102,7 @@ def test_pairs_meet_in_both_orders_and_the_share_won_is_the_score(bench: Any, ki
     assert [report.verdict.outcome for _, report in sorted(reports.items())] == pytest.approx([1, 0.5, 0, 0.5])
 
 
-def test_a_judge_that_prefers_a_place_gives_nobody_a_win(bench: Any) -> None:
+def test_judge_that_prefers_a_place_gives_ties(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{9, 2}"), num_judgements=4, **PAIRWISE)
     reports = hear(bench, judge, ["good", "bad", "fair"])
     assert {report.verdict.score for report in reports.values()} == {5.5}
@@ -120,9 +120,7 @@ def place_lover(bench: Any, *failing: int) -> Any:
 
 
 @pytest.mark.parametrize("failing", [(0,), (1, 3, 5), (0, 2, 7), (0, 2, 4, 1)])
-def test_a_judge_that_prefers_a_place_gives_nobody_a_win_where_some_judgements_fail(
-    bench: Any, failing: tuple[int, ...]
-) -> None:
+def test_judge_that_prefers_a_place_gives_ties_where_some_judgements_fail(bench: Any, failing: tuple[int, ...]) -> None:
     judge, _ = bench.generative(place_lover(bench, *failing), num_judgements=8, max_retries=0, **PAIRWISE)
     reports = hear(bench, judge, ["good", "bad"])
     assert [reports[sibling].verdict.score for sibling in (0, 1)] == [5.5, 5.5]
@@ -189,7 +187,7 @@ def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wa
     assert found[0] == found[1]
 
 
-def test_a_ring_is_everybody_with_the_next() -> None:
+def test_ring_pairs_each_sibling_with_the_next() -> None:
     assert pairs_of(4, "ring") == [(0, 1), (0, 3), (1, 2), (2, 3)]
     assert pairs_of(2, "ring") == pairs_of(2, "all") == [(0, 1)]
     assert pairs_of(1, "ring") == pairs_of(1, "all") == []

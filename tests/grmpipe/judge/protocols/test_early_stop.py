@@ -52,7 +52,7 @@ def test_an_exact_stop_waits_for_nothing_that_could_not_change_the_winner() -> N
         assert fixed_after((*seen, None, None), 6) == (results in ({0.0}, {1.0})), seen
 
 
-def test_of_8_judgements_the_fifth_is_the_first_that_can_fix_a_winner() -> None:
+def test_fifth_of_8_judgements_is_the_first_that_can_fix_a_winner() -> None:
     stops = [count for count in range(1, 8) if fixed_after([1.0] * 8, count)]
     assert stops[0] == 5 == fewest_for_a_winner(8)
     assert fewest_for_a_winner(2) == 2
@@ -134,7 +134,7 @@ def test_scores_that_scatter_as_widely_as_the_group_are_judged_in_full(bench: An
     assert all(report.saved_tokens == 0 for report in reports)
 
 
-def test_an_audited_rollout_is_judged_in_full_and_told_beside_where_it_would_have_stopped(bench: Any) -> None:
+def test_audit_judges_in_full_and_reports_where_it_would_have_stopped(bench: Any) -> None:
     turning = {**CLEAR, "good": [10] * 4 + [6] * 4}
     reports, engine = group(bench, turning, audit_share=1.0)
     assert len(engine.asked) == 24
@@ -151,7 +151,7 @@ def test_what_is_in_flight_when_it_is_enough_is_cancelled_at_the_engine(bench: A
     assert len(engine.asked) == len(engine.cancelled) + sum(len(report.judgements) for report in reports)
 
 
-def test_a_panel_that_audits_notes_where_it_was_enough_and_goes_on(bench: Any) -> None:
+def test_audited_list_notes_where_it_would_have_stopped_and_is_judged_in_full(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("Score: 3"))
     (judgement,) = bench.run(judge.judge(bench.prompt(), bench.rollout("12"))).judgements
 

@@ -160,7 +160,7 @@ def test_a_slow_judgement_times_out_and_is_cancelled_at_the_engine(bench: Any) -
     assert engine.cancelled == ["g7/0/j0.0"]
 
 
-def test_an_aborted_judgement_counts_for_nothing_whatever_it_says(bench: Any) -> None:
+def test_aborted_judgement_counts_for_nothing(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("Score: 9", "abort"))
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
     assert (report.verdict.cause, report.judgements) == ("died", ())

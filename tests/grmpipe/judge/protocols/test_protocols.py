@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.judge.protocols.prompt_truncation import without_middle
 from grmpipe.judge.protocols.steps import steps_of
-from grmpipe.judge.protocols.truncation import without_middle
 from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
@@ -43,7 +43,7 @@ def characters(token_ids: Sequence[int]) -> str:
 # -- rubric ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rubric_gives_a_score_for_each_criterion_weighted_as_it_says(bench: Any) -> None:
+def test_rubric_weights_a_score_for_each_criterion(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1, 4}"), **RUBRIC)
     rubric = (Criterion(text="rhymes", weight=2), Criterion(text="is short"), Criterion(text="is true"))
     report = bench.run(judge.judge(replace(bench.prompt(), rubric=rubric), bench.rollout("a poem")))
@@ -217,7 +217,7 @@ def test_without_principles_a_rollout_is_failed_by_their_cause(bench: Any) -> No
     assert (report.verdict.cause, report.judgements) == ("died", ())
 
 
-def test_who_writes_principles_may_be_cancelled_and_the_next_takes_over(bench: Any) -> None:
+def test_next_rollout_takes_over_principles_of_a_cancelled_one(bench: Any) -> None:
     asked: list[str] = []
     judge, engine = bench.generative(writes_principles(bench, asked), **AHEAD)
 

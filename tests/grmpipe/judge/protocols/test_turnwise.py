@@ -116,7 +116,7 @@ def test_a_judgement_shows_the_turn_and_what_came_before_it(bench: Any) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.1, 10.0])
 @pytest.mark.parametrize("settings", [{}, {"num_judgements": 3}, {"principles": "shared"}])
-def test_turns_judged_while_the_rollout_goes_on_give_the_report_of_the_end(
+def test_turns_judged_during_the_rollout_give_the_report_of_its_end(
     bench: Any, tmp_path: Path, delay_s: float, settings: dict[str, Any]
 ) -> None:
     """Whether the judge is faster than the episode, or still judges its first turn when it has ended."""

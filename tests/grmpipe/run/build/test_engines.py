@@ -71,7 +71,7 @@ def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "g
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_engines_that_share_a_gpu_by_turns_must_be_able_to_sleep(kind: str) -> None:
+def test_engines_that_time_share_a_gpu_must_be_able_to_sleep(kind: str) -> None:
     key = rf"engine\.{kind}\.sleep_mode"
     with pytest.raises(ConfigError, match=rf"{key}: .*elastic pool engines.*type {key}=true"):
         seat_roles(on_gpus(kind, sleep_mode=False))
@@ -94,7 +94,7 @@ def test_engines_that_share_a_gpu_by_turns_must_be_able_to_sleep(kind: str) -> N
         ("embedded", False, "auto", "gpu", False),
     ],
 )
-def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
+def test_elastic_slots_swap_weights_by_setting_or_where_vllm_can_not_sleep(
     kind: str, sleep_mode: bool, swap: str, resource: str, shares: bool
 ) -> None:
     options = {"engine": {kind: {"sleep_mode": sleep_mode}} if kind != "embedded" else {}}
@@ -181,7 +181,7 @@ def by_turns(resource: str = "gpu", learner: str = "all", **sections: object) ->
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_engines_that_leave_a_gpu_to_the_learner_by_turns_must_be_able_to_sleep(kind: str) -> None:
+def test_engines_that_time_share_a_gpu_with_the_learner_must_be_able_to_sleep(kind: str) -> None:
     key = rf"engine\.{kind}\.sleep_mode"
     awake = by_turns(engine={kind: {"sleep_mode": False}}, policy={"engine": kind})
     with pytest.raises(ConfigError, match=rf"{key}: .*time_shared pool all.*the learner.*type {key}=true"):
@@ -193,7 +193,7 @@ def test_engines_that_leave_a_gpu_to_the_learner_by_turns_must_be_able_to_sleep(
     assert roles.served["grm"].sleeps, "the embedded engine"
 
 
-def test_a_pool_that_nobody_shares_with_the_learner_has_no_turns() -> None:
+def test_pool_without_the_learner_is_not_time_shared() -> None:
     way_out = r"set placement\.roles\.learner\.pool=all"
     with pytest.raises(ConfigError, match=rf"placement\.pools\.all\.time_shared: .*{way_out}"):
         seat_roles(by_turns(learner="train"))
@@ -236,7 +236,7 @@ def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
 
 
 @pytest.mark.parametrize(("swap", "together"), [("sleep", start_in_turn), ("weights", start_shared)])
-def test_a_judge_with_devices_of_its_own_neither_sleeps_nor_swaps(swap: str, together: StartGroup) -> None:
+def test_judge_with_its_own_devices_neither_sleeps_nor_swaps(swap: str, together: StartGroup) -> None:
     config, models = three_models(swap)
     _, roles = seat_roles(config)
     groups = [(start, [model.name for model in group]) for start, group in start_groups(models, roles)]

@@ -23,7 +23,7 @@ class Engines:
 
 
 @pytest.mark.parametrize("end", ["finished", "fault", "cancelled"])
-def test_whatever_ends_an_episode_its_engines_free_what_they_keep_of_it(end: str) -> None:
+def test_engines_free_the_cache_of_an_episode_however_it_ends(end: str) -> None:
     engines = Engines()
 
     async def play(request: RolloutRequest, prompt: Prompt, on_first_token: object) -> Rollout:

@@ -41,7 +41,7 @@ def test_the_rate_is_over_the_latest_verdicts_and_a_quarter_of_them_is_enough() 
     assert alarms((1600, 0), (0, 16)) == [0, 1]
 
 
-def test_a_single_judge_has_no_alarm_besides_the_breaker() -> None:
+def test_single_judge_has_only_the_alarm_of_the_breaker() -> None:
     failing = FailingJudges({"far": FAR})
     assert (failing.check(step(0, 64)), failing.metrics()) == ([], {})
 

@@ -92,7 +92,7 @@ class Scene:
         return asyncio.run(acted())
 
 
-def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
+def test_monitor_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
     async def watch(judge_monitor: JudgeMonitor) -> list[Metrics]:
@@ -189,7 +189,7 @@ def test_the_drift_of_one_judge_is_found_and_named_also_after_a_resume(tmp_path:
     assert len(scene.alarms) == 2, "both were told before"
 
 
-def test_a_cascade_whose_judges_stand_still_has_no_drift(tmp_path: Path) -> None:
+def test_cascade_of_unchanged_judges_has_no_drift(tmp_path: Path) -> None:
     """It escalates the same responses at every check, however small its share is, and whatever came before."""
     cascade = RewardConfig(kind="cascade", first="judge", then="second", unsure_band=(0.2, 0.4), share=0.25)
     scene = Scene(tmp_path, second=ByLength(shift=2.0), reward=cascade)
@@ -206,7 +206,7 @@ def test_a_cascade_whose_judges_stand_still_has_no_drift(tmp_path: Path) -> None
     assert len(shares) == 1
 
 
-def test_only_a_judge_that_is_frozen_rings_when_it_drifts(tmp_path: Path) -> None:
+def test_only_a_frozen_judge_raises_an_alarm_when_it_drifts(tmp_path: Path) -> None:
     scene = Scene(tmp_path, frozen=("judge",), second=ByLength())
 
     async def watch(judge_monitor: JudgeMonitor) -> Metrics:
@@ -283,7 +283,7 @@ def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: P
     assert len(lines) == 3 and all(len(line["texts"]) >= 2 for line in lines)
 
 
-def test_a_judge_that_is_fooled_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_fooled_judge_is_reported_before_the_first_step(tmp_path: Path) -> None:
     limits = {"fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1)}
     scene = Scene(tmp_path, JudgeMonitorConfig(every=2, adversarial_prompts=1, limits=limits))
 
@@ -297,7 +297,7 @@ def test_a_judge_that_is_fooled_is_told_before_the_first_step(tmp_path: Path) ->
     assert [alarm.split(" at step")[0] for alarm in scene.alarms] == ["judge_monitor.limits.fooled:"]
 
 
-def test_a_check_that_is_switched_off_makes_no_alarm_of_its_limit(tmp_path: Path) -> None:
+def test_disabled_check_raises_no_alarm(tmp_path: Path) -> None:
     limits = {
         "fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1),
         "typo": LimitConfig(metric="a", above=1.0),

@@ -95,7 +95,7 @@ def evaluator(score: Callable[[Rollout], Verdict | Failed], references: tuple[st
     )  # fmt: skip
 
 
-def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
+def test_evaluation_leaves_out_what_failed() -> None:
     def score(rollout: Rollout) -> Verdict | Failed:
         return LOST if "0" in rollout.text else verdict(8)
 
@@ -105,7 +105,7 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert len(looked.rollouts) == 3
 
 
-def test_several_samples_of_a_prompt_have_avg_and_pass_at_k_and_the_first_is_the_same_as_alone() -> None:
+def test_several_samples_of_a_prompt_give_avg_and_pass_at_k_and_keep_the_first_sample() -> None:
     """The second prompt is right in two of four samples, and the verdict on one of these fails."""
     seeds: dict[str, int] = {}
 
@@ -155,7 +155,7 @@ async def hanging_play(request: RolloutRequest, prompt: Prompt, on_first_token: 
     return rollout(0, text="Answer: 0")
 
 
-def test_a_look_leaves_out_what_does_not_come_within_the_deadline_of_the_last_answer() -> None:
+def test_evaluation_leaves_out_answers_after_its_deadline() -> None:
     async def go() -> float:
         looker = dataclasses.replace(
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play,
@@ -197,7 +197,7 @@ def test_the_last_evaluation_takes_place_once_and_none_without_prompts(
     )
 
 
-def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing(tmp_path: Path) -> None:
+def test_interrupt_ends_an_evaluation_and_discards_it(tmp_path: Path) -> None:
     async def go() -> None:
         looker = dataclasses.replace(
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play
@@ -249,7 +249,7 @@ class TwoJudges:
         return JudgeReport(verdict=LOST if "1" in rollout.text else ruled, by_judge=own)
 
 
-def test_of_several_judges_the_first_ones_score_and_the_reward_of_all_are_distinct_overrides() -> None:
+def test_evaluation_separates_the_first_judges_score_from_the_reward() -> None:
     """The first judge's metrics hold nothing of the truth that the rule added."""
     skill = MeasuredSkill()
     looking = dataclasses.replace(
@@ -273,7 +273,7 @@ class Escalating:
         return JudgeReport(verdict=(good if "judge" in own else cheap).verdict, by_judge=own)
 
 
-def test_a_judge_that_sees_a_part_of_the_answers_makes_no_score_and_no_accuracy_of_the_grm() -> None:
+def test_judge_that_sees_a_part_of_the_answers_gives_no_score_and_no_accuracy_of_the_grm() -> None:
     """A mean over answers that other verdicts have chosen would move with the choice, and the hacking alarm with it."""
     looking = dataclasses.replace(
         evaluator(lambda rollout: LOST, ("0", "7", "2")), judge=PointwiseAdapter(Escalating()), pass_reward=0.7
@@ -289,7 +289,7 @@ def test_without_references_there_is_no_accuracy() -> None:
     assert "true_accuracy" not in asyncio.run(evaluator(lambda r: verdict(5), (None, None)).evaluate("look")).metrics
 
 
-def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() -> None:
+def test_alarm_fires_once_and_a_restored_run_compares_with_its_first_evaluation() -> None:
     rung: list[str] = []
     looks = [(4.0, "Answer: 1"), (9.0, "Answer: 5"), (9.5, "Answer: 5"), (4.0, "Answer: 1"), (9.0, "Answer: 5")]
     now = SimpleNamespace(score=0.0, text="")
@@ -354,7 +354,7 @@ class PairsSession:
         return {i: JudgeReport(verdict=verdict(1 + 9 * share)) for i, share in enumerate((won, 1 - won))}
 
 
-def test_a_judge_that_compares_is_shown_each_answer_beside_the_first_one_also_after_a_resume(tmp_path: Path) -> None:
+def test_comparing_judge_gets_each_answer_next_to_the_first_one_also_after_a_resume(tmp_path: Path) -> None:
     now = SimpleNamespace(text="Answer: 1")
 
     async def play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:

@@ -49,7 +49,7 @@ def test_without_a_run_dir_it_is_the_latest_of_the_experiment(tmp_path: Path, mo
     assert make_report(run_config(experiment_name="mine", task="report")) == "runs/mine/latest/report.html"
 
 
-def test_where_no_run_is_it_says_what_to_type(tmp_path: Path) -> None:
+def test_report_of_a_missing_run_says_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run; type run_dir=runs/<experiment_name>/latest"):
         make_report(run_config(run_dir=str(tmp_path), task="report"))
 

@@ -74,5 +74,5 @@ def test_a_long_sample_is_more_work_than_as_many_tokens_in_short_ones() -> None:
     assert tokens == [8192, 9216]  # by tokens alone the short ones would be 512 more, next to the long one
 
 
-def test_no_work_is_no_imbalance() -> None:
+def test_empty_batch_is_balanced() -> None:
     assert RankWork().imbalance == 1.0 and deal([], 10, 2) == []

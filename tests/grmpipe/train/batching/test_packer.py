@@ -119,13 +119,13 @@ def test_packed_arrays_line_up() -> None:
     assert batch.loss_mask_E.dtype == np.float32 and batch.token_ids_T.dtype == np.int64
 
 
-def test_a_first_token_is_neither_trained_nor_counted() -> None:
+def test_first_token_is_not_trained_or_counted() -> None:
     unprompted = replace(sample(0, 4), loss_mask=(1, 1, 1, 1))
     assert pack([unprompted]).loss_mask_E.tolist() == [0, 1, 1, 1]
     assert count([unprompted], oldest_version=0).num_loss_tokens == 3
 
 
-def test_every_sampled_token_knows_who_sampled_it_and_the_others_nobody() -> None:
+def test_sampled_tokens_have_versions_and_other_tokens_have_none() -> None:
     spans = (
         VersionSpan(model="policy", version=4, start=2, end=3),
         VersionSpan(model="policy", version=5, start=3, end=5),

@@ -134,7 +134,7 @@ def two_turns(second_prompt: tuple[int, ...]) -> JudgedGroup:
                  [verdict(1.0), verdict(-1.0)])  # fmt: skip
 
 
-def test_turns_that_go_on_become_one_sample() -> None:
+def test_continued_turns_become_one_sample() -> None:
     sample, _ = to_samples([two_turns((1, 2, 3, 4))], AlgorithmConfig(estimator="dr_grpo"))
     assert sample.token_ids == (1, 2, 3, 4, 5, 6)
     assert sample.loss_mask == (0, 0, 1, 0, 1, 1)

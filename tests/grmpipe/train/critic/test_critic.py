@@ -12,11 +12,11 @@ import pytest
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.critic.critic_group import CriticGroup
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import ValueBatch
 from grmpipe.train.critic.values import ValueCache
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import Failed, JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
@@ -124,11 +124,11 @@ async def settle() -> None:
 
 def make_critic(ranks: CriticRanks, algorithm: AlgorithmConfig = GAE, **config: object) -> Critic:
     critic = CriticConfig(enabled=True, **config)  # type: ignore[arg-type]
-    return Critic(CriticGroup(ranks), critic, TRAIN, algorithm, max_new_tokens=4)
+    return Critic(CriticLearnerRanks(ranks), critic, TRAIN, algorithm, max_new_tokens=4)
 
 
 def make_valuer(ranks: CriticRanks) -> ValueCache:
-    return ValueCache(CriticGroup(ranks), max_tokens=100, groups_per_batch=2)
+    return ValueCache(CriticLearnerRanks(ranks), max_tokens=100, groups_per_batch=2)
 
 
 class Echo:
@@ -150,7 +150,7 @@ class Echo:
 
 def test_neighbouring_ranks_that_share_samples_get_one_batch_and_the_first_answers() -> None:
     async def scene() -> None:
-        group = CriticGroup(Echo(), cp=2)
+        group = CriticLearnerRanks(Echo(), cp=2)
         assert group.dp_size == 2
         assert await group.scores(("first", "second")) == [(0, "first"), (2, "second")]  # type: ignore[arg-type]
 
@@ -254,7 +254,7 @@ def test_what_failed_is_in_no_target_and_changes_none() -> None:
         ):
             ranks, policy = CriticRanks(), PolicyRanks()
             algorithm = AlgorithmConfig(estimator="gae")
-            trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
+            trainer = BatchTrainer(LearnerRanks(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
             group = judged(1, 0.25, 1.0, placeholder)
             if placeholder.cause == "unparseable":  # also its own text
                 failed = group.rollouts[2]
@@ -276,7 +276,7 @@ def test_advantages_are_the_returns_less_the_values_of_the_critic() -> None:
     async def work() -> None:
         policy = PolicyRanks()
         trainer = BatchTrainer(
-            LearnerGroup(policy), replace(TRAIN, micro_batch_tokens=6), GAE, 4, make_critic(CriticRanks())
+            LearnerRanks(policy), replace(TRAIN, micro_batch_tokens=6), GAE, 4, make_critic(CriticRanks())
         )
         await trainer.take(group := judged(1, 0.25, 1.0))
         assert policy.calls == ["accumulate"], "what needs no batch starts early"
@@ -292,7 +292,7 @@ def test_in_warm_up_the_critic_learns_and_the_policy_does_not_pass_at_all() -> N
     async def work() -> None:
         ranks, policy = CriticRanks(), PolicyRanks()
         critic = make_critic(ranks, warmup_steps=2)
-        trainer = BatchTrainer(LearnerGroup(policy), TRAIN, GAE, 4, critic)
+        trainer = BatchTrainer(LearnerRanks(policy), TRAIN, GAE, 4, critic)
         for step in range(3):
             await trainer.take(group := judged(1, 0.25, 1.0))
             metrics = (await trainer.step([group])).metrics
@@ -309,7 +309,7 @@ def test_several_updates_split_the_batch_and_the_version_counts_batches(critic_u
         ranks, policy = CriticRanks(), PolicyRanks()
         algorithm = replace(GAE, updates_per_batch=2)
         critic = make_critic(ranks, algorithm, updates_per_batch=critic_updates)
-        trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, critic)
+        trainer = BatchTrainer(LearnerRanks(policy), TRAIN, algorithm, 4, critic)
         batch = [judged(1, 0.25, 1.0), judged(2, -1.0, 0.0)]
         for group in batch:
             await trainer.take(group)
@@ -327,7 +327,7 @@ def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
     async def work() -> None:
         ranks, policy = CriticRanks(), PolicyRanks()
         algorithm = replace(GAE, kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1")
-        trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
+        trainer = BatchTrainer(LearnerRanks(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
         await trainer.take(group := judged(1, 1.0, 1.0))
         await trainer.step([group])
         assert batch_of(ranks)[10][1] == pytest.approx([0.8, 0.9])

@@ -165,7 +165,7 @@ def test_gradients_in_pieces_equal_those_of_the_whole_batch(qwen_path: str) -> N
         assert np.abs(whole).max() > 1e-4, f"{name} has no gradient to compare"
 
 
-def test_a_nan_makes_no_step_and_names_the_critics_key(qwen_path: str) -> None:
+def test_nan_prevents_the_step_and_names_the_critics_key(qwen_path: str) -> None:
     critic, batch = CriticLearner(spec(qwen_path)), samples(4)
     packed = pack_values(batch)
     packed.returns_T[:] = np.nan
@@ -176,7 +176,7 @@ def test_a_nan_makes_no_step_and_names_the_critics_key(qwen_path: str) -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_two_ranks_are_one_critic_and_their_checkpoint_goes_on_on_one(
+def test_two_ranks_are_one_critic_and_one_rank_loads_their_checkpoint(
     cp: int, qwen_path: str, tmp_path: Path, forked: type[Forked]
 ) -> None:
     """Ranks with samples of their own, and ranks that share each sample."""

@@ -44,7 +44,7 @@ def train(
     rank: int,
     world_size: int,
 ) -> dict:
-    """Ranks that share samples get the same micro-batches, as LearnerGroup deals them."""
+    """Ranks that share samples get the same micro-batches, as LearnerRanks deals them."""
     algorithm, cp = spec.algorithm, spec.train.parallel.cp
     out: dict = {"gradients": [], "metrics": [], "sums": [], "rounds": [], "old": [], "reference": []}
     for step, samples in enumerate(batches):

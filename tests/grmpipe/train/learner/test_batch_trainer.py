@@ -18,7 +18,7 @@ from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Failed, JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
 from models.types import Completion, VersionSpan
@@ -96,7 +96,7 @@ def train(algorithm: AlgorithmConfig, *groups: JudgedGroup) -> tuple[RecordingRa
     rounds = []
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), ONE_ROLLOUT, algorithm, max_new_tokens=4)
+        trainer = BatchTrainer(LearnerRanks(ranks), ONE_ROLLOUT, algorithm, max_new_tokens=4)
         for group in groups:
             await trainer.take(group)
             rounds.append(ranks.calls.count("accumulate"))
@@ -107,7 +107,7 @@ def train(algorithm: AlgorithmConfig, *groups: JudgedGroup) -> tuple[RecordingRa
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_who_needs_a_group_starts_early_and_who_needs_the_batch_waits(name: str) -> None:
+def test_estimators_of_groups_start_early_and_estimators_of_batches_wait(name: str) -> None:
     _, rounds = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 0.0, 1.0), judged(3, 0.0, 1.0))
     assert rounds == ([1, 2, 3] if ESTIMATORS[name].need == "group" else [0, 0, 0])
 
@@ -117,7 +117,7 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
     rounds = []
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), TrainConfig(micro_batch_tokens=32), AlgorithmConfig())
+        trainer = BatchTrainer(LearnerRanks(ranks), TrainConfig(micro_batch_tokens=32), AlgorithmConfig())
         groups = [judged(number, 0.0, 1.0) for number in (1, 2, 3)]
         for group in groups:  # of 7 packed tokens; a quarter of two ranks' micro-batches is 16
             await trainer.take(group)
@@ -132,11 +132,11 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if ESTIMATORS[name].need == "batch"])
-def test_who_needs_the_batch_does_not_start_while_it_waits(name: str) -> None:
+def test_estimator_of_batches_does_not_start_while_it_waits(name: str) -> None:
     ranks = RecordingRanks()
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), ONE_ROLLOUT, AlgorithmConfig(estimator=name), max_new_tokens=4)
+        trainer = BatchTrainer(LearnerRanks(ranks), ONE_ROLLOUT, AlgorithmConfig(estimator=name), max_new_tokens=4)
         await trainer.take(judged(1, 0.0, 1.0))
         await trainer.while_waiting()
         assert "accumulate" not in ranks.calls
@@ -162,7 +162,7 @@ def test_a_batch_does_not_remember_the_one_before() -> None:
     ranks = RecordingRanks()
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), ONE_ROLLOUT, AlgorithmConfig(estimator="reinforce_pp"))
+        trainer = BatchTrainer(LearnerRanks(ranks), ONE_ROLLOUT, AlgorithmConfig(estimator="reinforce_pp"))
         for number, high in ((1, 99.0), (2, 1.0)):
             await trainer.take(group := judged(number, 0.0, high))
             await trainer.step([group])
@@ -183,7 +183,7 @@ def test_several_updates_fix_pi_old_before_the_first(name: str) -> None:
     assert ranks.calls == ["old_pass", "old_pass", "accumulate", "step", "accumulate", "step"]
 
 
-def test_each_update_learns_from_the_same_groups_in_whatever_order_they_came() -> None:
+def test_each_update_learns_from_the_same_groups_in_any_order_of_arrival() -> None:
     algorithm = AlgorithmConfig(updates_per_batch=2)
     groups = [judged(number, 0.0, 1.0) for number in range(1, 7)]
     firsts = []
@@ -202,7 +202,7 @@ def test_gradients_that_are_not_finite_for_their_advantages_name_the_groups() ->
             return await super().call_all(method, *args)
 
     def told(*groups: JudgedGroup) -> str:
-        trainer = BatchTrainer(LearnerGroup(Diverged()), ONE_ROLLOUT, AlgorithmConfig(), max_new_tokens=4)
+        trainer = BatchTrainer(LearnerRanks(Diverged()), ONE_ROLLOUT, AlgorithmConfig(), max_new_tokens=4)
 
         async def step() -> None:
             for group in groups:
@@ -255,7 +255,7 @@ def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> Non
     seen, told = [], []
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=1)))
+        trainer = BatchTrainer(LearnerRanks(ranks), config, AlgorithmConfig(replay_buffer=ReplayBufferConfig(groups=1)))
         for first in (1, 3, 5):
             groups = [judged(number, 0.0, 1.0) for number in (first, first + 1)]
             for group in groups:
@@ -277,7 +277,7 @@ def test_a_step_tells_the_mean_advantage_of_each_rollout_that_has_one(estimator:
 
     async def run() -> TrainedBatch:
         algorithm = AlgorithmConfig(estimator=estimator)
-        trainer = BatchTrainer(LearnerGroup(RecordingRanks()), ONE_ROLLOUT, algorithm, max_new_tokens=4)
+        trainer = BatchTrainer(LearnerRanks(RecordingRanks()), ONE_ROLLOUT, algorithm, max_new_tokens=4)
         await trainer.take(group)
         return await trainer.step([group])
 
@@ -302,7 +302,7 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
     config = TrainConfig(micro_batch_tokens=1000, prefix_sharing=prefix_sharing)
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(estimator=estimator), max_new_tokens=4)
+        trainer = BatchTrainer(LearnerRanks(ranks), config, AlgorithmConfig(estimator=estimator), max_new_tokens=4)
         await trainer.take(group := judged(1, *(0.0, 1.0) * 4))
         metrics = (await trainer.step([group])).metrics
         assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
@@ -318,7 +318,7 @@ def test_several_updates_report_the_tokens_of_all_of_them() -> None:
     config = TrainConfig(micro_batch_tokens=1000)
 
     async def run() -> dict[str, float]:
-        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(updates_per_batch=2), max_new_tokens=4)
+        trainer = BatchTrainer(LearnerRanks(ranks), config, AlgorithmConfig(updates_per_batch=2), max_new_tokens=4)
         for group in (groups := [judged(1, 0.0, 1.0), judged(2, 0.0, 1.0)]):
             await trainer.take(group)
         return (await trainer.step(groups)).metrics
@@ -336,7 +336,7 @@ def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_comp
     ranks = RecordingRanks()
 
     async def run() -> float:
-        learner = LearnerGroup(ranks)
+        learner = LearnerRanks(ranks)
         await learner.accumulate(MicroBatchRound(micro_batches=(pack_trees([long]), pack_trees(alone))))
         return (await learner.step(count(long.samples, 0)))["train/rank_imbalance"]
 

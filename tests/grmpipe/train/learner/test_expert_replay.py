@@ -135,7 +135,7 @@ def test_replay_takes_away_what_routing_adds_to_the_mismatch(policy_path: str, s
     assert replayed.max() < 0.25 and replayed.mean() < 0.02
 
 
-def test_the_share_of_rerouted_tokens_is_told(policy_path: str, sampled: MicroBatch) -> None:
+def test_share_of_rerouted_tokens_is_a_metric(policy_path: str, sampled: MicroBatch) -> None:
     learner = make_learner(policy_path)
     told = learner.accumulate(sampled)
     share = told["train/rerouted_share_sum"] / told["train/tokens_sum"]

@@ -30,8 +30,8 @@ from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.lm import activations
 from models.lm.activations import ATTENTION
-from models.lm.causal_lm import packed_logprobs
-from models.lm.footprint import footprint_of
+from models.lm.causal_lm import compute_packed_logprobs
+from models.lm.footprint import read_footprint
 from models.settings import LoraConfig
 from models.stored_files import first_difference
 from models.types import InlineBytes
@@ -130,7 +130,7 @@ def test_a_step_reports_the_operations_of_its_passes(
     """A reference is one more forward pass, which counts a third of forward and backward."""
     batch, totals = pack(make_samples()), count(make_samples(), 0)
     learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=coefficient))
-    forward = footprint_of(gpt2_path).flops(LoraConfig()).forward(sizes_of(batch))
+    forward = read_footprint(gpt2_path).flops(LoraConfig()).forward(sizes_of(batch))
     for _ in range(2):
         learner.accumulate(batch)
         assert learner.step(totals)["rank/model_flops"] == passes * forward, "of this batch, not of earlier ones"
@@ -292,7 +292,7 @@ def test_checkpointing_recomputes_layers_and_selectively_not_their_attention(
     learner._model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(0))
     ids_T = torch.arange(5, 30)  # one sample, without a mask: a fused kernel
     with Attentions() as counted:
-        packed_logprobs(learner._model, ids_T, torch.arange(25), torch.tensor([25])).logprobs_T.sum().backward()
+        compute_packed_logprobs(learner._model, ids_T, torch.arange(25), torch.tensor([25])).logprobs_T.sum().backward()
     assert (len(calls), counted.calls) == (passes, 2 * attentions)
 
 
@@ -385,7 +385,7 @@ def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, t
     assert weights(plain) == weights(saving)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     qwen_path: str, make_samples, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that is trained meanwhile gets into it."""
@@ -418,7 +418,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert weights(other) == weights(learner), "the optimizer's state is of then, too"
 
 
-def test_a_write_beside_training_that_fails_is_told(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_during_training_is_reported(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -205,7 +205,7 @@ def test_a_push_gathers_a_few_experts_at_a_time(gate: list[Results], replayed: C
     assert not any(name.endswith("gate_up_proj") for name in found.weights)
 
 
-def test_a_checkpoint_of_divided_experts_goes_on_on_one_rank(gate: list[Results], unshared: Case) -> None:
+def test_one_rank_loads_a_checkpoint_of_divided_experts(gate: list[Results], unshared: Case) -> None:
     """It was saved after the first step."""
     theirs = gate[0]["ep 2 x 2 copies"]
     rest = on_one_rank(replace(unshared, load=theirs.saved, batches=unshared.batches[1:]))

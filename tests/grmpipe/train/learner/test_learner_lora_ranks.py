@@ -105,7 +105,9 @@ def test_two_ranks_send_merged_weights_under_the_names_of_the_plain_model(spec: 
         assert np.array_equal(came, parameter.detach().numpy()) != name.endswith(linear), name
 
 
-def test_saved_on_two_ranks_goes_on_identically_on_one(spec: LearnerSpec, batches: list, two, tmp_path: Path) -> None:
+def test_one_rank_continues_identically_from_a_checkpoint_of_two(
+    spec: LearnerSpec, batches: list, two, tmp_path: Path
+) -> None:
     """The checkpoint has none of the frozen weights."""
     directory, ranks = two
     kept = set(FileSystemReader(directory / "checkpoint").read_metadata().state_dict_metadata) - {"version"}

@@ -375,7 +375,7 @@ def test_adapters_of_shared_samples_and_copies_are_those_of_one_rank(
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_one_rank_goes_on_in_meshes(one: Alone, more: Run, batches: Batches, spec: LearnerSpec) -> None:
+def test_meshes_load_a_checkpoint_of_one_rank(one: Alone, more: Run, batches: Batches, spec: LearnerSpec) -> None:
     learner = Learner(spec)
     assert learner.load(str(more.directory / "of_one")) == 2
     for step, samples in enumerate(batches):

@@ -19,7 +19,7 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import DeviceBatch, Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
-from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 
 WATCHED = AlgorithmConfig(loss="gspo", aggregation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
 
@@ -112,7 +112,7 @@ def test_the_gradient_of_a_tree_is_that_of_its_samples(
     for round_ in both(make_episodes(2)):
         model.zero_grad()
         batch = DeviceBatch.of(round_.micro_batches[0], torch.device("cpu"))
-        logprobs_T = packed_logprobs(
+        logprobs_T = compute_packed_logprobs(
             model,
             batch.token_ids_T,
             batch.position_ids_T,

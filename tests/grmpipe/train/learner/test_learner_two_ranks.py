@@ -20,14 +20,14 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
 from models.types import CudaHandle, InlineBytes, WeightBucket
 from models.weights import cuda_ipc
-from models.weights.receiving import received
+from models.weights.receiving import receive_tensors
 from models.weights.weight_files import SharedArena
 
 # r against the sampler differs from 1 when pi_old is the pass's own; plain policy gradients have no r.
@@ -163,7 +163,9 @@ def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: R
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_so_they_do_for_every_loss_and_aggregation(one: Run, two: Run, name: str, num_ranks: int) -> None:
+def test_gradients_of_two_ranks_match_for_every_loss_and_aggregation(
+    one: Run, two: Run, name: str, num_ranks: int
+) -> None:
     """With the policy after two steps: groups go into micro-batches as they come."""
     whole = one.ranks[0]["by_algorithm"][WHOLE_BATCH, name]
     pieces = (one if num_ranks == 1 else two).ranks[0]["by_algorithm"][PIECES, name]
@@ -221,11 +223,11 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
 
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: gpu)
-    monkeypatch.setattr(cuda_ipc, "mapped", from_file)
-    group, came = LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])), {}
+    monkeypatch.setattr(cuda_ipc, "map_handle", from_file)
+    group, came = LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])), {}
     for index in range(len(two.ranks[0]["handed_over"])):
         bucket = asyncio.run(group.bucket(index))
-        with received(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
+        with receive_tensors(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
             came |= {announced.name: tensor for announced, tensor in tensors}
     assert {path.parent for path in opened_paths} == {two.directory / gpu}
     expected = dict(AutoModelForCausalLM.from_pretrained(qwen_path, dtype=torch.float32).named_parameters())
@@ -233,11 +235,11 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
     assert all(torch.equal(came[name], expected[name]) for name in came)
 
 
-def test_an_engine_on_none_of_the_ranks_gpus_is_told_so(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_on_none_of_the_ranks_gpus_is_reported(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
     monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "gpu-7")
-    bucket = asyncio.run(LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
-    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), received(bucket):
+    bucket = asyncio.run(LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
+    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), receive_tensors(bucket):
         pass
 
 
@@ -269,7 +271,7 @@ def test_each_rank_tells_the_files_that_it_wrote(two: Run) -> None:
         assert first_difference(two.directory / "checkpoint", rank["saved"]) is None
 
 
-def test_saved_on_two_ranks_goes_on_identically_on_one(two: Run, spec: LearnerSpec, batches: list) -> None:
+def test_one_rank_continues_identically_from_a_checkpoint_of_two(two: Run, spec: LearnerSpec, batches: list) -> None:
     learner = Learner(spec)
     assert learner.load(str(two.directory / "checkpoint")) == learner.version == 2
     packer = Packer(PIECES[0], 1)

@@ -28,7 +28,7 @@ def weights(learner: OffloadingLearner) -> bytes:
     return b"".join(data.tobytes() for data in bucket.payload.data)
 
 
-def test_what_waited_on_the_host_trains_on_as_if_it_had_never_left(qwen_path: str, make_samples: Callable) -> None:
+def test_offloaded_learner_trains_on_unchanged(qwen_path: str, make_samples: Callable) -> None:
     lending, steady = make(qwen_path), make(qwen_path)
     pushed = []
     for seed in range(3):
@@ -46,7 +46,7 @@ def test_what_waited_on_the_host_trains_on_as_if_it_had_never_left(qwen_path: st
 
 
 @pytest.mark.parametrize("on_device", ["weights", "nothing"])
-def test_what_a_learner_lent_it_cannot_work_with(qwen_path: str, make_samples: Callable, on_device: OnDevice) -> None:
+def test_offloaded_learner_can_not_work(qwen_path: str, make_samples: Callable, on_device: OnDevice) -> None:
     learner = make(qwen_path)
     micro_batch = pack(make_samples())
     learner.move_state(on_device)

@@ -16,18 +16,18 @@ from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.lm import pieces
 from models.settings import EmbeddedConfig
 from models.types import GroupLink
-from models.weights.process_group import BroadcastGroup
-from models.weights.receiving import checksums_of, received
+from models.weights.process_group import BroadcastLink
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.sending import WeightTransport
 from scheduler.placement import Seat
-from scheduler.processes.actors import InProcessGroup
+from scheduler.processes.actors import InProcessRanks
 
 
 def make_spec(path: str, transport: str, folder: Path) -> LearnerSpec:
@@ -54,7 +54,7 @@ def two_links(transport: str) -> tuple[GroupLink | None, GroupLink | None]:
 def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str, make_samples, tmp_path: Path) -> None:
     path, ids, samples = resolve_model("tiny://policy"), (5, 6, 7, 8, 9), make_samples(4)
 
-    async def push(group: LearnerGroup, engine: EmbeddedEngine) -> None:
+    async def push(group: LearnerRanks, engine: EmbeddedEngine) -> None:
         """As the pusher does: the next bucket is made while the engine loads this one."""
         mine, engines = two_links(transport)
         async with group.held() as version:
@@ -74,8 +74,8 @@ def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str
 
     async def scenario() -> None:
         seat = Seat(role="learner", rank=0, pool="all", slots=(0,), share=1)
-        ranks = await InProcessGroup.start([seat], lambda *_: Learner(make_spec(path, transport, tmp_path)))
-        group, engine = LearnerGroup(ranks), EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig())
+        ranks = await InProcessRanks.start([seat], lambda *_: Learner(make_spec(path, transport, tmp_path)))
+        group, engine = LearnerRanks(ranks), EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig())
         packer = Packer(max_tokens=1000, world_size=1)
         for round_ in packer.add(samples) + packer.flush():
             await group.accumulate(round_)
@@ -130,7 +130,7 @@ def sender_and_receiver(timeout_s: float = 60.0) -> tuple[GroupLink, GroupLink]:
 def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_path: str, tmp_path: Path) -> None:
     """The receiver takes bucket 0 only after bucket 1 was made: the one after the other would wait forever."""
     learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
-    receiver = BroadcastGroup()
+    receiver = BroadcastLink()
     mine, engines = sender_and_receiver()
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(receiver.join, engines)
@@ -141,19 +141,17 @@ def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_p
             assert bucket is not None
             learner.sender.deliver(index)
             following = learner.sender.bucket(index + 1)
-            with received(bucket, receiver) as tensors:
-                assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+            with receive_tensors(bucket, receiver) as tensors:
+                assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
             learner.sender.delivered()
             bucket = following
         receiver.leave()
     learner.close()
 
 
-def test_a_delivery_without_a_receiver_fails_where_it_ends_and_the_next_push_begins_anew(
-    gpt2_path: str, tmp_path: Path
-) -> None:
+def test_delivery_without_a_receiver_fails_and_the_next_push_starts_again(gpt2_path: str, tmp_path: Path) -> None:
     learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
-    receiver = BroadcastGroup()
+    receiver = BroadcastLink()
     with ThreadPoolExecutor(1) as thread:
         for is_there, waits in ((False, True), (False, False), (True, True)):
             mine, engines = sender_and_receiver(timeout_s=2.0)
@@ -171,8 +169,8 @@ def test_a_delivery_without_a_receiver_fails_where_it_ends_and_the_next_push_beg
                         learner.sender.delivered()
                 continue
             learner.sender.deliver(0)
-            with received(bucket, receiver) as tensors:
-                assert len(checksums_of(tensors)) == len(bucket.tensors)
+            with receive_tensors(bucket, receiver) as tensors:
+                assert len(compute_checksums(tensors)) == len(bucket.tensors)
             learner.sender.delivered()
         receiver.leave()
     learner.close()

@@ -13,7 +13,7 @@ import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.tiny.resolve import resolve_model
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
@@ -52,7 +52,7 @@ def on_cluster(scene: Callable[..., Coroutine[Any, Any, None]]) -> None:
             )
             address = functools.partial(cluster.free_address, "learner")
             config = SyncConfig(deadline_s=20.0)
-            sync = WeightSync(LearnerGroup(ranks), PROBE, config, transport="gloo", group="gloo", new_address=address)
+            sync = WeightSync(LearnerRanks(ranks), PROBE, config, transport="gloo", group="gloo", new_address=address)
             await scene(cluster, sync, engines)
         finally:
             await cluster.shutdown()

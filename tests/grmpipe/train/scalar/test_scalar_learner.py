@@ -79,7 +79,7 @@ def test_only_the_last_token_of_a_sequence_has_a_target() -> None:
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_learns_to_tell_right_from_wrong(qwen_path: str) -> None:
+def test_scalar_learner_learns_to_tell_right_from_wrong(qwen_path: str) -> None:
     learner = ScalarLearner(spec(qwen_path))
     first = take_step(learner, sequences(32), WHOLE_BATCH)
     assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-6)  # a new head gives one half
@@ -121,7 +121,7 @@ def test_an_export_is_served_with_the_learners_scores(qwen_path: str, tmp_path: 
     np.testing.assert_allclose(scorer.scores([s.token_ids for s in batch]), last_scores(learner, batch), atol=1e-4)
 
 
-def test_a_nan_makes_no_step(qwen_path: str) -> None:
+def test_nan_prevents_the_step(qwen_path: str) -> None:
     learner, batch = ScalarLearner(spec(qwen_path)), sequences(4)
     packed = pack_classified(batch)
     packed.targets_T[:] = np.nan

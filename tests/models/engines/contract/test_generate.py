@@ -115,7 +115,7 @@ def test_a_stop_token_is_sampled_and_not_shown(
         assert completion.logprobs == pytest.approx(plain.logprobs(prompt_of(9), completion), abs=1e-4)
 
 
-def test_the_first_token_is_told_once_and_before_the_end(
+def test_first_token_is_reported_once_and_before_the_end(
     engine: Any, ask: Any, run: Any, prompt_of: Any, begun: Any
 ) -> None:
     async def sample() -> bool:
@@ -246,7 +246,7 @@ def test_a_pattern_is_kept_to_or_refused(engine: Any, ask: Any, run: Any, prompt
         {"max_new_tokens": WINDOW - 19},
     ],
 )
-def test_what_can_never_be_served_is_refused_and_hurts_nobody(
+def test_impossible_request_is_refused_and_harms_no_other_request(
     engine: Any, ask: Any, run: Any, prompt_of: Any, params: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused):

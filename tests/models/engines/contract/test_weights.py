@@ -144,7 +144,7 @@ def test_bfloat16_weights_are_taken_by_a_float32_engine(
     assert 1e-4 < apart.max() < 0.5
 
 
-def test_kept_requests_go_on_under_the_new_version(
+def test_kept_requests_continue_under_the_new_version(
     either_engine: Any, recompute: bool, ask: Any, run: Any, push: Any, prompt_of: Any, plain: Any,
     next_plain: Any, next_version_path: str, begun: Any,
 ) -> None:  # fmt: skip
@@ -302,7 +302,7 @@ def test_a_push_that_broke_off_leaves_nothing_for_the_next_one(
     assert after == pytest.approx(scored(next_plain, prompt_of(40)), abs=1e-4)
 
 
-def test_an_engine_whose_push_broke_off_can_go_on(
+def test_engine_continues_after_a_push_that_broke_off(
     engine: Any,
     all_buckets: Any,
     run: Any,

@@ -126,7 +126,7 @@ def test_a_long_prompt_never_pads_the_short_ones() -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_decodes_by_hand_as_well() -> None:
+def test_fused_decoder_decodes_bfloat16() -> None:
     decoder, slots = open_decoder(random_model("qwen 3").bfloat16(), max_rows=2, max_tokens=64)
     assert type(decoder) is FusedDecoder
     assert slots.kv_NRT2GD.dtype == torch.bfloat16

@@ -152,7 +152,7 @@ def test_what_exceeds_the_window_is_refused_with_its_lengths(open_engine: Any, a
     [((), {}), ((5, 272), {}), ((-1,), {}), ((5,), {"max_new_tokens": 0}), ((5,), {"temperature": -1.0}),
      ((5,), {"top_p": 0.0}), ((5,), {"stop": ("",)})],
 )  # fmt: skip
-def test_nonsense_is_refused_and_hurts_nobody_else(
+def test_nonsense_is_refused_and_harms_no_other_request(
     engine: EmbeddedEngine, ask: Any, prompt_ids: tuple[int, ...], params: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused):
@@ -209,7 +209,7 @@ def test_a_request_id_in_flight_is_answered_once_for_all_who_ask(
     asyncio.run(run())
 
 
-def test_who_asks_again_after_the_first_token_is_told_of_it(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
+def test_repeated_request_reports_its_first_token(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
     stop_after(engine, num_tokens=3)
 
     async def run() -> None:

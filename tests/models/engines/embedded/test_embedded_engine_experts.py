@@ -114,7 +114,7 @@ def test_each_token_that_was_fed_has_its_experts(family: str, open_mixture, mixt
         np.testing.assert_array_equal(noted(completion), chosen(mixtures(family, 0), fed))
 
 
-def test_who_does_not_ask_for_them_gets_none(open_mixture, ask, prompt_of) -> None:
+def test_engine_without_the_option_returns_no_experts(open_mixture, ask, prompt_of) -> None:
     assert asyncio.run(ask(open_mixture(return_routed_experts=False), prompt_of(5))).experts_TLK is None
 
 
@@ -148,9 +148,7 @@ def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
         np.testing.assert_array_equal(noted(completion)[num_old:], chosen(next_path, fed)[num_old:])
 
 
-def test_an_aborted_request_that_goes_on_elsewhere_keeps_its_first_experts(
-    open_mixture, mixtures, ask, prompt_of
-) -> None:
+def test_migrated_request_keeps_its_first_experts(open_mixture, mixtures, ask, prompt_of) -> None:
     engine, other, prompt = open_mixture(), open_mixture(), prompt_of(6)
     continuation = Continuation(decode=lambda token_ids: "", seed_after=lambda seed, num_sampled: seed)
 
@@ -207,7 +205,7 @@ class Dropping(torch.Tensor):
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_experts_that_came_and_were_not_taken_up_fail_the_very_push_though_one_step_moved_no_probe(
+def test_unapplied_experts_fail_their_own_push_even_if_no_probe_moved(
     mixtures: Callable[[str, int], str], monkeypatch: pytest.MonkeyPatch, drops: bool
 ) -> None:
     """In bfloat16, after one step with a learning rate of 1e-6."""

@@ -18,7 +18,7 @@ def in_a_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[
 
 
 @in_a_loop
-async def test_it_frees_its_cache_and_goes_on_as_if_it_had_not_slept(open_engine, ask, prompt_of) -> None:
+async def test_sleep_frees_the_cache_and_changes_no_later_sample(open_engine, ask, prompt_of) -> None:
     rested, awake = open_engine(), open_engine()
     prompt = prompt_of(9)
     await ask(rested, prompt, "first", max_new_tokens=20)
@@ -33,7 +33,7 @@ async def test_it_frees_its_cache_and_goes_on_as_if_it_had_not_slept(open_engine
 
 
 @in_a_loop
-async def test_requests_that_come_in_its_sleep_wait_for_its_waking(engine, ask, prompt_of) -> None:
+async def test_requests_during_sleep_wait_for_the_wake_up(engine, ask, prompt_of) -> None:
     await engine.pause()
     await engine.sleep()
     answer = asyncio.ensure_future(ask(engine, prompt_of(5)))
@@ -45,7 +45,7 @@ async def test_requests_that_come_in_its_sleep_wait_for_its_waking(engine, ask, 
 
 
 @in_a_loop
-async def test_it_neither_sleeps_over_requests_nor_works_in_its_sleep(engine, ask, prompt_of) -> None:
+async def test_engine_with_requests_does_not_sleep_and_a_sleeping_one_does_not_work(engine, ask, prompt_of) -> None:
     begun = asyncio.Event()
     answer = asyncio.ensure_future(ask(engine, prompt_of(5), max_new_tokens=100, on_first_token=begun.set))
     await begun.wait()

@@ -214,7 +214,7 @@ def test_what_an_unfinished_push_brought_is_in_no_receipt(engine: EmbeddedEngine
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_kept_requests_go_on_under_the_new_version(
+def test_kept_requests_continue_under_the_new_version(
     open_engine: Any, ask: Any, prompt_of: Any, plain: Any, next_plain: Any, next_version_path: str, recompute: bool
 ) -> None:
     """Five tokens with version 0, the rest with version 1; recomputed keys and values are all of version 1."""

@@ -26,7 +26,7 @@ PIECES = [*TOKENIZER.encode("Score: 1 10 3\n> fine\\boxed{,}"), STOP]
 
 
 def allowed_by(matcher: Matcher, grammar: Grammar = GRAMMAR) -> Tensor:
-    return grammar.allowed_NV([matcher])[0]
+    return grammar.mask_next_tokens([matcher])[0]
 
 
 def after(text: str, pattern: str) -> Matcher:
@@ -38,7 +38,7 @@ def after(text: str, pattern: str) -> Matcher:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(text=TEXTS | st.sampled_from(["Score: 3", "x\nScore: 10\n", "\\boxed{1, 10}", "ab", "aab", "12.3", ""]))
-def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
+def test_grammar_accepts_what_re_accepts(pattern: str, text: str) -> None:
     matcher, accepts = GRAMMAR.start(pattern), True
     for token_id in TOKENIZER.encode(text):
         accepts = accepts and bool(allowed_by(matcher)[token_id])
@@ -47,7 +47,7 @@ def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
 
 
 @given(choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), pattern=st.sampled_from([SCORE_LINE, BOXED]))
-def test_whatever_is_drawn_of_the_allowed_tokens_can_still_end_well(choices: list[int], pattern: str) -> None:
+def test_every_draw_of_allowed_tokens_can_still_match_the_pattern(choices: list[int], pattern: str) -> None:
     matcher, token_ids = GRAMMAR.start(pattern), []
     for choice in choices:
         allowed_V = allowed_by(matcher)
@@ -90,7 +90,7 @@ def test_a_text_may_end_only_where_the_pattern_does_and_with_any_stop_token() ->
 
 def test_each_of_several_texts_has_its_own_row() -> None:
     begun, ended = GRAMMAR.start(SCORE_LINE), after("Score: 10", SCORE_LINE)
-    assert GRAMMAR.allowed_NV([begun, ended])[:, STOP].tolist() == [False, True]
+    assert GRAMMAR.mask_next_tokens([begun, ended])[:, STOP].tolist() == [False, True]
 
 
 def test_one_text_leaves_another_of_the_same_pattern_where_it_is() -> None:

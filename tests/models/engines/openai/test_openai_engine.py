@@ -200,7 +200,7 @@ def test_an_endpoint_without_key_is_sent_none(endpoint: Endpoint) -> None:
     assert endpoint.keys == [None]
 
 
-def test_an_answer_cut_at_its_limit_says_so_and_missing_usage_counts_nothing(endpoint: Endpoint) -> None:
+def test_cut_answer_is_truncated_and_missing_usage_counts_nothing(endpoint: Endpoint) -> None:
     endpoint.script = [said(finish="length", tokens=None)]
     completion = ask(endpoint)
     assert (completion.finish_reason, completion.unseen_tokens) == ("length", 0)
@@ -297,7 +297,7 @@ def test_denials_after_an_answer_are_refusals_until_several_come_in_a_row(endpoi
 
 
 @pytest.mark.parametrize("words", ["Rate limit reached for your billing tier", "insufficient_quota"])
-def test_a_busy_endpoint_is_no_empty_account_whatever_its_words(endpoint: Endpoint, words: str) -> None:
+def test_busy_endpoint_is_not_taken_for_an_empty_account(endpoint: Endpoint, words: str) -> None:
     endpoint.script = [error(429, words, Retry_After="0.01"), said()]
     assert ask(endpoint).text == "Score: 7"
 
@@ -419,7 +419,7 @@ def test_hang_ups_and_broken_answers_are_asked_again(endpoint: Endpoint) -> None
     assert len(endpoint.requests) == 4
 
 
-def test_nobody_there_ends_in_died_with_the_last_cause() -> None:
+def test_unreachable_endpoint_counts_as_died_with_the_last_cause() -> None:
     config = OpenAIConfig(base_url="http://127.0.0.1:9/v1", api_key_env="JUDGE_KEY", max_retries=1)
     with pytest.raises(EngineDied, match=r"127\.0\.0\.1 gave no answer in 2 attempts .*max_retries.*ConnectError"):
         asyncio.run(chat(OpenAIEngine("judge-1", "grm", config)))

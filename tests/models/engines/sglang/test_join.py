@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.join import check_joined, model_name_of
+from models.engines.sglang.join import check_joined, name_model
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.settings import SglangConfig
 
@@ -132,7 +132,7 @@ def test_weights_that_an_earlier_run_sent_are_replaced_by_the_servers_own(theirs
     assert (reload["weight_version"], reload["abort_all_requests"]) == ("default", True)
 
 
-def test_nobody_there_names_the_key() -> None:
+def test_unreachable_server_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"engine\.sglang\.urls: the server at http://127\.0\.0\.1:9 doesn't answer"):
         check_joined("http://127.0.0.1:9", "", "m", 128)
 
@@ -146,4 +146,4 @@ def test_nobody_there_names_the_key() -> None:
     ],
 )
 def test_a_model_has_one_name_by_path_hub_and_cache(path: str, name: str) -> None:
-    assert model_name_of(path) == name
+    assert name_model(path) == name

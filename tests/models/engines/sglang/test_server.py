@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.server import SglangServer, SglangStart, arguments_of, environment_of
+from models.engines.sglang.server import SglangServer, SglangStart, make_arguments, make_environment
 from models.settings import SglangConfig
 
 # Answers /health, shows its key in its log as SGLang does, has a child, and takes --crash, --mute and --odd.
@@ -68,7 +68,7 @@ def start_of(python: str = "", device: str = "cpu", **options: Any) -> SglangSta
 def flags_of(start: SglangStart) -> dict[str, str]:
     """Flag -> its value."""
     flags: dict[str, str] = {}
-    for part in arguments_of(start):
+    for part in make_arguments(start):
         if part.startswith("--"):
             name = part.removeprefix("--")
             flags[name] = ""
@@ -227,14 +227,14 @@ def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
 )
 def test_what_the_run_sets_itself_is_refused_with_what_to_set_instead(option: str, instead: str) -> None:
     with pytest.raises(ValueError, match=rf"engine\.sglang\.options: '{option}' .*{instead}"):
-        arguments_of(start_of(options={option: 1}))
+        make_arguments(start_of(options={option: 1}))
 
 
 def test_another_interpreter_does_not_find_our_packages() -> None:
     ours = {**os.environ, "PYTHONPATH": "/ours", "PYTHONHOME": "/home", "CUDA_VISIBLE_DEVICES": "1"}
-    environment = environment_of(start_of("/theirs/bin/python"), ours)
+    environment = make_environment(start_of("/theirs/bin/python"), ours)
     assert "PYTHONPATH" not in environment and "PYTHONHOME" not in environment
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in environment_of(start_of(device="cuda"), ours)
-    assert environment_of(start_of(), ours)["PYTHONPATH"] == "/ours"
+    assert "SGLANG_USE_CPU_ENGINE" not in make_environment(start_of(device="cuda"), ours)
+    assert make_environment(start_of(), ours)["PYTHONPATH"] == "/ours"

@@ -9,7 +9,7 @@ import numpy as np
 
 from models.checksum import checksum
 from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.sglang_applied import digests_of, unapplied
+from models.engines.sglang.sglang_applied import find_unapplied, read_digests
 from models.engines.sglang.sglang_weights import SglangWeights
 from models.types import InlineBytes, WeightBucket, WeightReceipt, WeightTensor
 
@@ -26,21 +26,21 @@ def answer(*versions: str) -> dict:
     return {"ranks": [{"checksums": {name: f"{name}{v}" for name in HELD}, "per_gpu_checksum": v} for v in versions]}
 
 
-def test_experts_that_were_dropped_are_told_and_a_change_on_one_rank_is_enough() -> None:
+def test_dropped_experts_are_reported_and_a_change_on_one_rank_suffices() -> None:
     old, new = (dict.fromkeys(SENT, v) for v in ("1", "2"))
-    before, stands_still = digests_of(answer("a", "a")), digests_of(answer("a", "a"))
-    assert unapplied(new, old, before, digests_of(answer("a", "b"))) == ()
-    assert unapplied(new, old, before, stands_still) == tuple(sorted(SENT[:4]))
+    before, stands_still = read_digests(answer("a", "a")), read_digests(answer("a", "a"))
+    assert find_unapplied(new, old, before, read_digests(answer("a", "b"))) == ()
+    assert find_unapplied(new, old, before, stands_still) == tuple(sorted(SENT[:4]))
     no_experts = {n: d if "experts" in n else ("b", "b") for n, d in stands_still.items()}
-    assert unapplied(new, old, before, no_experts) == tuple(sorted(SENT[1:3]))
+    assert find_unapplied(new, old, before, no_experts) == tuple(sorted(SENT[1:3]))
 
 
 def test_what_did_not_change_or_was_never_sent_before_claims_nothing() -> None:
-    same, held = dict.fromkeys(SENT, "1"), digests_of(answer("a"))
-    assert unapplied(same, same, held, held) == ()
-    assert unapplied(same, {}, held, held) == ()
-    assert unapplied({**same, "model.norm.weight": ""}, dict.fromkeys(SENT, "0"), {}, held) == ()
-    assert digests_of({}) == {}
+    same, held = dict.fromkeys(SENT, "1"), read_digests(answer("a"))
+    assert find_unapplied(same, same, held, held) == ()
+    assert find_unapplied(same, {}, held, held) == ()
+    assert find_unapplied({**same, "model.norm.weight": ""}, dict.fromkeys(SENT, "0"), {}, held) == ()
+    assert read_digests({}) == {}
 
 
 def test_a_server_on_a_gpu_is_asked_after_each_push_and_one_that_refuses_only_once(model_path: str) -> None:

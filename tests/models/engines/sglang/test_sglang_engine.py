@@ -134,7 +134,7 @@ def test_an_answer_that_ends_in_the_middle_is_for_another_engine_to_give(model_p
     asyncio.run(go())
 
 
-def test_who_waits_for_the_end_of_a_pause_hears_of_a_death(model_path: str) -> None:
+def test_request_that_waits_in_a_pause_fails_when_the_engine_dies(model_path: str) -> None:
     async def go() -> None:
         engine = engine_of(model_path, Script(continue_generation=fail(httpx.ReadError("reset"))))
         await engine.pause()
@@ -168,7 +168,7 @@ def test_closing_an_engine_tells_who_waits(model_path: str) -> None:
         lambda body: streamed(b'data: {"error": {"message": "no such grammar"}}\n\n', b"data: [DONE]\n\n"),
     ],
 )
-def test_a_refusal_carries_the_servers_words_and_hurts_nobody_else(model_path: str, reply: Reply) -> None:
+def test_refusal_carries_the_servers_message_and_harms_no_other_request(model_path: str, reply: Reply) -> None:
     async def go() -> None:
         script = Script(generate=reply)
         engine = engine_of(model_path, script)
@@ -335,7 +335,7 @@ def test_a_server_that_hangs_in_a_broadcast_fails_the_push_and_counts_as_dead_at
     asyncio.run(go())
 
 
-def test_a_broadcast_that_the_server_can_not_load_is_told_from_one_that_broke_off(
+def test_broadcast_that_can_not_be_loaded_differs_from_one_that_broke_off(
     model_path: str,
 ) -> None:
     async def go(message: str, error: type[Exception]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from models.engines.sglang.sglang_requests import (
     SglangRequest,
     SglangSample,
-    body_of,
-    completion_of,
-    finish_reason_of,
-    spans_of,
+    make_body,
+    make_completion,
+    make_spans,
+    read_finish_reason,
 )
 from models.types import EngineDied, EngineRefused, SamplingParams, VersionSpan
 
@@ -32,7 +32,7 @@ def event(ids: list[int], total: int, version: str = "0", finish: dict[str, Any]
 
 def body(**params: Any) -> Any:
     ticket = ticket_of(**params)
-    return body_of(ticket, seed=0, stop_token_ids=(9,), vocab_size=272, namespace="n", whole=False)
+    return make_body(ticket, seed=0, stop_token_ids=(9,), vocab_size=272, namespace="n", whole=False)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -45,7 +45,7 @@ def test_events_may_hold_the_new_tokens_or_all_so_far(whole: bool) -> None:
     assert sampled.num_prefilled == 2
 
 
-def test_the_first_token_is_told_once_and_not_by_an_event_without_any() -> None:
+def test_first_token_is_reported_once_and_not_by_an_event_without_tokens() -> None:
     told: list[int] = []
     ticket = ticket_of()
     ticket.listeners.append(lambda: told.append(1))
@@ -79,7 +79,7 @@ def test_spans_are_the_servers_and_cover_all_tokens() -> None:
     spans = [{"version": "0", "start": 0, "end": 0}, {"version": "3", "start": 0, "end": 2}]
     spans += [{"version": "4", "start": 2, "end": 5}]
     sampled = SglangSample(token_ids=[1] * 5, logprobs=[0.0] * 5, spans=spans)
-    assert spans_of(sampled, "policy", {"0": 0, "3": 3, "4": 4}) == (
+    assert make_spans(sampled, "policy", {"0": 0, "3": 3, "4": 4}) == (
         VersionSpan(model="policy", version=3, start=0, end=2),
         VersionSpan(model="policy", version=4, start=2, end=5),
     )
@@ -91,14 +91,14 @@ def test_an_answer_that_was_cut_off_never_claims_a_newer_version_than_its_tokens
     sampled.add(event([2, 3], total=3, version="7"))
     sampled.add(event([4, 5], total=5, version="8"))  # some of them may be from before the push
     sampled.add(event([6], total=6, version="8"))
-    assert [(span.version, span.start, span.end) for span in spans_of(sampled, "policy", {"7": 7, "8": 8})] == [
+    assert [(span.version, span.start, span.end) for span in make_spans(sampled, "policy", {"7": 7, "8": 8})] == [
         (7, 0, 5),
         (8, 5, 6),
     ]
 
 
 def test_nothing_sampled_is_an_empty_span_of_the_newest_version() -> None:
-    spans = spans_of(SglangSample(), "policy", {"default": 0, "2": 2})
+    spans = make_spans(SglangSample(), "policy", {"default": 0, "2": 2})
     assert spans == (VersionSpan(model="policy", version=2, start=0, end=0),)
 
 
@@ -106,7 +106,7 @@ def test_a_version_that_this_run_never_sent_is_an_error() -> None:
     ticket = ticket_of()
     ticket.add(event([1], total=1, version="12", finish={"type": "stop"}))
     with pytest.raises(RuntimeError, match=r"version '12'.*engine\.sglang\.urls"):
-        completion_of(ticket, "", "policy", {"0": 0})
+        make_completion(ticket, "", "policy", {"0": 0})
 
 
 @pytest.mark.parametrize(("status", "error"), [(400, EngineRefused), (503, EngineDied), (None, EngineDied)])
@@ -114,6 +114,6 @@ def test_a_request_that_the_server_ended_by_itself_is_no_completion(status: int 
     ticket = ticket_of()
     ticket.add(event([1], total=1, finish={"type": "abort", "message": "out of memory", "status_code": status}))
     with pytest.raises(error, match="out of memory"):
-        finish_reason_of(ticket)
+        read_finish_reason(ticket)
     ticket.aborted = True
-    assert finish_reason_of(ticket) == "abort"
+    assert read_finish_reason(ticket) == "abort"

@@ -277,7 +277,7 @@ def test_the_most_urgent_waits_least() -> None:
     assert first < second < late
 
 
-def test_who_can_never_fit_the_cache_is_refused() -> None:
+def test_request_that_can_never_fit_the_cache_is_refused() -> None:
     async def go() -> None:
         engine = SimulatedEngine("policy", write, speed=replace(SPEED, kv_tokens=50))
         with pytest.raises(EngineRefused, match="10 \\+ 41 tokens"):
@@ -323,7 +323,7 @@ def test_what_is_preempted_in_one_version_and_ends_in_another_covers_all_its_tok
         assert len(completion.versions) > 1
 
 
-def test_first_tokens_are_told_when_they_come() -> None:
+def test_first_tokens_are_reported_when_they_arrive() -> None:
     async def go() -> float:
         clock, heard = asyncio.get_running_loop().time, []
         engine = SimulatedEngine("policy", write, speed=SPEED)
@@ -334,7 +334,7 @@ def test_first_tokens_are_told_when_they_come() -> None:
     assert run_virtually(go) == pytest.approx(10 * 1e-4 + 0.011 + 10 * 1e-6)
 
 
-def test_who_gives_up_leaves_no_trace() -> None:
+def test_cancelled_request_leaves_no_trace() -> None:
     async def go() -> float:
         engine = SimulatedEngine("policy", write, speed=replace(SPEED, max_rows=1))
         tasks = [asyncio.create_task(ask(engine, str(i), Asked(at_s=0.0, num_tokens=1000))) for i in range(3)]

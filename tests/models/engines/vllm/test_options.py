@@ -15,9 +15,9 @@ from models.engines.vllm.options import (
     INSTEAD,
     Adapters,
     VllmStart,
-    arguments_of,
     check_vllm_options,
-    environment_of,
+    make_arguments,
+    make_environment,
 )
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VLLM_QUANTIZATIONS, VllmConfig
@@ -39,7 +39,7 @@ def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
     assert vllm_options.argument_names() == own
     assert own > {*INSTEAD, *FIXED}
     adapters = Adapters(rank=8, alpha=16.0, targets=("q_proj",))
-    assert own > arguments_of(start_of(VllmConfig(), adapters=adapters)).keys() > {"enable_lora"}
+    assert own > make_arguments(start_of(VllmConfig(), adapters=adapters)).keys() > {"enable_lora"}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_an_option_that_vllm_lacks_or_that_is_ours_is_named_with_the_way_out(nam
 def test_other_options_pass_through_and_win() -> None:
     config = VllmConfig(options={"max_num_batched_tokens": 4096, "block_size": 64})
     check_vllm_options(config)
-    arguments = arguments_of(start_of(config))
+    arguments = make_arguments(start_of(config))
     assert (arguments["max_num_batched_tokens"], arguments["block_size"]) == (4096, 64)
 
 
@@ -75,7 +75,7 @@ def test_every_quantization_is_one_that_vllm_does_at_its_start() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
     for name in VLLM_QUANTIZATIONS:
-        given = arguments_of(start_of(VllmConfig(quantization=name))).get("quantization")
+        given = make_arguments(start_of(VllmConfig(quantization=name))).get("quantization")
         assert given is None if name == "none" else given in ONLINE_QUANT_SHORTHAND_NAMES
 
 
@@ -83,16 +83,18 @@ def test_every_quantization_is_one_that_vllm_does_at_its_start() -> None:
 def test_adapters_get_one_place_of_a_rank_that_vllm_has(rank: int, room: int) -> None:
     from vllm.config.lora import LoRAConfig
 
-    arguments = arguments_of(start_of(VllmConfig(), adapters=Adapters(rank=rank, alpha=8.0, targets=("q_proj", "up"))))
+    arguments = make_arguments(
+        start_of(VllmConfig(), adapters=Adapters(rank=rank, alpha=8.0, targets=("q_proj", "up")))
+    )
     assert (arguments["max_lora_rank"], arguments["lora_target_modules"]) == (room, ["q_proj", "up"])
     assert LoRAConfig(max_lora_rank=arguments["max_lora_rank"], max_loras=arguments["max_loras"]).max_cpu_loras == 1
-    assert "enable_lora" not in arguments_of(start_of(VllmConfig()))
+    assert "enable_lora" not in make_arguments(start_of(VllmConfig()))
 
 
 def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:
     on_cpu, on_gpu = (
-        arguments_of(start_of(VllmConfig())),
-        arguments_of(start_of(VllmConfig(sleep_mode=True), "cuda", 2)),
+        make_arguments(start_of(VllmConfig())),
+        make_arguments(start_of(VllmConfig(sleep_mode=True), "cuda", 2)),
     )
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (256 << 20, True)
     assert (on_gpu["kv_cache_memory_bytes"], on_gpu["enforce_eager"]) == (None, False)
@@ -100,11 +102,11 @@ def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:
 
 
 def test_a_cpu_engine_has_the_threads_it_was_given_and_chooses_no_cores() -> None:
-    environment = environment_of(start_of(VllmConfig(cpu_threads=3)))
+    environment = make_environment(start_of(VllmConfig(cpu_threads=3)))
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
-    assert "OMP_NUM_THREADS" not in environment_of(start_of(VllmConfig(), "cuda"))
+    assert "OMP_NUM_THREADS" not in make_environment(start_of(VllmConfig(), "cuda"))
 
 
 def test_a_window_above_the_models_is_refused(model_path: str) -> None:

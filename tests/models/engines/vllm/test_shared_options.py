@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.tiny.resolve import resolve_model
-from models.engines.vllm.shared_options import different_options, different_shapes, shape_of, wider_options
+from models.engines.vllm.shared_options import different_options, different_shapes, read_shape, wider_options
 from models.settings import VllmConfig
 
 SHAPE = {"model_type": "qwen3", "hidden_size": 96, "rope_parameters": {"rope_theta": 1e4}, "eos_token_id": 2}
@@ -28,7 +28,7 @@ def test_what_an_engine_is_compiled_for_is_compared_and_named(change: dict[str, 
 
 def test_the_tiny_policy_and_the_tiny_grm_differ_in_their_weights_alone() -> None:
     paths = [resolve_model(f"tiny://{name}") for name in ("policy", "grm")]
-    assert different_shapes(*map(shape_of, paths)) == []
+    assert different_shapes(*map(read_shape, paths)) == []
 
 
 def test_one_engine_gets_the_wider_options_and_never_sleeps() -> None:

@@ -17,7 +17,7 @@ from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.lora import adapters, add_adapters, outgoing
+from models.lm.lora import adapters, add_adapters, list_outgoing
 from models.settings import LoraConfig, VllmConfig
 from models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
 from models.weights.object_store import ObjectStore
@@ -40,7 +40,7 @@ class Trained:
                 matrix.data = 0.2 * torch.randn(matrix.shape, generator=dice)
 
     def buckets(self) -> list[WeightBucket]:
-        sent = outgoing(self.model, LORA, "float32")
+        sent = list_outgoing(self.model, LORA, "float32")
         stream = WeightStream(self.model, "float32", 1 << 12, sent, self._names)
         store = ObjectStore("float32")
         return [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
@@ -102,7 +102,7 @@ def test_log_probs_are_those_of_the_base_then_of_each_pushed_adapter(
         assert completion.oldest_version == version
 
 
-def test_a_kept_request_goes_on_with_the_new_adapter(
+def test_kept_request_continues_with_the_new_adapter(
     engine: VllmEngine, run: Any, ask: Any, prompt_of: Any, model_path: str
 ) -> None:
     ids, trained = prompt_of(20), Trained(model_path, 5)

@@ -72,9 +72,7 @@ def owner_of_an_engine(folder: Path, model_path: str, does: str) -> subprocess.P
     return subprocess.Popen([sys.executable, script, model_path], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_killed_core_is_told_to_whoever_waits_and_whoever_comes_and_its_owner_can_end(
-    model_path: str, tmp_path: Path
-) -> None:
+def test_killed_core_fails_present_and_later_requests_and_its_owner_can_end(model_path: str, tmp_path: Path) -> None:
     owner = owner_of_an_engine(tmp_path, model_path, KILLS_ITS_CORE)
     out, _ = owner.communicate(timeout=240)
     assert owner.returncode == 0

@@ -21,7 +21,7 @@ from scheduler.weights.weight_push import SyncConfig
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
-def test_a_push_is_quantized_anew_and_passes_with_the_wider_tolerance_alone(
+def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
     model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
 ) -> None:
     ids, sync = prompt_of(100), SyncConfig()

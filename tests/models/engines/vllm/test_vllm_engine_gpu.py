@@ -29,7 +29,7 @@ KV_CACHE_MB = 512
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
-def test_it_sleeps_wakes_and_takes_weights(
+def test_vllm_sleeps_wakes_and_takes_weights(
     model_path: str, next_version_path: str, prompt_of: Any, next_plain: Any, tmp_path: Path, transport: str
 ) -> None:
     config = VllmConfig(kv_cache_mb=KV_CACHE_MB, sleep_mode=True, enforce_eager=True)
@@ -66,7 +66,7 @@ def test_it_sleeps_wakes_and_takes_weights(
     assert float(np.abs(np.subtract(after_push, expected)).max()) < 1e-3
 
 
-def test_it_swaps_two_models_in_the_same_memory(
+def test_vllm_swaps_two_models_in_the_same_memory(
     model_path: str, next_version_path: str, ask: Any, prompt_of: Any, next_plain: Any
 ) -> None:
     """Its graphs were captured with the first model: they read the weights at the same addresses."""
@@ -96,7 +96,7 @@ def test_it_swaps_two_models_in_the_same_memory(
     assert num_grown < 64 << 20
 
 
-def test_it_tells_the_experts_that_the_model_itself_would_choose(
+def test_vllm_reports_the_experts_that_the_model_itself_would_choose(
     tmp_path: Path, model_path: str, ask: Any, prompt_of: Any
 ) -> None:
     """A layer without experts has none. Near-ties of the routers may change."""

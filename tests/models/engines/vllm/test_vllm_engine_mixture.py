@@ -56,7 +56,7 @@ def logprobs_of(path: str, ids: tuple[int, ...]) -> list[float]:
     return logprobs
 
 
-def test_experts_arrive_and_experts_that_are_dropped_are_told_on_that_very_push(
+def test_experts_arrive_and_dropped_experts_are_reported_by_the_same_push(
     model_path: str, prompt_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flag = tmp_path / "drop"

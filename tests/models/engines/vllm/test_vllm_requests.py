@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from models.engines.engine_kind import EngineSpec
-from models.engines.vllm.options import VllmStart, arguments_of, check_vllm_options
-from models.engines.vllm.vllm_requests import VllmSample, experts_of
+from models.engines.vllm.options import VllmStart, check_vllm_options, make_arguments
+from models.engines.vllm.vllm_requests import VllmSample, read_experts
 from models.settings import VllmConfig
 
 
@@ -15,13 +15,13 @@ from models.settings import VllmConfig
 def test_layers_without_experts_are_left_out(told: type, carried: type) -> None:
     """vLLM has a row for every layer of the model."""
     experts_TLK = np.arange(5 * 4 * 2).reshape(5, 4, 2).astype(told)
-    found = experts_of(VllmSample(experts_TLK=experts_TLK), layers=(1, 3))
+    found = read_experts(VllmSample(experts_TLK=experts_TLK), layers=(1, 3))
     assert found is not None and found.dtype == carried
     np.testing.assert_array_equal(found, experts_TLK[:, [1, 3]])
 
 
 def test_an_answer_that_tells_none_has_none() -> None:
-    assert experts_of(VllmSample(), layers=(0,)) is None
+    assert read_experts(VllmSample(), layers=(0,)) is None
 
 
 @pytest.mark.vllm
@@ -47,6 +47,6 @@ def test_the_last_piece_tells_all() -> None:
 def test_vllm_is_asked_for_them_by_the_key_of_the_algorithm_alone() -> None:
     spec = EngineSpec(path="m", role="policy", device="cuda", return_routed_experts=True)
     start = VllmStart(spec=spec, config=VllmConfig(), context_tokens=128)
-    assert arguments_of(start)["enable_return_routed_experts"] is True
+    assert make_arguments(start)["enable_return_routed_experts"] is True
     with pytest.raises(ValueError, match=r"enable_return_routed_experts: is set by algorithm\.router_replay"):
         check_vllm_options(VllmConfig(options={"enable_return_routed_experts": True}))

@@ -12,10 +12,10 @@ from models.engines.vllm.vllm_weights import (
     Applied,
     PlainBucket,
     as_plain,
-    reading_error,
-    unapplied,
+    decode_errors,
+    encode_errors,
+    find_unapplied,
     under_sent_names,
-    writing_error,
 )
 from models.types import (
     Broadcast,
@@ -29,7 +29,7 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.receiving import checksums_of, received
+from models.weights.receiving import compute_checksums, receive_tensors
 from models.weights.weight_files import SharedArena
 
 HANDLE = CudaHandle(
@@ -64,8 +64,8 @@ def test_inline_bytes_cross_through_shared_memory_bucket_after_bucket() -> None:
         data = np.full(6, value, dtype=np.float32).view(np.uint8)
         data.flags.writeable = False  # as it comes from an object store
         plain = as_plain(bucket_with(InlineBytes(data=(data,))), arena)
-        with received(PlainBucket(**plain).restored()) as tensors:
-            assert checksums_of(tensors) == {"a.weight": checksum(data)}
+        with receive_tensors(PlainBucket(**plain).restored()) as tensors:
+            assert compute_checksums(tensors) == {"a.weight": checksum(data)}
             assert torch.equal(tensors[0][1], torch.full((2, 3), value))
     arena.close()
 
@@ -76,13 +76,13 @@ def test_inline_bytes_cross_through_shared_memory_bucket_after_bucket() -> None:
 def test_an_error_comes_home_as_what_it_is_though_vllm_carries_words_alone(
     kind: type[Exception], error: Exception
 ) -> None:
-    with pytest.raises(RuntimeError) as carried, writing_error():
+    with pytest.raises(RuntimeError) as carried, encode_errors():
         raise error
     words = f"Worker failed with error '{carried.value}', please check the stack trace above"
-    with pytest.raises(kind) as heard, reading_error():
+    with pytest.raises(kind) as heard, decode_errors():
         raise Exception(words)
     assert str(heard.value) == str(error)
-    with pytest.raises(KeyError), reading_error():
+    with pytest.raises(KeyError), decode_errors():
         raise KeyError("not told")
 
 
@@ -90,10 +90,10 @@ def test_a_tensor_is_applied_where_one_worker_took_it_and_what_holds_it_changed(
     """Each of two workers has a half: only the second one's half of `v` changed, none of `o`; no worker took `w`."""
     first = Applied(taken=["q", "v", "o"], still=["v", "o"], moved=["q"])
     second = Applied(taken=["q", "v", "o", "e"], still=["q", "o"], moved=["v"])
-    assert unapplied(["q", "v", "o", "e", "w"], [first, second]) == ("o", "w")
+    assert find_unapplied(["q", "v", "o", "e", "w"], [first, second]) == ("o", "w")
 
 
-def test_what_vllm_saw_is_told_under_the_names_that_were_sent() -> None:
+def test_receipt_of_vllm_uses_the_names_that_were_sent() -> None:
     own = Applied(taken=["embed", "norm"], still=["embed"], moved=[])
     told = under_sent_names(own, {"lm_head": "embed", "norm": "norm", "gone": "gone"})
     assert told == Applied(taken=["lm_head", "norm"], still=["lm_head"], moved=[])

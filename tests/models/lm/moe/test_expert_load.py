@@ -42,7 +42,7 @@ def test_a_pass_counts_the_experts_that_a_replay_chose(mixture: PreTrainedModel)
     with torch.no_grad(), own.counted():
         mixture(ids)
     everyone_to_two_TLK = torch.tensor([1, 3]).expand(10, 2, 2)
-    with torch.no_grad(), routers.replayed(everyone_to_two_TLK), replayed.counted():
+    with torch.no_grad(), routers.replay(everyone_to_two_TLK), replayed.counted():
         mixture(ids)
     balance = replayed.read()
     assert balance.max_violation == balance.worst_max_violation == 1.0, "10 tokens each, of 5 on average"

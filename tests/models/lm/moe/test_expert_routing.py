@@ -72,7 +72,7 @@ def test_a_models_own_choice_replayed_changes_no_bit(name: str) -> None:
     assert (routers.shape.layers, routers.shape.top_k, routers.shape.num_experts) == ((0, 1, 2), 2, 8)
     logits, experts_TLK = own_experts(model, routers)
     assert experts_TLK.shape == (TOKEN_IDS.numel(), 3, 2) and len(experts_TLK.unique()) > 4
-    with torch.no_grad(), routers.replayed(experts_TLK) as replay:
+    with torch.no_grad(), routers.replay(experts_TLK) as replay:
         assert torch.equal(model(TOKEN_IDS).logits, logits)
     assert not replay.rerouted_TL.any()
 
@@ -86,7 +86,7 @@ def test_tokens_go_where_they_are_sent_and_gates_learn(name: str) -> None:
     routers = Routers.of(model)
     logits, experts_TLK = own_experts(model, routers)
     elsewhere_TLK = (experts_TLK + 2) % 8
-    with routers.replayed(elsewhere_TLK) as replay, routers.recorded() as recording:
+    with routers.replay(elsewhere_TLK) as replay, routers.recorded() as recording:
         replayed = model(TOKEN_IDS).logits
         replayed.square().sum().backward()
     assert torch.equal(recording.experts_TLK, elsewhere_TLK) and replay.rerouted_TL.float().mean() > 0.5
@@ -103,7 +103,7 @@ def test_the_gates_of_replayed_experts_are_what_the_router_would_give_them() -> 
     block = model.model.layers[0].mlp
     x_TC, chosen_TLK = torch.randn(6, 32), torch.tensor([[1, 5], [0, 7], [3, 2], [6, 4], [5, 1], [2, 0]])[:, None]
     routers = Routers([block.gate], Routers.of(model).shape)
-    with torch.no_grad(), routers.replayed(chosen_TLK):
+    with torch.no_grad(), routers.replay(chosen_TLK):
         found_TC = block(x_TC[None])[0]
         probs_TE = (x_TC @ block.gate.weight.T).softmax(-1)
         for x_C, probs_E, chosen_K, found_C in zip(x_TC, probs_TE, chosen_TLK[:, 0], found_TC, strict=True):
@@ -119,11 +119,11 @@ def test_where_no_expert_is_known_the_router_chooses() -> None:
     model = random_model("mixtral")
     routers = Routers.of(model)
     logits, experts_TLK = own_experts(model, routers)
-    with torch.no_grad(), routers.replayed(torch.full_like(experts_TLK, ANY_EXPERT)):
+    with torch.no_grad(), routers.replay(torch.full_like(experts_TLK, ANY_EXPERT)):
         assert torch.equal(model(TOKEN_IDS).logits, logits)
     mixed_TLK = (experts_TLK + 2) % 8
     mixed_TLK[7:] = ANY_EXPERT  # the second text
-    with torch.no_grad(), routers.replayed(mixed_TLK.to(torch.int16)):
+    with torch.no_grad(), routers.replay(mixed_TLK.to(torch.int16)):
         first, second = model(TOKEN_IDS).logits
     torch.testing.assert_close(second, logits[1])
     assert (first - logits[0]).abs().max() > 1e-2

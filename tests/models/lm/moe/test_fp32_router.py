@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.lm.moe.expert_routing import Routers, routers_of
-from models.lm.parallel.expert_parallel import experts_of
+from models.lm.moe.expert_routing import Routers, find_routers
+from models.lm.parallel.expert_parallel import find_experts
 from models.lm.parallel.ranks import join_ranks
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel
 
@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def one_pass(path: str, architecture: Architecture) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model after a forward and backward pass; what its router and its experts saw."""
     model = load_parallel(path, join_ranks(0, 1, None, CPU), CPU, "float32", "bfloat16", architecture=architecture)
-    (router,), ((_, experts),) = routers_of(model).values(), experts_of(model)
+    (router,), ((_, experts),) = find_routers(model).values(), find_experts(model)
     seen: dict[str, Tensor] = {}
     router.register_forward_hook(
         lambda module, inputs, out: seen.update(tokens=inputs[0], logits=out[0], weight=whole(module.weight))
@@ -63,7 +63,7 @@ def test_its_routers_can_still_be_observed_and_replayed(path: str) -> None:
     """FSDP2 changes the class of what it shards."""
     model, _ = one_pass(path, IN_FLOAT32)
     assert Routers.found(model) is not None and Routers.of(model).shape.num_experts == 4
-    with Routers.of(model).replayed(torch.zeros((12, 1, 2), dtype=torch.int64)) as replay:
+    with Routers.of(model).replay(torch.zeros((12, 1, 2), dtype=torch.int64)) as replay:
         model(input_ids=torch.arange(12)[None], position_ids=torch.arange(12)[None], use_cache=False)
     assert replay.rerouted_TL.any()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.lm.parallel.context_parallel import ContextGroup
+from models.lm.parallel.context_parallel import ContextRanks
 
 
-def ranks(size: int) -> list[ContextGroup]:
-    return [ContextGroup(group=None, rank=rank, size=size) for rank in range(size)]  # type: ignore[arg-type]
+def ranks(size: int) -> list[ContextRanks]:
+    return [ContextRanks(group=None, rank=rank, size=size) for rank in range(size)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from models.lm.parallel.expert_parallel import divide_experts, experts_of, sharded_dimension
+from models.lm.parallel.expert_parallel import choose_sharded_dimension, divide_experts, find_experts
 from models.lm.parallel.ranks import join_ranks
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -77,7 +77,7 @@ def test_a_rank_that_no_token_reaches_has_gradients_of_zero() -> None:
     torch.manual_seed(0)
     model = FAMILIES["qwen 3"]().eval()
     one_rank(model)
-    ((_, experts),) = experts_of(model)
+    ((_, experts),) = find_experts(model)
     nothing_TH = torch.zeros((0, 16), requires_grad=True)
     out = experts(nothing_TH, torch.zeros((0, 2), dtype=torch.int64), torch.zeros((0, 2)))
     assert out.shape == (0, 16)
@@ -88,10 +88,10 @@ def test_a_rank_that_no_token_reaches_has_gradients_of_zero() -> None:
 
 def test_experts_are_sharded_along_a_dimension_that_divides_evenly() -> None:
     """Qwen3-30B-A3B on 24 ranks with ep=8: three ranks divide 1536 rows, and 768 columns where there are 2048 rows."""
-    assert sharded_dimension((16, 1536, 2048), 3) == 1
-    assert sharded_dimension((16, 2048, 768), 3) == 2
+    assert choose_sharded_dimension((16, 1536, 2048), 3) == 1
+    assert choose_sharded_dimension((16, 2048, 768), 3) == 2
     with pytest.raises(ValueError, match=r"^ep: 5 ranks .* \(2048 x 768\) .*another ep$"):
-        sharded_dimension((16, 2048, 768), 5)
+        choose_sharded_dimension((16, 2048, 768), 5)
 
 
 def test_a_dense_model_is_refused() -> None:

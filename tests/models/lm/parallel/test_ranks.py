@@ -24,12 +24,12 @@ def test_without_a_choice_torch_decides(monkeypatch: pytest.MonkeyPatch) -> None
     assert [choose_device("", rank) for rank in (0, 3)] == [torch.device("cuda", 0), torch.device("cuda", 3)]
 
 
-def test_cpu_is_kept_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_cpu_is_kept_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 4)
     assert choose_device("cpu", 1) == CPU
 
 
-def test_an_actor_that_sees_one_gpu_uses_it_whatever_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_that_sees_one_gpu_uses_it_at_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
     assert choose_device("cuda", 5) == torch.device("cuda", 0)
 

@@ -40,7 +40,7 @@ def labels(judging_tasks: JudgingTaskStream, prompt_indices: int) -> list[str | 
     return [judging_tasks.at(prompt_index).reference for prompt_index in range(prompt_indices)]
 
 
-def test_right_and_wrong_rollouts_come_by_turns_however_rare_one_of_them_is() -> None:
+def test_right_and_wrong_rollouts_alternate_even_if_one_of_them_is_rare() -> None:
     judging_tasks = stream(stored=False)
     judging_tasks.add(QUESTION, rollout("42"))
     for sibling in range(1, 50):
@@ -56,7 +56,7 @@ def test_own_rollouts_have_the_share_that_was_asked_for() -> None:
     assert sum(name != "stored" for name in drawn) == 10
 
 
-def test_until_there_are_rollouts_of_both_kinds_stored_lessons_stand_in() -> None:
+def test_stored_lessons_are_used_until_both_kinds_of_rollouts_exist() -> None:
     judging_tasks = stream(rollout_share=1.0)
     judging_tasks.add(QUESTION, rollout("41"))
     assert [judging_tasks.at(prompt_index).prompt_id for prompt_index in range(3)] == ["stored"] * 3

@@ -12,7 +12,7 @@ from grmpipe.run.features.cotrain.pacing import StepPacer
 
 
 @pytest.mark.parametrize(("warmup", "rate"), [(0, 1.0), (3, 1.0), (2, 0.5), (0, 0.3), (1, 2.5)])
-def test_both_reach_their_last_step_and_the_ratio_holds_at_every_step(warmup: int, rate: float) -> None:
+def test_both_trainings_reach_their_last_step_and_keep_their_ratio(warmup: int, rate: float) -> None:
     async def go() -> None:
         pacer = StepPacer(warmup_steps=warmup, grm_steps_per_policy_step=rate)
         rng = random.Random(0)

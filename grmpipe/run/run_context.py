@@ -42,7 +42,7 @@ P = TypeVar("P", bound=HasConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class RunContext:
     """The session of a run: its directory, its observers, and where a resume continues.
 
     resumed: the checkpoint that a resume continues from; None for a new run. state: the one there, or the beginning.
@@ -62,7 +62,7 @@ class Run(ABC, Generic[P]):
 
     is_policy_run: ClassVar[bool] = True  # the console shows the metrics of a policy's steps
 
-    def __init__(self, prepared: P, session: Session) -> None:
+    def __init__(self, prepared: P, session: RunContext) -> None:
         self._prepared = prepared
         self._config = prepared.config
         self._session = session
@@ -122,7 +122,7 @@ async def run_session(
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
         observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
         try:
-            session = Session(
+            session = RunContext(
                 run_dir=run_dir,
                 observers=observers,
                 checkpoints=checkpoints,

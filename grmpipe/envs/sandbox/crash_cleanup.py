@@ -25,7 +25,7 @@ ENDED = "ZX"  # states of a process whose parent hasn't asked for its end
 COMMAND_S = 30.0
 
 
-class Leftovers(msgspec.Struct, frozen=True):
+class CleanupRecord(msgspec.Struct, frozen=True):
     """What a host of environments would leave.
 
     token:   in the environment of its processes, and the label of its containers.
@@ -42,12 +42,12 @@ class Leftovers(msgspec.Struct, frozen=True):
     started: str
 
 
-def noted(run_dir: Path, runtime: str = "") -> Leftovers:
+def noted(run_dir: Path, runtime: str = "") -> CleanupRecord:
     """Make a folder for workers, and note it in the run's directory before anything else."""
     token = secrets.token_hex(8)
     folder = tempfile.mkdtemp(prefix=f"grmpipe-{token}-")
     Path(folder).chmod(0o711)  # the user of a worker gets through
-    left = Leftovers(
+    record = CleanupRecord(
         token=token,
         folder=folder,
         runtime=runtime,
@@ -55,14 +55,14 @@ def noted(run_dir: Path, runtime: str = "") -> Leftovers:
         owner=os.getpid(),
         started=start_of(os.getpid()),
     )
-    file = file_of(run_dir, left)
+    file = file_of(run_dir, record)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(msgspec.json.encode(left))
-    return left
+    file.write_bytes(msgspec.json.encode(record))
+    return record
 
 
-def file_of(run_dir: Path, left: Leftovers) -> Path:
-    return run_dir / FOLDER / f"{left.token}.json"
+def file_of(run_dir: Path, record: CleanupRecord) -> Path:
+    return run_dir / FOLDER / f"{record.token}.json"
 
 
 def start_of(process: int) -> str:
@@ -84,24 +84,24 @@ def sweep(run_dir: Path) -> int:
     swept = 0
     for file in sorted((run_dir / FOLDER).glob("*.json")):
         try:
-            left = msgspec.json.decode(file.read_bytes(), type=Leftovers)
+            record = msgspec.json.decode(file.read_bytes(), type=CleanupRecord)
         except (OSError, msgspec.DecodeError):  # half written: its folder is empty
             continue
-        if left.machine == socket.gethostname() and start_of(left.owner) != left.started:
-            clear(run_dir, left)
+        if record.machine == socket.gethostname() and start_of(record.owner) != record.started:
+            clear(run_dir, record)
             swept += 1
     return swept
 
 
-def clear(run_dir: Path, left: Leftovers) -> None:
+def clear(run_dir: Path, record: CleanupRecord) -> None:
     """End and delete all that a host has, and forget it."""
-    for process in processes_of(left.token):
+    for process in processes_of(record.token):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
-    if left.runtime:
-        remove_containers(left.runtime, left.token)
-    remove_folder(Path(left.folder))
-    file_of(run_dir, left).unlink(missing_ok=True)
+    if record.runtime:
+        remove_containers(record.runtime, record.token)
+    remove_folder(Path(record.folder))
+    file_of(run_dir, record).unlink(missing_ok=True)
 
 
 def processes_of(token: str) -> Iterator[int]:

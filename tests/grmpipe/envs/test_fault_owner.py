@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from grmpipe.config.keys.user_code import UserCodeError
-from grmpipe.envs.blame import (
+from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.fault_owner import (
     KNOWN_POLICY_ERRORS,
     FaultRules,
     RaisedElsewhere,
@@ -17,7 +18,6 @@ from grmpipe.envs.blame import (
     policys_end,
     readable,
 )
-from grmpipe.envs.env import EnvFault, PolicyFault
 
 BOX, OWN = FaultRules(in_box=True), FaultRules(policy_errors=("builtins.LookupError",))
 NO_RULES = FaultRules()
@@ -53,7 +53,7 @@ def named(path: str) -> Exception:
         (MemoryError(), BOX, "limit", True),
     ],
 )
-def test_what_is_the_policys_doing(error: BaseException, rules: FaultRules, kind: str, ends: bool) -> None:
+def test_policy_is_blamed_for_its_own_faults(error: BaseException, rules: FaultRules, kind: str, ends: bool) -> None:
     fault = fault_of(error, "my.step", rules, has_acted=True)
     assert isinstance(fault, PolicyFault) and (fault.kind, fault.ends) == (kind, ends)
     before = fault_of(error, "my.open", rules, has_acted=False)
@@ -74,7 +74,7 @@ def test_what_is_the_policys_doing(error: BaseException, rules: FaultRules, kind
         (ConnectionError("x"), BOX, "broken"),
     ],
 )
-def test_what_is_the_environments(error: BaseException, rules: FaultRules, cause: str) -> None:
+def test_environment_is_blamed_for_its_own_faults(error: BaseException, rules: FaultRules, cause: str) -> None:
     fault = fault_of(error, "my.step", rules, has_acted=True)
     assert isinstance(fault, EnvFault) and fault.cause == cause
 

@@ -9,19 +9,19 @@ from typing import cast
 import numpy as np
 
 from grmpipe.train.critic.value_samples import SequenceRound, ValueRound
-from grmpipe.train.rank_group import RankGroup
+from grmpipe.train.ranks import Ranks
 from grmpipe.types import Metrics
 from scheduler.events import EventSink, NoEvents
-from scheduler.processes.actors import ActorGroup
+from scheduler.processes.actors import ActorRanks
 from scheduler.stage import BusyMeter
 
 LANE = "critic"
 
 
-class CriticGroup(RankGroup):
+class CriticLearnerRanks(Ranks):
     """Each actor holds one rank's CriticLearner."""
 
-    def __init__(self, actors: ActorGroup, events: EventSink | None = None, cp: int = 1) -> None:
+    def __init__(self, actors: ActorRanks, events: EventSink | None = None, cp: int = 1) -> None:
         super().__init__(actors, cp)
         self._events = events or NoEvents()
         self._meter = BusyMeter()

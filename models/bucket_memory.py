@@ -11,30 +11,30 @@ from torch import Tensor
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
-def padded(num_bytes: int) -> int:
+def round_up_to_page(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+def count_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return dtype.itemsize * torch.Size(shape).numel()
 
 
 def room_for(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
     """The bytes of the tensors, each at the next multiple of 64."""
-    return sum(padded(bytes_of(dtype, shape)) for dtype, shape in zip(dtypes, shapes, strict=True))
+    return sum(round_up_to_page(count_bytes(dtype, shape)) for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
 def views(memory_B: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """The tensors in order within uint8 memory, each at the next multiple of 64 bytes."""
-    sizes = [bytes_of(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
-    ends = list(accumulate(padded(size) for size in sizes))
+    sizes = [count_bytes(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    ends = list(accumulate(round_up_to_page(size) for size in sizes))
     return [
-        memory_B[end - padded(size) :][:size].view(dtype).view(torch.Size(shape))
+        memory_B[end - round_up_to_page(size) :][:size].view(dtype).view(torch.Size(shape))
         for end, size, dtype, shape in zip(ends, sizes, dtypes, shapes, strict=True)
     ]
 
 
-class Arena:
+class BucketMemory:
     """Memory of this process that grows to the largest bucket."""
 
     def __init__(self, device: torch.device) -> None:

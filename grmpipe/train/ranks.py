@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import cast
 
 from models.stored_files import StoredFile
-from scheduler.processes.actors import ActorGroup
+from scheduler.processes.actors import ActorRanks
 
 FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls, so the interval grows
 
 
-class RankGroup:
+class Ranks:
     """Each actor holds one rank. Every method reaches all ranks, one call at a time.
 
     Calls of several tasks may overlap: each goes out to all ranks at once, so all ranks see the same order.
@@ -21,7 +21,7 @@ class RankGroup:
     them answers for all.
     """
 
-    def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
+    def __init__(self, actors: ActorRanks, cp: int = 1) -> None:
         """cp: the ranks that share each sample."""
         self._actors = actors
         self._cp = cp
@@ -34,11 +34,11 @@ class RankGroup:
         assert rest == 0, (self._actors.size, self._cp)
         return groups
 
-    async def begin_save(self, path: str, *, aside: bool) -> None:
-        """Begin to save the current state; training may continue when this returns, with `aside` long before all is
-        written.
+    async def begin_save(self, path: str, *, in_background: bool) -> None:
+        """Begin to save the current state; training may continue when this returns, with `in_background` long before
+        all is written.
         """
-        await self._actors.call_all("begin_save" if aside else "save", path)
+        await self._actors.call_all("begin_save" if in_background else "save", path)
 
     async def saved(self) -> tuple[StoredFile, ...]:
         """Wait until the save is on the disk. Returns all its files; raises the error of a failed write."""

@@ -1,7 +1,7 @@
-"""Records the chat of one episode: what the engine saw and sampled, id by id. Makes no sampled id anew.
+"""Records the chat of one episode: what the engine saw and sampled, id by id. Sampled ids are never tokenized again.
 
 messages -> extend a recorded conversation: its ids + extend(what is new)    -> sample -> parse -> reply
-         -> anything else: a new segment, the whole prompt rendered anew
+         -> anything else: a new segment, the whole prompt rendered again
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grmpipe.envs.play import (
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
 from grmpipe.workflows.recorded_calls import RecordedCall, continued_call
-from models.chat.long_texts import chars_of, off_loop_if_long
+from models.chat.long_texts import count_chars, off_loop_if_long
 from models.types import (
     Completion,
     Generates,
@@ -184,13 +184,13 @@ class EpisodeChat:
                 new = messages[len(parent.conversation) :]
                 try:
                     extend = partial(renderer.extend, new, tools, ended=not parent.completion.stop_text)
-                    new_ids = await off_loop_if_long(chars_of(new), extend)
+                    new_ids = await off_loop_if_long(count_chars(new), extend)
                 except ValueError as error:  # such as a template that moves the tools
-                    log.info("%s: rendered anew, since %s", self._request.trajectory_id, error)
+                    log.info("%s: rendered again, since %s", self._request.trajectory_id, error)
                 else:
                     prompt_ids = (*parent.prompt_ids, *parent.completion.token_ids, *new_ids)
                     return Prompted(parent=parent, prompt_ids=prompt_ids, new_ids=new_ids)
-            prompt_ids = await off_loop_if_long(chars_of(messages), partial(renderer.render, messages, tools))
+            prompt_ids = await off_loop_if_long(count_chars(messages), partial(renderer.render, messages, tools))
         except ValueError as error:
             raise ChatRefused("invalid_request", str(error)) from error
         return Prompted(parent=None, prompt_ids=prompt_ids, new_ids=prompt_ids)

@@ -37,8 +37,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has
 OWNER_ONLY = 0o700  # of a run's directory: it holds prompts and answers
 
 
-class Claim(ExitStack):
-    """A claim of a run's directory, used as a context: no other process writes there until the end of the block.
+class RunLock(ExitStack):
+    """The lock on a run's directory, used as a context: no other process writes there until the end of the block.
 
     A resumed run is locked at once, a new one by `open`, after all checks.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import POLICY
-from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths, ModelWriter, Writer
+from grmpipe.capacity.simulate.simulated_answers import CountingRenderer, Lengths, ModelWriter, Writer
 from grmpipe.capacity.simulate.simulated_process import AttendedGrm, SimulatedDriver
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig

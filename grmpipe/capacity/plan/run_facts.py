@@ -19,7 +19,7 @@ from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.sections import ModelNotHere, section
 from models.hub import find_files
-from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
+from models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig
 
@@ -35,12 +35,12 @@ class Sized:
 
     @staticmethod
     def of(model: Model) -> Sized:
-        footprint = footprint_of(model.path)
+        footprint = read_footprint(model.path)
         return Sized(role=model.name, model=model, footprint=footprint, context_tokens=model.context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seated:
+class PlacedRoles:
     """A role's processes in a plan: `replicas` of `width` slots each, in one pool of the configuration."""
 
     replicas: int
@@ -49,7 +49,7 @@ class Seated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class RunFacts:
     """The input of a plan. `unchecked`: what only the run's own machines can check."""
 
     config: RunConfig
@@ -60,19 +60,19 @@ class Survey:
     devices: Mapping[str, DeviceSpec | None]  # configured pool -> device of its slots; None: unknown
     unchecked: tuple[str, ...]
 
-    def under(self, config: RunConfig) -> Survey:
+    def under(self, config: RunConfig) -> RunFacts:
         """The same run with another configuration, in the same places."""
         return replace(self, config=config, roles=resolve_roles(config, self.placement))
 
     def pool(self, role: str) -> PoolConfig:
         return self.placement.pools[self.placement.seats[role][0].pool]
 
-    def seated(self, role: str) -> Seated:
+    def seated(self, role: str) -> PlacedRoles:
         seats = self.placement.seats[role]
-        return Seated(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
+        return PlacedRoles(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
 
 
-def survey_run(config: RunConfig) -> Survey:
+def collect_facts(config: RunConfig) -> RunFacts:
     """The checks of a run; those that need its machines are skipped, the others still refuse."""
     devices = find_devices(config)
     seated, roles = seat_roles(config)
@@ -93,7 +93,7 @@ def survey_run(config: RunConfig) -> Survey:
     found = [sized.model for sized in models.values() if sized.model is not None]
     check_judges(config, roles, found, data)
     check_swap(roles, found)
-    return Survey(
+    return RunFacts(
         config=config,
         placement=placement,
         roles=roles,
@@ -174,7 +174,7 @@ def size_critic(config: RunConfig, policy: Sized) -> Sized:
         return Sized(role="critic")
     with section("critic."):
         found = find_critic(config, policy.model)
-    return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
+    return replace(policy, role="critic", model=None, footprint=read_footprint(found.path))
 
 
 def scorer_dtypes(config: RunConfig) -> dict[str, str]:
@@ -199,7 +199,7 @@ def size_scorer(role: str, config: RunConfig) -> tuple[Sized, list[str]]:
 
     with section(f"{key}."):
         scalar_config(directory)
-    return Sized(role=role, footprint=footprint_of(directory)), []
+    return Sized(role=role, footprint=read_footprint(directory)), []
 
 
 def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
@@ -208,7 +208,7 @@ def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
     """
     shape = role.model.shape
     if sized.model is not None:
-        heads = heads_of(sized.model.path)
+        heads = read_heads(sized.model.path)
     elif shape.declared:
         heads = Heads(query=shape.num_heads, key=shape.num_kv_heads)
     else:

@@ -17,7 +17,7 @@ from configs import run_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.summary import EvalSummary, Status, Summary
-from grmpipe.run.session import Run, Session, run_session
+from grmpipe.run.run_context import Run, RunContext, run_session
 from grmpipe.run_dir.recovery import BEGINNING
 
 
@@ -111,7 +111,7 @@ def test_a_refusal_is_raised_and_leaves_the_directory_free(run_dir: Path) -> Non
 
 
 def test_a_task_knows_where_it_writes(run_dir: Path) -> None:
-    found: list[Session] = []
+    found: list[RunContext] = []
 
     class Looks(Task):
         async def run(self) -> Status:

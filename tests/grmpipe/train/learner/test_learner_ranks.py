@@ -13,7 +13,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import MicroBatchRound, Packer, idle
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
-from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, OldPass
 from models.types import GroupLink
@@ -59,8 +59,8 @@ class Recorded:
         return await self.call_each(method, [args, args])
 
 
-def make_group(path: str) -> LearnerGroup:
-    return LearnerGroup(
+def make_group(path: str) -> LearnerRanks:
+    return LearnerRanks(
         InProcess(
             Learner(
                 LearnerSpec(
@@ -87,7 +87,7 @@ def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> No
             buckets = [await group.bucket(index) for index in range(await group.num_buckets())]
         assert version == 1 and len(buckets) > 2
         score = await group.score([1, 2, 3])
-        await group.begin_save(str(tmp_path / "checkpoint"), aside=True)
+        await group.begin_save(str(tmp_path / "checkpoint"), in_background=True)
         assert {".metadata", "__0_0.distcp"} == {file.name for file in await group.saved()}
         await group.export(str(tmp_path / "export"))
         other = make_group(qwen_path)
@@ -102,7 +102,7 @@ def test_every_rank_gets_its_own_micro_batch() -> None:
     actors = Recorded({"accumulate": [{"train/loss_sum": 1.0}, {"train/loss_sum": 2.0}]})
     first, second = idle(), idle()
     old = [OldPass(logprobs_T=np.zeros(2)), OldPass(logprobs_T=np.ones(2))]
-    sums = asyncio.run(LearnerGroup(actors).accumulate(MicroBatchRound(micro_batches=(first, second)), old))
+    sums = asyncio.run(LearnerRanks(actors).accumulate(MicroBatchRound(micro_batches=(first, second)), old))
     assert sums == {"train/loss_sum": 3.0}
     assert [ask[0] for ask in actors.asked] == [0, 1]
     assert actors.asked[0][2] is first and actors.asked[1][2] is second
@@ -122,7 +122,7 @@ def test_ranks_that_share_samples_get_the_same_micro_batch_and_answer_once() -> 
         }
     )
     actors.size = 4
-    group = LearnerGroup(actors, cp=2)
+    group = LearnerRanks(actors, cp=2)
     round_ = MicroBatchRound(micro_batches=(idle(), idle()))
     old = [OldPass(logprobs_T=np.zeros(2)), OldPass(logprobs_T=np.ones(2))]
     assert group.dp_size == 2
@@ -141,7 +141,7 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
     link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
     async def push() -> list[object]:
-        group = LearnerGroup(actors)
+        group = LearnerRanks(actors)
         async with group.held() as version:
             assert version == 0
             await group.connect(link)
@@ -159,12 +159,12 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
     ]  # fmt: skip
 
 
-def test_steps_and_loads_wait_while_weights_are_held_and_accumulating_goes_on() -> None:
+def test_steps_and_loads_wait_while_weights_are_held_and_accumulation_continues() -> None:
     actors = Recorded({"step": [{}, {}], "load": [7, 7], "accumulate": [{}, {}]})
     totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
 
     async def scenario() -> None:
-        group = LearnerGroup(actors)
+        group = LearnerRanks(actors)
         async with group.held() as version:
             changes = [asyncio.create_task(group.step(totals)), asyncio.create_task(group.load("somewhere"))]
             await group.accumulate(MicroBatchRound(micro_batches=(idle(), idle())))
@@ -184,7 +184,7 @@ def test_a_failed_step_is_no_version() -> None:
         async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
             raise ArithmeticError
 
-    group = LearnerGroup(Failing({}))
+    group = LearnerRanks(Failing({}))
     totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
     with pytest.raises(ArithmeticError):
         asyncio.run(group.step(totals))
@@ -205,12 +205,12 @@ class Slow(Recorded):
         return [{}, {}]
 
 
-def test_a_learner_that_is_still_takes_no_memory_and_goes_on_afterwards() -> None:
+def test_calls_wait_while_the_learner_is_still() -> None:
     """Running calls end before; calls made meanwhile wait. Otherwise calls overlap."""
 
     async def go() -> list[str]:
         actors = Slow()
-        group = LearnerGroup(actors)
+        group = LearnerRanks(actors)
         round_ = MicroBatchRound(micro_batches=(idle(), idle()))
         first = [asyncio.create_task(group.accumulate(round_)) for _ in range(2)]
         await asyncio.sleep(0)

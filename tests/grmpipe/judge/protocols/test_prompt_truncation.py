@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.fence import in_fences
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.protocols.truncation import OBSERVATION_CHARS, truncated_to_fit
+from grmpipe.judge.protocols.prompt_truncation import OBSERVATION_CHARS, truncated_to_fit
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 
 
@@ -71,7 +71,7 @@ def test_at_last_every_text_is_cut() -> None:
     assert "characters of the policy left out ...]" in text
 
 
-def test_a_single_text_is_cut_as_ever_within_its_fence() -> None:
+def test_single_text_is_cut_within_its_fence() -> None:
     text = shown(200, of_text("a" * 500))
     assert all(line.startswith("> ") for line in text.splitlines()) and "characters cut ...]" in text
 

@@ -1,4 +1,4 @@
-"""Recording: token by token, what continues and what is rendered anew, and what is refused."""
+"""Recording: token by token, what continues and what is rendered again, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
+from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
 from grmpipe.workflows.play_workflow import Ending, rollout_of
-from grmpipe.workflows.recorder import ChatRecorder, EpisodeChat
 from models.chat.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
@@ -55,7 +55,7 @@ def run(recorder: ChatRecorder, request: RolloutRequest, talk: Callable[[Episode
     return asyncio.run(play())
 
 
-def test_a_conversation_that_goes_on_is_one_segment_of_recorded_ids(
+def test_continued_conversation_is_one_segment_of_recorded_ids(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["add 1 2", "3, I say"])
@@ -109,7 +109,7 @@ def test_a_history_that_was_rewritten_opens_a_segment(
     assert [turn.completion.text for turn in rollout.turns] == ["a", "c"], "only what the policy sampled is trained"
 
 
-def test_a_reply_whose_white_space_a_client_strips_goes_on_with_the_recorded_ids(
+def test_reply_with_stripped_white_space_continues_with_the_recorded_ids(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine([" a\n", "c"])
@@ -207,7 +207,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["extend", "rewrite", "both"]), st.in
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=MOVES, seed=st.integers(0, 999))
-def test_whatever_a_workflow_asks_the_rollout_holds_exactly_what_the_engine_saw(
+def test_rollout_of_any_workflow_holds_exactly_what_the_engine_saw(
     make_engine: Callable,
     make_recorder: Callable,
     request_of: RolloutRequest,
@@ -281,7 +281,7 @@ def test_a_call_that_cannot_be_read_stays_text_and_is_counted(
     assert rollout.turns[0].faults == ("malformed",)
 
 
-def test_a_full_window_is_refused_and_a_shorter_history_goes_on(
+def test_full_window_is_refused_and_a_shorter_history_continues(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
     async def talk(session: EpisodeChat) -> None:
@@ -315,7 +315,7 @@ def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
     assert session.refusal is not None and len(engine.asked) == 1
 
 
-def test_a_refusal_for_good_outlives_an_answer_to_a_parallel_call(
+def test_final_refusal_outlives_an_answer_to_a_parallel_call(
     make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
 ) -> None:
     async def talk(session: EpisodeChat) -> None:

@@ -13,16 +13,16 @@ import numpy as np
 from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.learner.rank_metrics import over_ranks
-from grmpipe.train.rank_group import RankGroup
+from grmpipe.train.ranks import Ranks
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket
-from scheduler.processes.actors import ActorGroup
+from scheduler.processes.actors import ActorRanks
 
 
-class LearnerGroup(RankGroup):
+class LearnerRanks(Ranks):
     """Each actor holds one rank's Learner. Every method is a collective."""
 
-    def __init__(self, actors: ActorGroup, cp: int = 1) -> None:
+    def __init__(self, actors: ActorRanks, cp: int = 1) -> None:
         super().__init__(actors, cp)
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
         self._work = RankWork()  # of the open batch

@@ -1,0 +1,91 @@
+"""The figures of task=evaluate and its labelled items as typed rows, read one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS, JUDGED
+from grmpipe.evaluation.policy_files import RESULTS
+from grmpipe.observe.journal import read_what_can_be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedLine:
+    """A line of judged.jsonl: labelled work, and what the judge said. outcome: right, wrong, tied or failed. scores: of
+    the responses, on the judge's scale. failed: the causes. Both by the place of the response, from 0.
+    """
+
+    item_id: str
+    subset: str
+    outcome: str
+    scores: Mapping[int, float]
+    failed: Mapping[int, str]
+    critiques: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFigure:
+    """A figure of an evaluation, with its 95 % interval.
+
+    about: `policy` or `judge`. name: of the prompts, or of one of several judges; empty: of all judges. part: the
+    source of prompts, or the subset of labelled work; empty: all. count: of prompts or items; without one the values
+    are None.
+    """
+
+    about: str
+    name: str
+    part: str
+    figure: str
+    value: float | None
+    low: float | None
+    high: float | None
+    count: int
+
+
+def read_items(run_dir: Path) -> Iterator[JudgedLine]:
+    return (_item(line) for line in read_what_can_be(run_dir / JUDGED))
+
+
+def read_figures(run_dir: Path) -> Iterator[EvaluationFigure]:
+    """Those of policies, then those of judges."""
+    for prompts, policy in _results(run_dir / RESULTS).items():
+        for part, figures in {"": policy["overall"], **policy["by_source"]}.items():
+            for figure, one in figures["figures"].items():
+                yield EvaluationFigure(
+                    about="policy", name=prompts, part=part, figure=figure, value=one["mean"], low=one["low"],
+                    high=one["high"], count=one["num_clusters"],
+                )  # fmt: skip
+    judges = _results(run_dir / JUDGE_RESULTS)
+    for name, judge in {"": judges, **judges.get("by_judge", {})}.items():
+        for part, subset in {"": judge["overall"], **judge["subsets"], **judge["sections"]}.items() if judge else ():
+            for figure, one in _accuracies(subset):
+                yield EvaluationFigure(
+                    about="judge", name=name, part=part, figure=figure, value=one["accuracy"], low=one["low"],
+                    high=one["high"], count=one["num_items"],
+                )  # fmt: skip
+
+
+def _accuracies(subset: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name as in summary.json, accuracy)."""
+    yield "accuracy", subset["judged"]
+    yield from ((f"accuracy_at_{k}", one) for k, one in subset["by_k"].items())
+    yield from ((f"accuracy_with_meta_rm_at_{k}", one) for k, one in subset["with_meta_rm"].items())
+
+
+def _results(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _item(line: Mapping[str, Any]) -> JudgedLine:
+    return JudgedLine(
+        item_id=line["item_id"],
+        subset=line["subset"],
+        outcome=line["outcome"],
+        scores={int(sibling): score for sibling, score in line["scores"].items()},
+        failed={int(sibling): cause for sibling, cause in line["failed"].items()},
+        critiques=tuple(judgement["text"] for judgement in line["judgements"]),
+    )

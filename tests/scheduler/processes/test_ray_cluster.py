@@ -1,0 +1,61 @@
+"""What a start on Ray reserved is given back, whenever it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
+from scheduler.processes import ray_cluster
+from scheduler.processes.ray_cluster import RayCluster
+
+
+class Pool:
+    """A placement group that never becomes free."""
+
+    def __init__(self, bundles: list[dict[str, float]], strategy: str) -> None:
+        time.sleep(0.02)
+        self.never = threading.Event()
+        ASKED.append(self)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.never.wait(timeout_s)
+
+
+ASKED: list[Pool] = []
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pool]]:
+    removed: list[Pool] = []
+    ASKED.clear()
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster, "nodes_of_ray", list)
+    monkeypatch.setattr(ray_cluster, "check_capacity", lambda placement, nodes: None)
+    monkeypatch.setattr(ray_cluster, "placement_group", Pool)
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
+    yield removed
+    for pool in ASKED:
+        pool.never.set()
+
+
+def test_a_start_that_a_signal_ends_gives_back_every_pool(removed: list[Pool]) -> None:
+    pools = {name: PoolConfig(slots=1, resource="cpu") for name in ("one", "two", "three")}
+    roles = {role: RoleConfig(pool=pool) for role, pool in zip(("learner", "policy", "grm"), pools, strict=True)}
+    placement = place(PlacementConfig(pools=pools, roles=roles), list(roles))
+
+    async def cancelled() -> None:
+        start = asyncio.create_task(RayCluster.start(ClusterConfig(start_timeout_s=0.2), placement))
+        await asyncio.sleep(0)
+        start.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await start
+
+    asyncio.run(cancelled())
+    assert len(ASKED) == 3
+    assert removed == ASKED
