@@ -37,7 +37,7 @@ from hydra.types import RunMode
 
 from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
-from grmpipe.config.io.rejudged_config import rejudged_config
+from grmpipe.config.io.rejudged_config import compose_rejudging
 from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
@@ -137,7 +137,7 @@ def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
         return build(config)
     overrides = OverridesParser.create().parse_overrides(list(typed))
     if config.task == "rejudge":
-        return rejudged_config(config, [one.package or one.key_or_group for one in overrides])
+        return compose_rejudging(config, [one.package or one.key_or_group for one in overrides])
     reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,

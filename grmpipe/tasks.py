@@ -149,7 +149,7 @@ def evaluation() -> RunTask[PreparedEvaluation]:
     )
 
 
-def rejudging() -> RunTask[PreparedRejudging]:
+def rejudge() -> RunTask[PreparedRejudging]:
     from grmpipe.run.tasks.rejudge import RejudgeRun
     from grmpipe.validate.rejudging import PreparedRejudging, prepare_rejudging
 
@@ -180,7 +180,7 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
-    "rejudge": rejudging,
+    "rejudge": rejudge,
 }
 
 

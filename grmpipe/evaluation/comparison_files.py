@@ -29,7 +29,7 @@ def write_comparison(run_dir: Path, result: Comparison) -> None:
     (run_dir / COMPARISON).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def metrics_of(result: Comparison) -> Metrics:
+def list_metrics(result: Comparison) -> Metrics:
     """The figures by their names in summary.json; none that isn't known."""
     metrics: Metrics = {}
     for name in FIGURES_SHOWN:
@@ -45,7 +45,7 @@ def metrics_of(result: Comparison) -> Metrics:
 def show_comparison(run_dir: Path, result: Comparison, failed: Mapping[str, int], cost: str) -> None:
     """Print the tables. failed: rollouts without a new verdict, by cause. cost: of the new verdicts, in words."""
     (run_dir / FIGURES).unlink(missing_ok=True)  # of a comparison here before
-    figures = [(words, cells_of(getattr(result.overall, name))) for name, words in FIGURES_SHOWN.items()]
+    figures = [(words, estimate_cells(getattr(result.overall, name))) for name, words in FIGURES_SHOWN.items()]
     tables = [table("figure", "the new verdicts next to the run's own", ("mean", "95 %", "groups"), figures)]
     if result.steps:
         heads = ("reward", "new", "right", "correlation", "flips", "order", "new", "signs")
@@ -61,7 +61,7 @@ def spread_out(steps: Sequence[StepComparison]) -> list[StepComparison]:
     return [one for index, one in enumerate(steps) if index % every == 0 or one is steps[-1]]
 
 
-def cells_of(estimate: Estimate) -> Iterator[str]:
+def estimate_cells(estimate: Estimate) -> Iterator[str]:
     yield number(estimate.mean)
     yield "-" if math.isnan(estimate.low) else f"{estimate.low:.2f} to {estimate.high:.2f}"
     yield str(estimate.num_clusters)
@@ -84,13 +84,13 @@ def notes_on(result: Comparison, failed: Mapping[str, int]) -> Iterator[str]:
     if failed:
         yield f"without a new verdict: {sum(failed.values())}{causes(failed)}; they are left out, and count as nothing"
     for who, step in (("the truth", result.parts_from_truth), ("the new judge", result.parts_from_new_judge)):
-        yield parting_text(who, step)
+        yield describe_parting(who, step)
     if not result.overall.sign_changes.num_clusters:
         yield "advantages: not compared; no judged group was trained on, or the estimator needs a critic"
     yield f"all steps, with intervals: {COMPARISON}"
 
 
-def parting_text(who: str, step: int | None) -> str:
+def describe_parting(who: str, step: int | None) -> str:
     if step is None:
         return f"the run's reward and {who}: no step from which only the reward rises"
     return f"the run's reward and {who} part from step {step} on: only the reward rises"

@@ -81,7 +81,7 @@ class StepComparison:
 class Comparison:
     """Both judges on all groups, and step by step.
 
-    parts_from_truth:     the step from which the run's reward and the truth part (see `parting_step`).
+    parts_from_truth:     the step from which the run's reward and the truth part (see `find_parting_step`).
     parts_from_new_judge: the step from which it parts with the reward of the new judge.
     """
 
@@ -106,8 +106,8 @@ def compare(groups: Sequence[ComparedGroup]) -> Comparison:
         num_compared=sum(one.old is not None and one.new is not None for one in rollouts),
         overall=agreement(groups),
         steps=steps,
-        parts_from_truth=parting_step(numbers, old, [one.right for one in steps]),
-        parts_from_new_judge=parting_step(numbers, old, [one.new_reward for one in steps]),
+        parts_from_truth=find_parting_step(numbers, old, [one.right for one in steps]),
+        parts_from_new_judge=find_parting_step(numbers, old, [one.new_reward for one in steps]),
     )
 
 
@@ -141,7 +141,7 @@ def agreement(groups: Sequence[ComparedGroup]) -> Agreement:
 # -- of a group ------------------------------------------------------------------------------------------------------
 
 
-def judged_by_both(group: ComparedGroup) -> list[tuple[float, float]]:
+def pair_rewards(group: ComparedGroup) -> list[tuple[float, float]]:
     """(old, new) rewards."""
     return [(one.old, one.new) for one in group.rollouts if one.old is not None and one.new is not None]
 
@@ -150,7 +150,7 @@ def rank_correlation(group: ComparedGroup) -> Sequence[float]:
     """Spearman's rank correlation of the siblings' rewards, ties with their mean rank; none if a judge sees no
     difference.
     """
-    old, new = zip(*judged_by_both(group), strict=True) if judged_by_both(group) else ((), ())
+    old, new = zip(*pair_rewards(group), strict=True) if pair_rewards(group) else ((), ())
     if len(set(old)) < 2 or len(set(new)) < 2:
         return ()
     return (statistics.correlation(ranks(old), ranks(new)),)
@@ -163,7 +163,7 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 def flips(group: ComparedGroup) -> list[float]:
     """For each pair of siblings that both judges order: 1 if they disagree, else 0."""
-    pairs = itertools.combinations(judged_by_both(group), 2)
+    pairs = itertools.combinations(pair_rewards(group), 2)
     products = [(one[0] - other[0]) * (one[1] - other[1]) for one, other in pairs]
     return [float(product < 0) for product in products if product != 0]
 
@@ -192,7 +192,7 @@ def mean(values: Iterable[float | None]) -> float:
 # -- where two series part -------------------------------------------------------------------------------------------
 
 
-def parting_step(steps: Sequence[int], reward: Sequence[float], reference: Sequence[float]) -> int | None:
+def find_parting_step(steps: Sequence[int], reward: Sequence[float], reference: Sequence[float]) -> int | None:
     """The step from which a reward rises and its reference doesn't; None if there is none.
 
     Both series are in standard deviations, so that their scales don't matter. The step is the split that explains most
@@ -207,14 +207,14 @@ def parting_step(steps: Sequence[int], reward: Sequence[float], reference: Seque
     if len(known) < 2 * MIN_SEGMENT:
         return None
     numbers, rewards, references = zip(*known, strict=True)
-    gaps = [one - other for one, other in zip(standardized(rewards), standardized(references), strict=True)]
+    gaps = [one - other for one, other in zip(standardize(rewards), standardize(references), strict=True)]
     split = min(range(MIN_SEGMENT, len(gaps) - MIN_SEGMENT + 1), key=lambda at: scatter(gaps[:at]) + scatter(gaps[at:]))
     rises = statistics.fmean(rewards[split:]) > statistics.fmean(rewards[:split])
     follows = statistics.fmean(references[split:]) > statistics.fmean(references[:split])
     return numbers[split] if rises and not follows and is_sure(gaps[:split], gaps[split:]) else None
 
 
-def standardized(values: Sequence[float]) -> list[float]:
+def standardize(values: Sequence[float]) -> list[float]:
     spread = statistics.pstdev(values) or 1.0
     return [(value - statistics.fmean(values)) / spread for value in values]
 

@@ -30,7 +30,7 @@ class StoredGroups:
     def num_rollouts(self) -> int:
         return sum(len(self.run.rollout_places[group_id]) for group_id in self.steps)
 
-    def judged_again(self, run_dir: Path) -> RecordedGroups:
+    def read_new_verdicts(self, run_dir: Path) -> RecordedGroups:
         """The same groups with the new verdicts in a directory."""
         judgements = run_dir / JUDGEMENTS
         places = places_in(judgements, self.steps.keys()) if judgements.exists() else {}

@@ -18,7 +18,7 @@ START = ("task", "run_dir", "resume")
 REJUDGED = "rejudged"  # folder of a run's directory
 
 
-def rejudged_config(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
+def compose_rejudging(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The configuration of judging a run again. Raises ConfigError, also for a typed key that would be ignored.
 
     typed: keys and groups of the command line.

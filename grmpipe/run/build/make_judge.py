@@ -40,7 +40,7 @@ class JudgeParts:
 def make_judge(parts: JudgeParts) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
     config = parts.prepared.config
-    return composed(config, config.rewards, make_judges(parts, config.judging.judges))
+    return compose(config, config.rewards, make_judges(parts, config.judging.judges))
 
 
 def make_watchers(parts: JudgeParts) -> dict[str, Judge]:
@@ -49,7 +49,7 @@ def make_watchers(parts: JudgeParts) -> dict[str, Judge]:
     for name in config.watchers:
         judges = make_judges(parts, {one: config.judges[one] for one in config.rewards.list_judges(name)})
         found[name] = (
-            composed(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
+            compose(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
         )
     return found
 
@@ -58,7 +58,7 @@ def make_judges(parts: JudgeParts, judges: Mapping[str, JudgeConfig]) -> dict[st
     return {name: JUDGES[judge.kind](parts, judge) for name, judge in judges.items()}
 
 
-def composed(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge]) -> Judge:
+def compose(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge]) -> Judge:
     return compose_judge(
         rewards,
         judges,

@@ -59,7 +59,7 @@ class WatchCounts:
     def of(group: JudgedGroup, reports: Sequence[JudgeReport]) -> WatchCounts:
         """The counts of a judged group."""
         rollouts = tuple(
-            ComparedRollout(old=reward_of(trained), new=reward_of(report.verdict))
+            ComparedRollout(old=read_reward(trained), new=read_reward(report.verdict))
             for trained, report in zip(group.verdicts, reports, strict=True)
         )
         compared = ComparedGroup(group_id=group.group_id, step=None, rollouts=rollouts)
@@ -107,7 +107,7 @@ def ratio(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def reward_of(verdict: Verdict | Failed) -> float | None:
+def read_reward(verdict: Verdict | Failed) -> float | None:
     return verdict.outcome if isinstance(verdict, Verdict) else None
 
 

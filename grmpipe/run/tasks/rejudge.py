@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from grmpipe.evaluation.comparison_files import metrics_of, show_comparison, write_comparison
+from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, write_comparison
 from grmpipe.evaluation.verdict_comparison import Comparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.judge_in_time import judge_in_time
@@ -60,15 +60,15 @@ class RejudgeRun(Run[PreparedRejudging]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: PreparedRejudging, session: RunContext) -> None:
-        super().__init__(prepared, session)
+    def __init__(self, prepared: PreparedRejudging, context: RunContext) -> None:
+        super().__init__(prepared, context)
         self._running: Serving | None = None
         self._counters = Counters()
         self._metrics: Metrics = {}
 
     async def run(self) -> Status:
         stored = self._prepared.stored
-        again = stored.judged_again(self._run_dir)
+        again = stored.read_new_verdicts(self._run_dir)
         missing = [group_id for group_id in stored.steps if not again.are_judged(group_id)]
         self._observers.note(
             f"{len(missing)} of {len(stored.steps)} groups ({stored.num_rollouts} rollouts) of "
@@ -101,9 +101,9 @@ class RejudgeRun(Run[PreparedRejudging]):
             self._counters.report(report)
             if isinstance(report.verdict, Failed):
                 failures[report.verdict.cause] += 1
-        again = stored.judged_again(self._run_dir)
+        again = stored.read_new_verdicts(self._run_dir)
         result: Comparison = compare(list(read_compared(stored, again, self._config)))
-        self._metrics = metrics_of(result)
+        self._metrics = list_metrics(result)
         write_comparison(self._run_dir, result)
         show_comparison(self._run_dir, result, failures, self._cost)
         self._observers.metrics.truncate_after(-1)  # of a comparison here before

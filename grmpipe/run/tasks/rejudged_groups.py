@@ -36,13 +36,13 @@ def compare_batch(
 ) -> Iterator[ComparedGroup]:
     """The groups of a step. Those that no step trained have no advantages."""
     old, new = [run.group(group_id) for group_id in group_ids], [again.group(group_id) for group_id in group_ids]
-    before, after = ({}, {}) if step is None else (advantages_of(old, config), advantages_of(new, config))
+    before, after = ({}, {}) if step is None else (estimate_advantages(old, config), estimate_advantages(new, config))
     right = check_truth(old, rule_of(config.truth))
     for one, other in zip(old, new, strict=True):
         rollouts = tuple(
             ComparedRollout(
-                old=reward_of(old_verdict),
-                new=reward_of(new_verdict),
+                old=read_reward(old_verdict),
+                new=read_reward(new_verdict),
                 right=right.get(key := (one.group_id, rollout.sibling)),
                 old_advantage=before.get(key),
                 new_advantage=after.get(key),
@@ -52,11 +52,11 @@ def compare_batch(
         yield ComparedGroup(group_id=one.group_id, step=step, rollouts=rollouts)
 
 
-def reward_of(verdict: Verdict | Failed) -> float | None:
+def read_reward(verdict: Verdict | Failed) -> float | None:
     return verdict.outcome if isinstance(verdict, Verdict) else None
 
 
-def advantages_of(groups: Sequence[JudgedGroup], config: RunConfig) -> Advantages:
+def estimate_advantages(groups: Sequence[JudgedGroup], config: RunConfig) -> Advantages:
     """The advantages of a batch, without a KL in the reward, which needs the learner. None with too few verdicts, and
     with an estimator that needs a critic.
     """

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, compare, parting_step
+from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, compare, find_parting_step
 
 
 def group(name: str, *rollouts: tuple[float | None, ...], step: int | None = 1) -> ComparedGroup:
@@ -81,17 +81,17 @@ def hacked(first: int, low: float, high: float) -> list[float]:
 @pytest.mark.parametrize("first", [8, 15, 25])
 def test_a_reward_parts_from_the_truth_where_only_it_rises(first: int) -> None:
     reward, truth = noisy(hacked(first, 0.4, 0.9), 1), noisy(hacked(first, 0.5, 0.1), 2)
-    found = parting_step(STEPS, reward, truth)
+    found = find_parting_step(STEPS, reward, truth)
     assert found is not None and first <= found <= first + 5
     on_another_scale = [10 * value - 3 for value in reward]
-    assert parting_step(STEPS, on_another_scale, truth) == found
+    assert find_parting_step(STEPS, on_another_scale, truth) == found
 
 
 def test_series_that_rise_together_and_noise_part_nowhere() -> None:
     rising = hacked(10, 0.2, 0.8)
-    assert parting_step(STEPS, noisy(rising, 3), noisy(rising, 4)) is None
-    assert parting_step(STEPS, noisy(hacked(10, 0.8, 0.2), 3), noisy(hacked(10, 0.2, 0.8), 4)) is None, "it falls"
+    assert find_parting_step(STEPS, noisy(rising, 3), noisy(rising, 4)) is None
+    assert find_parting_step(STEPS, noisy(hacked(10, 0.8, 0.2), 3), noisy(hacked(10, 0.2, 0.8), 4)) is None, "it falls"
     flat = [0.5] * len(STEPS)
-    found = [parting_step(STEPS, noisy(flat, seed), noisy(flat, seed + 1000)) for seed in range(100)]
+    found = [find_parting_step(STEPS, noisy(flat, seed), noisy(flat, seed + 1000)) for seed in range(100)]
     assert sum(step is not None for step in found) <= 1
-    assert parting_step([1, 2, 3, 4], [0.1, 0.2, 0.8, 0.9], [0.9, 0.8, 0.2, 0.1]) is None, "too few"
+    assert find_parting_step([1, 2, 3, 4], [0.1, 0.2, 0.8, 0.9], [0.9, 0.8, 0.2, 0.1]) is None, "too few"

@@ -39,12 +39,8 @@ from grmpipe.types import (
 )
 from models.types import Completion, EngineRefused, Message, VersionSpan
 
-NOWHERE = Path("/nowhere")
-
-
+NOWHERE = Path("/dev/null/nowhere")  # no folder can be made there
 UNRECORDED = EvalRecorder(NOWHERE)
-
-
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
 
 
