@@ -178,6 +178,28 @@ def test_a_wheel_runs_the_quickstart_on_ray_with_modules_of_a_project_that_has_f
     run_quickstart(wheel_commands, below, "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
 
 
+def test_a_wheel_holds_the_pages_of_the_viewer(tmp_path: Path, wheel_commands: Path) -> None:
+    script = (
+        "from importlib.resources import files; from grmpipe.viewer.pages import make_environment\n"
+        "print(*make_environment().list_templates())\n"
+        "print(*(path.name for path in (files('grmpipe.viewer') / 'static').iterdir()))\n"
+        "print((files('grmpipe.viewer') / 'schema.sql').is_file())"
+    )
+    done = subprocess.run(
+        [str(wheel_commands / "python"), "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=HERE,
+    )
+    templates, static, has_schema = done.stdout.splitlines() or pytest.fail(done.stderr)
+    viewer = ROOT / "grmpipe" / "viewer"
+    assert {path.name for path in (viewer / "templates").iterdir()} <= set(templates.split())
+    assert {path.name for path in (viewer / "static").iterdir()} == set(static.split())
+    assert has_schema == "True"
+
+
 RUN_NOTEBOOK = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import (
     Failed,
@@ -15,6 +16,7 @@ from grmpipe.types import (
     Prompt,
     RewardSpan,
     Rollout,
+    TrainedRollout,
     Turn,
     Verdict,
 )
@@ -83,12 +85,13 @@ def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4) -> P
     weather = Prompt(prompt_id="p2", messages=(Message(role="user", content="Weather in Oslo?"),), source="tools")
     recorder.rollout(1, weather, episode("g2", 0))
     recorder.judged(episode("g2", 0), JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=3)))
+    recorder.trained(
+        [
+            TrainedRollout(group_id="g1", sibling=0, step=1, reward=0.8, advantage=1.0, right=0.0),
+            TrainedRollout(group_id="g1", sibling=1, step=1, reward=0.3, advantage=-1.0, right=1.0),
+        ]
+    )
     recorder.close()
-    trained = [
-        {"group_id": "g1", "sibling": sibling, "step": 1, "reward": reward, "advantage": advantage, "right": right}
-        for sibling, (reward, advantage, right) in enumerate(((0.8, 1.0, 0.0), (0.3, -1.0, 1.0)))
-    ]
-    (run_dir / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trained))
     return run_dir
 
 
@@ -99,3 +102,13 @@ def judge_jointly(run_dir: Path, text: str) -> Path:
     recorder.judged(answer("g1", 1, ""), report(3.0))
     recorder.close()
     return run_dir
+
+
+def evaluate(run_dir: Path, *, prompts: str, step: int, score: float) -> None:
+    """Add an evaluation: one right answer to one prompt."""
+    recorder = EvalRecorder(run_dir).of_evaluation(prompts, step)
+    prompt = Prompt(prompt_id="p7", messages=(Message(role="user", content="Still there?"),))
+    rollout = answer("e1", 0, "held out words")
+    recorder.rollout(prompt, rollout, 0, 1.0)
+    recorder.judged(rollout, report(score, judgement("e1", (0,), (score,), "evaluated")))
+    recorder.recorder.close()

@@ -8,6 +8,7 @@ from grmpipe.config.critic import CriticConfig
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.grm import GrmConfig
+from grmpipe.config.journals import JournalsConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.rejudge import RejudgeConfig
@@ -35,7 +36,8 @@ class RunKeys:
     """The keys of a run outside all sections."""
 
     # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, judge a run's
-    # rollouts again, plan or simulate the run, write a run's report, check what is installed, or write a new project.
+    # rollouts again, plan or simulate the run, write a run's report, show runs in a browser, check what is installed,
+    # or write a new project.
     task: str = "train"
     experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
@@ -88,6 +90,7 @@ class SharedSections:
     slots: SlotsConfig = field(default_factory=SlotsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    journals: JournalsConfig = field(default_factory=JournalsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

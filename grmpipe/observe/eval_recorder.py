@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
+from grmpipe.observe.packed_numbers import pack_numbers
 from grmpipe.observe.records import Record, decode, decode_report, decode_rollout, encode, encode_report, encode_rollout
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
 
@@ -49,7 +50,9 @@ class EvalRecorder:
     `marks` is where the last complete evaluation ended: a resume repeats what comes after it.
     """
 
-    def __init__(self, run_dir: Path, run_id: str = "") -> None:
+    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False) -> None:
+        """compact: pack the numbers of answers and judgements."""
+        self._compact = compact
         self._rollouts = Journal(run_dir / EVAL_ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / EVAL_JUDGEMENTS, run_id=run_id)
         self._guard = Guard()
@@ -61,29 +64,27 @@ class EvalRecorder:
 
     def rollout(self, line: EvalRollout) -> None:
         with self._guard.watch(EVAL_ROLLOUTS):
-            self._rollouts.append(
-                {
-                    **_evaluation(line.prompts, line.step),
-                    "sample": line.sample,
-                    "answer": line.rollout.answer,
-                    "right": line.right,
-                    **encode_rollout(line.rollout),
-                    "prompt": encode(line.prompt),
-                }
-            )
+            record = {
+                **_evaluation(line.prompts, line.step),
+                "sample": line.sample,
+                "answer": line.rollout.answer,
+                "right": line.right,
+                **encode_rollout(line.rollout),
+                "prompt": encode(line.prompt),
+            }
+            self._rollouts.append(pack_numbers(record) if self._compact else record)
 
     def judged(self, line: EvalJudgement) -> None:
         with self._guard.watch(EVAL_JUDGEMENTS):
             verdict = line.report.verdict
-            self._judgements.append(
-                {
-                    **_evaluation(line.prompts, line.step),
-                    "group_id": line.group_id,
-                    "sibling": line.sibling,
-                    "reward": verdict.outcome if isinstance(verdict, Verdict) else None,
-                    **encode_report(line.report),
-                }
-            )
+            record = {
+                **_evaluation(line.prompts, line.step),
+                "group_id": line.group_id,
+                "sibling": line.sibling,
+                "reward": verdict.outcome if isinstance(verdict, Verdict) else None,
+                **encode_report(line.report),
+            }
+            self._judgements.append(pack_numbers(record) if self._compact else record)
 
     def evaluation_ended(self) -> None:
         """Note that an evaluation is complete: no resume repeats it."""

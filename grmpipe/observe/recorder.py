@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
+from grmpipe.observe.packed_numbers import pack_numbers
 from grmpipe.observe.records import (
     Record,
     decode,
@@ -29,7 +30,9 @@ class Recorder:
     `marks` is where the first lines of groups in flight begin: a resume reads from there.
     """
 
-    def __init__(self, run_dir: Path, run_id: str = "") -> None:
+    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False) -> None:
+        """compact: pack the numbers of rollouts and judgements."""
+        self._compact = compact
         self._rollouts = Journal(run_dir / ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / JUDGEMENTS, run_id=run_id)
         self._groups = Journal(run_dir / GROUPS, run_id=run_id)
@@ -67,13 +70,15 @@ class Recorder:
         with self._guard.watch(self._rollouts.path.name):
             record = encode_rollout(rollout)
             self._note_begin(self._rollouts, rollout.group_id)
-            self._rollouts.append({**record, "prompt_index": prompt_index, "prompt": encode(prompt)})
+            record |= {"prompt_index": prompt_index, "prompt": encode(prompt)}
+            self._rollouts.append(pack_numbers(record) if self._compact else record)
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         with self._guard.watch(self._judgements.path.name):
             who = {"group_id": rollout.group_id, "sibling": rollout.sibling}
             self._note_begin(self._judgements, rollout.group_id)
-            self._judgements.append({**who, **encode_report(report)})
+            record = {**who, **encode_report(report)}
+            self._judgements.append(pack_numbers(record) if self._compact else record)
 
     def group_ended(self, end: GroupEnd) -> None:
         """Write the end of a group. The line holds only known fields: see GroupEnd."""

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.observe.packed_numbers import unpack_numbers
 from grmpipe.types import (
     CascadeEvent,
     Failed,
@@ -118,6 +119,8 @@ def encode_rollout(rollout: Rollout) -> Record:
 
 
 def decode_rollout(record: Record) -> Rollout:
+    """A rollout, packed or not."""
+    record = unpack_numbers(record)
     turns = [{**turn, "completion": with_logprobs(turn)} for turn in record["turns"]]
     return msgspec.convert({**record, "turns": turns}, Rollout)
 
@@ -163,6 +166,8 @@ def encode_own(report: JudgeReport) -> Record:
 
 
 def decode_report(record: Record) -> JudgeReport:
+    """A report, packed or not."""
+    record = unpack_numbers(record)
     judgements = [(one.get("judge", ""), decode(one, Judgement)) for one in record["judgements"]]
     failures = [(one.get("judge", ""), decode_failed(one)) for one in record["failures"]]
 

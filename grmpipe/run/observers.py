@@ -123,8 +123,8 @@ class Observers:
         return Observers(
             trackers=trackers,
             metrics=metrics,
-            recorder=Recorder(run_dir, run_id_of(run_dir)),
-            evaluations=EvalRecorder(run_dir, run_id_of(run_dir)),
+            recorder=Recorder(run_dir, run_id_of(run_dir), compact=config.journals.compact),
+            evaluations=EvalRecorder(run_dir, run_id_of(run_dir), compact=config.journals.compact),
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,

@@ -10,14 +10,22 @@ from typing import Any, TypeVar
 import msgspec
 
 from grmpipe.observe.journal import decode_line
-from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
-from grmpipe.observe.records import decode_report
+from grmpipe.observe.recorder import decode_judged
+from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, said, score_of, shown_turns
-from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Rollout, Verdict
-from grmpipe.viewer.index import place_of_key
+from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Verdict
+from grmpipe.viewer.ingest import place_of_key
 from grmpipe.viewer.queries import RolloutRow
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a line of rollouts.jsonl or eval_rollouts.jsonl holds for a page."""
+
+    prompt: Prompt
+    rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +33,7 @@ class Sibling:
     """A rollout with what was said of it. recorded: None if its line can't be read, as `problems` says."""
 
     row: RolloutRow
-    recorded: RecordedRollout | None
+    recorded: Recorded | None
     report: JudgeReport | None
     critiques: Sequence[Critique]
     problems: Sequence[str]
@@ -77,7 +85,7 @@ def read_siblings(run_dir: Path, rows: Sequence[RolloutRow]) -> list[Sibling]:
     ]
 
 
-def read_at(run_dir: Path, key: int | None, decode: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
+def read_at(run_dir: Path, key: int | None, read: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
     """The line of a key; None, and words among the problems, if it can't be read."""
     if key is None:
         return None
@@ -85,10 +93,14 @@ def read_at(run_dir: Path, key: int | None, decode: Callable[[dict[str, Any]], T
     try:
         with (run_dir / name).open("rb") as file:
             file.seek(offset)
-            return decode(decode_line(file.readline(), f"{name}, at byte {offset}"))
+            return read(decode_line(file.readline(), f"{name}, at byte {offset}"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
         problems.append(f"{name}, at byte {offset}: {error}" if name not in str(error) else str(error))
         return None
+
+
+def decode_recorded(record: dict[str, Any]) -> Recorded:
+    return Recorded(prompt=decode(record["prompt"], Prompt), rollout=decode_rollout(record))
 
 
 def decode_reported(record: dict[str, Any]) -> JudgeReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import sys
 import threading
@@ -10,8 +9,6 @@ import time
 
 from grmpipe.viewer.index import IndexProgress
 from grmpipe.viewer.runs import ViewedRun
-
-log = logging.getLogger(__name__)
 
 PAUSE_S = 2.0  # between two looks at the journals
 SAY_EVERY_S = 5.0

@@ -14,10 +14,11 @@ from grmpipe.viewer.snippets import snippet
 
 
 class Line(msgspec.Struct, frozen=True):
-    """run: that wrote the line. step: of an evaluation, the step after which it was; else of training."""
+    """run: that wrote it. step: of training, or after which an evaluation was. prompts: those of an evaluation."""
 
     run: str = ""
     step: int | None = None
+    prompts: str = "held_out"
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -73,6 +74,7 @@ class RolloutLine(Line, frozen=True, kw_only=True):
     reason: str = ""
     opening: list[MessageLine] = []
     took_s: float | None = None
+    right: float | None = None
 
     @property
     def version(self) -> int | None:
@@ -108,6 +110,7 @@ class RolloutLine(Line, frozen=True, kw_only=True):
             "turns": len(self.turns),
             "faults": " ".join(faults),
             "took_s": self.took_s,
+            **({} if self.right is None else {"truth": self.right}),  # in training it is in trained.jsonl
         }
 
 
@@ -191,8 +194,6 @@ class TrainedLine(Line, frozen=True, kw_only=True):
     sibling: int
     advantage: float | None = None
     right: float | None = None
-    truth: float | None = None
 
     def row(self) -> dict[str, object]:
-        truth = self.right if self.truth is None else self.truth
-        return {"step": self.step, "advantage": self.advantage, "truth": truth}
+        return {"step": self.step, "advantage": self.advantage, "truth": self.right}

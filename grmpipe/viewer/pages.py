@@ -7,8 +7,7 @@ scripts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from urllib.parse import quote, urlencode
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -16,14 +15,15 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console import readable
 from grmpipe.observe.gauges import failures_by_cause
-from grmpipe.observe.report import REWARDS, SCORES, percent
-from grmpipe.viewer import queries
-from grmpipe.viewer.details import read_siblings
-from grmpipe.viewer.queries import SORTS, Filter, Means
+from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
+from grmpipe.viewer import figures, queries
+from grmpipe.viewer.details import Sibling, read_siblings
+from grmpipe.viewer.figures import Means
+from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import RunState, ViewedRun, config_differences
 
 MAX_CHARS = 200_000  # of one text; what is longer loses its middle
-SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES = 30, 8, 30
+SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS = 30, 8, 30, 60
 Query = Mapping[str, str]
 CURVES = {  # title -> title of a curve -> its metric
     "Reward": REWARDS,
@@ -36,15 +36,6 @@ CURVES = {  # title -> title of a curve -> its metric
 
 class NotThere(Exception):
     """What the URL names isn't in the run, or not any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Curves of two runs over each other, and what differs."""
-
-    charts: Sequence[Chart]
-    differences: Sequence[tuple[str, str | None, str | None]]
-    prompts: Sequence[tuple[str, str]]
 
 
 def make_environment() -> Environment:
@@ -86,29 +77,38 @@ def link(page: str, run: str = "", query: str = "", **more: object) -> str:
 
 
 def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
-    state = run.state()
+    found = query.get("metrics", "").strip()
     since = queries.parse_number("since", query["since"], int) if query.get("since") else None
     with contextlib.closing(run.index.read()) as connection:
-        by_step = queries.means_by_step(connection)
+        by_step = figures.means_by_step(connection)
         return {
-            "state": state,
-            "charts": present(*curves_of(run), *curves_of_steps(by_step)),
+            "state": run.state(),
+            "charts": present(judge_and_truth(by_step), *curves_of(run)),
+            "metrics": found,
+            "found": present(*(chart(name, [Series(name="", points=run.series(name))]) for name in names(run, found))),
             "by_step": by_step,
-            "around": queries.means_around(connection, int(since)) if since is not None else {},
+            "around": figures.means_around(connection, int(since)) if since is not None else {},
             "since": since,
-            "bins": queries.truth_by_reward(connection),
-            "counts": [*queries.counts(connection)],
+            "bins": figures.truth_by_reward(connection),
+            "counts": figures.counts(connection),
         }
 
 
+def names(run: ViewedRun, part: str) -> list[str]:
+    """Metrics whose name holds this; none if it is empty."""
+    every = dict.fromkeys(name for line in run.metrics for name in line if part and part in name)
+    return sorted(every)[:SHOWN_METRICS]
+
+
 def curves_of(run: ViewedRun) -> list[Chart | None]:
-    """Charts of metrics.jsonl."""
-    charts = []
+    """Charts of metrics.jsonl. Steps with an alarm are marked."""
+    charts, ringing = [], [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     for title, curves in CURVES.items():
         series = [
             Series(name=name, points=run.series(metric), quiet=name == "batches") for name, metric in curves.items()
         ]
-        charts.append(chart(title, series))
+        if any(value for one in series for _, value in one.points):  # one vote has no spread
+            charts.append(chart(title, series, marked=ringing))
     causes: dict[str, list[Point]] = {}
     for line in run.metrics:
         for cause, count in failures_by_cause(line).items():
@@ -117,18 +117,13 @@ def curves_of(run: ViewedRun) -> list[Chart | None]:
     return [*charts, chart("Failed judgements", failed, note="of a step, by cause")]
 
 
-def curves_of_steps(by_step: Mapping[int, Means]) -> list[Chart | None]:
-    """Charts of the rollouts that a step trained."""
-
-    def series(name: str, value: Callable[[Means], float | None]) -> Series:
-        found = ((float(step), value(means)) for step, means in by_step.items())
-        return Series(name=name, points=[(step, one) for step, one in found if one is not None])
-
-    judge_and_truth = [series("reward", lambda means: means.reward), series("truth", lambda means: means.truth)]
-    return [
-        chart("Judge and truth", judge_and_truth, note="of trained rollouts") if judge_and_truth[1].points else None,
-        chart("Tokens", [series("mean", lambda means: means.tokens)], note="of trained rollouts"),
-    ]
+def judge_and_truth(by_step: Mapping[int, Means]) -> Chart | None:
+    """A chart of the rollouts that a step trained; None without a truth."""
+    known = [(float(step), means.reward, means.truth) for step, means in by_step.items()]
+    reward = [(step, one) for step, one, _ in known if one is not None]
+    truth = [(step, one) for step, _, one in known if one is not None]
+    series = [Series(name="reward", points=reward), Series(name="truth", points=truth)]
+    return chart("Judge and truth", series, note="means of trained rollouts") if truth else None
 
 
 def present(*charts: Chart | None) -> list[Chart]:
@@ -141,7 +136,7 @@ def rollouts_page(run: ViewedRun, query: Query) -> dict[str, object]:
         return {
             "wanted": wanted,
             "found": queries.find_rollouts(connection, wanted),
-            "choices": queries.choices(connection),
+            "choices": figures.choices(connection),
             "sorts": [*SORTS],
         }
 
@@ -152,7 +147,7 @@ def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
         rows = queries.read_group(
             connection,
             query.get("group", ""),
-            held_out=query.get("held_out") == "1",
+            evaluation=query.get("evaluation", ""),
             round_=int(queries.parse_number("round", query.get("round", "0"), int)),
         )
     if not rows:
@@ -168,13 +163,13 @@ def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
 
 
 def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
-    wanted = Filter.parse({name: query[name] for name in ("cause", "page", "held_out") if name in query})
+    wanted = Filter.parse({name: query[name] for name in ("cause", "page", "evaluation") if name in query})
     with contextlib.closing(run.index.read()) as connection:
         found = queries.find_rollouts(connection, wanted) if wanted.cause else None
         rows = found.rows[:SHOWN_FAILURES] if found is not None else ()
         return {
-            "by_judge": queries.failures_by_judge(connection),
-            "verdicts": queries.verdict_failures(connection),
+            "by_judge": figures.failures_by_judge(connection),
+            "verdicts": figures.verdict_failures(connection),
             "wanted": wanted,
             "total": found.total if found is not None else 0,
             "siblings": [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])],
@@ -207,7 +202,8 @@ def states(runs: Mapping[str, ViewedRun]) -> dict[str, RunState]:
     return {name: run.state() for name, run in runs.items()}
 
 
-def compare(a: ViewedRun, b: ViewedRun) -> Comparison:
+def compare(a: ViewedRun, b: ViewedRun) -> dict[str, object]:
+    """Curves of two runs over each other, and what differs."""
     charts = []
     for title, curves in CURVES.items():
         series = [
@@ -218,11 +214,18 @@ def compare(a: ViewedRun, b: ViewedRun) -> Comparison:
         charts.append(chart(title, series))
     with contextlib.closing(a.index.read()) as of_a, contextlib.closing(b.index.read()) as of_b:
         prompts = queries.shared_prompts(of_a, of_b, SHOWN_PROMPTS)
-    return Comparison(charts=present(*charts), differences=config_differences(a, b), prompts=prompts)
+    return {"a": a, "b": b, "charts": present(*charts), "differences": config_differences(a, b), "prompts": prompts}
 
 
-def answers_to(run: ViewedRun, prompt_id: str) -> list[object]:
-    """The last answers of a run to a prompt, with their judgements."""
+def answers(a: ViewedRun, b: ViewedRun, prompt_id: str) -> dict[str, object]:
+    """The last answers of two runs to a prompt, with their judgements."""
+    found = [("A", a, answers_to(a, prompt_id)), ("B", b, answers_to(b, prompt_id))]
+    recorded = (one.recorded for _, _, siblings in found for one in siblings if one.recorded is not None)
+    prompt = next((one.prompt for one in recorded), None)
+    return {"a": a, "b": b, "prompt_id": prompt_id, "prompt": prompt, "answers": found}
+
+
+def answers_to(run: ViewedRun, prompt_id: str) -> list[Sibling]:
     with contextlib.closing(run.index.read()) as connection:
         rows = queries.read_prompt(connection, prompt_id, SHOWN_ANSWERS)
     return [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])]

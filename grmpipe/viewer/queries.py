@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 from urllib.parse import urlencode
 
 from grmpipe.viewer.snippets import match_expression
 
 PAGE_ROWS = 50
 HIGH = 0.5  # from this reward on, or this truth, an answer counts as good
-NUM_BINS = 5
 # Value of `truth` -> condition; {of}: the table that has the judge's reward.
 AGREEMENTS = {
     "fooled": f"{{of}}.reward >= {HIGH} AND r.truth < {HIGH}",
@@ -46,12 +44,12 @@ CONDITIONS = {
     "prompt": "r.prompt_id = ?",
     "failure": "? IN ({of}.failure, iif({of}.failure != '', 'any', NULL))",
     "fault": "instr(' ' || r.faults || ' ', ' ' || ? || ' ')",
-    "cause": "EXISTS (SELECT 1 FROM failures f WHERE f.held_out = r.held_out AND f.round = r.round "
+    "cause": "EXISTS (SELECT 1 FROM failures f WHERE f.evaluation = r.evaluation AND f.round = r.round "
     "AND f.group_id = r.group_id AND f.sibling = r.sibling AND f.cause = ?)",
 }
-SAME_ROLLOUT = "o.held_out = r.held_out AND o.round = r.round AND o.group_id = r.group_id AND o.sibling = r.sibling"
+SAME_ROLLOUT = "o.evaluation = r.evaluation AND o.round = r.round AND o.group_id = r.group_id AND o.sibling = r.sibling"
 COLUMNS = (
-    "r.held_out, r.round, r.group_id, r.sibling, r.line, r.report, r.prompt_id, r.source, r.question, r.answer, "
+    "r.evaluation, r.round, r.group_id, r.sibling, r.line, r.report, r.prompt_id, r.source, r.question, r.answer, "
     "r.status, r.version, r.tokens, r.turns, r.faults, {of}.score, {of}.reward, {of}.spread, {of}.votes, {of}.failure, "
     "r.step, r.outcome, r.advantage, r.truth"
 )
@@ -63,7 +61,7 @@ class RolloutRow:
     number.
     """
 
-    held_out: int
+    evaluation: str
     round: int
     group_id: str
     sibling: int
@@ -91,7 +89,9 @@ class RolloutRow:
     @property
     def link(self) -> str:
         """What names its group in a URL."""
-        who = {"group": self.group_id} | ({"held_out": 1, "round": self.round} if self.held_out else {})
+        who = {"group": self.group_id} | (
+            {"evaluation": self.evaluation, "round": self.round} if self.evaluation else {}
+        )
         return urlencode(who)
 
 
@@ -99,11 +99,12 @@ class RolloutRow:
 class Filter:
     """What the table of rollouts shows, as it stands in its URL. None and "": everything.
 
+    evaluation: the name of held-out prompts; "": the rollouts of training.
     judge: of several, the one whose score, reward, spread and failure are meant.
     truth: where the judge and the truth part or agree.
     """
 
-    held_out: bool = False
+    evaluation: str = ""
     words: str = ""
     judge: str = ""
     truth: str = ""
@@ -131,10 +132,7 @@ class Filter:
         values: dict[str, object] = {}
         for name, text in given.items():
             kind = Filter.__annotations__[name]
-            if kind == "bool":
-                values[name] = text not in ("0", "false")
-            else:
-                values[name] = parse_number(name, text, float if "float" in kind else int) if kind != "str" else text
+            values[name] = parse_number(name, text, float if "float" in kind else int) if kind != "str" else text
         found = Filter(**values)  # type: ignore[arg-type]
         if found.sort not in SORTS or found.truth not in ("", *AGREEMENTS) or found.page < 1:
             raise ValueError("sort, truth or page: not one of the choices of the form")
@@ -145,8 +143,7 @@ class Filter:
         changed = replace(self, **{"page": 1, **changes})  # type: ignore[arg-type]
         default = Filter()
         found = {one.name: getattr(changed, one.name) for one in fields(Filter)}
-        return urlencode({name: int(value) if isinstance(value, bool) else value
-                          for name, value in found.items() if value != getattr(default, name)})  # fmt: skip
+        return urlencode({name: value for name, value in found.items() if value != getattr(default, name)})
 
 
 def parse_number(name: str, text: str, kind: type[int] | type[float]) -> float:
@@ -188,8 +185,8 @@ def select_from(wanted: Filter) -> tuple[str, list[object]]:
     """FROM and WHERE, with their values."""
     joined = f" JOIN opinions o ON {SAME_ROLLOUT} AND o.judge = ?" if wanted.judge else ""
     values: list[object] = [wanted.judge] if wanted.judge else []
-    conditions = ["r.held_out = ?", "r.line IS NOT NULL"]
-    values.append(int(wanted.held_out))
+    conditions = ["r.evaluation = ?", "r.line IS NOT NULL"]
+    values.append(wanted.evaluation)
     for name, condition in CONDITIONS.items():
         value = getattr(wanted, name)
         if value not in (None, ""):
@@ -207,10 +204,10 @@ def select_from(wanted: Filter) -> tuple[str, list[object]]:
 # -- groups and prompts ------------------------------------------------------------------------------------------------
 
 
-def read_group(connection: sqlite3.Connection, group_id: str, *, held_out: bool, round_: int) -> list[RolloutRow]:
+def read_group(connection: sqlite3.Connection, group_id: str, *, evaluation: str, round_: int) -> list[RolloutRow]:
     """The siblings in their order."""
-    query = f"SELECT {COLUMNS.format(of='r')} FROM rollouts r WHERE held_out = ? AND round = ? AND group_id = ? "
-    rows = connection.execute(f"{query} AND line IS NOT NULL ORDER BY sibling", (int(held_out), round_, group_id))
+    query = f"SELECT {COLUMNS.format(of='r')} FROM rollouts r WHERE evaluation = ? AND round = ? AND group_id = ? "
+    rows = connection.execute(f"{query} AND line IS NOT NULL ORDER BY sibling", (evaluation, round_, group_id))
     return [RolloutRow(**dict(row)) for row in rows]
 
 
@@ -231,96 +228,3 @@ def shared_prompts(a: sqlite3.Connection, b: sqlite3.Connection, limit: int) -> 
     both = [(abs(row["reward"] - of_a[row["prompt_id"]]["reward"]), row["prompt_id"], row["question"])
             for row in b.execute(query) if row["prompt_id"] in of_a]  # fmt: skip
     return [(prompt_id, question) for _, prompt_id, question in sorted(both, key=lambda one: -one[0])[:limit]]
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-MEANS = (
-    "count(*) AS rollouts, avg(reward) AS reward, avg(truth) AS truth, avg(reward - truth) AS gap, "
-    "avg(score) AS score, avg(spread) AS spread, avg(tokens) AS tokens, avg(failure != '') AS failed, "
-    "avg(status NOT IN ('finished', '')) AS truncated"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """Means over some rollouts. gap: reward minus truth, where both are known. failed: share without a verdict."""
-
-    rollouts: int
-    reward: float | None
-    truth: float | None
-    gap: float | None
-    score: float | None
-    spread: float | None
-    tokens: float | None
-    failed: float | None
-    truncated: float | None
-
-
-def means_by_step(connection: sqlite3.Connection) -> dict[int, Means]:
-    """By the step that trained the rollouts."""
-    query = f"SELECT step, {MEANS} FROM rollouts WHERE held_out = 0 AND step IS NOT NULL GROUP BY step ORDER BY step"
-    return {row["step"]: Means(**without(row, "step")) for row in connection.execute(query)}
-
-
-def means_around(connection: sqlite3.Connection, step: int) -> dict[str, dict[bool, Means]]:
-    """By source ("" : all), and whether the rollouts were trained from `step` on or before it."""
-    found: dict[str, dict[bool, Means]] = {}
-    known = "FROM rollouts WHERE held_out = 0 AND step IS NOT NULL GROUP BY"
-    for query in (
-        f"SELECT '' AS source, step >= ? AS since, {MEANS} {known} since",
-        f"SELECT source, step >= ? AS since, {MEANS} {known} source, since ORDER BY source",
-    ):
-        for row in connection.execute(query, (step,)):
-            means = Means(**without(row, "source", "since"))
-            found.setdefault(row["source"] or "", {}).setdefault(bool(row["since"]), means)
-    return found
-
-
-def truth_by_reward(connection: sqlite3.Connection) -> list[tuple[float, float, int, float]]:
-    """From, to, number of rollouts and mean truth, by the reward that the judge gave."""
-    place = f"CAST(min(max(reward, 0), 0.9999) * {NUM_BINS} AS INTEGER)"
-    query = (
-        f"SELECT {place} AS place, count(*) AS rollouts, avg(truth) AS truth FROM rollouts "
-        "WHERE truth IS NOT NULL AND reward IS NOT NULL GROUP BY place ORDER BY place"
-    )
-    rows = connection.execute(query)
-    return [(row["place"] / NUM_BINS, (row["place"] + 1) / NUM_BINS, row["rollouts"], row["truth"]) for row in rows]
-
-
-def failures_by_judge(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
-    """Judge, cause and number of the single judgements that failed, the most frequent first."""
-    query = "SELECT judge, cause, count(*) AS n FROM failures GROUP BY judge, cause ORDER BY n DESC, judge, cause"
-    return [(row["judge"], row["cause"], row["n"]) for row in connection.execute(query)]
-
-
-def verdict_failures(connection: sqlite3.Connection) -> list[tuple[str, int]]:
-    """Cause and number of the rollouts without a verdict."""
-    query = "SELECT failure, count(*) AS n FROM rollouts WHERE failure != '' GROUP BY failure ORDER BY n DESC"
-    return [(row["failure"], row["n"]) for row in connection.execute(query)]
-
-
-def choices(connection: sqlite3.Connection) -> dict[str, list[str]]:
-    """What can be chosen in the form, by field."""
-    queries = {
-        "source": "SELECT DISTINCT source FROM rollouts",
-        "status": "SELECT DISTINCT status FROM rollouts",
-        "outcome": "SELECT DISTINCT outcome FROM rollouts",
-        "failure": "SELECT DISTINCT failure FROM rollouts",
-        "judge": "SELECT DISTINCT judge FROM opinions",
-        "cause": "SELECT DISTINCT cause FROM failures",
-    }
-    found = {name: sorted(row[0] for row in connection.execute(query) if row[0]) for name, query in queries.items()}
-    faults = connection.execute("SELECT DISTINCT faults FROM rollouts WHERE faults != ''")
-    return found | {"fault": sorted({fault for row in faults for fault in row[0].split()})}
-
-
-def without(row: sqlite3.Row, *names: str) -> dict[str, Any]:
-    return {name: row[name] for name in row.keys() if name not in names}  # noqa: SIM118
-
-
-def counts(connection: sqlite3.Connection) -> Iterator[int]:
-    """Rollouts in training, and held out."""
-    for held_out in (0, 1):
-        query = "SELECT count(*) FROM rollouts WHERE held_out = ? AND line IS NOT NULL"
-        yield connection.execute(query, (held_out,)).fetchone()[0]

@@ -9,7 +9,6 @@ GET /state/<run>         how far its index is, as JSON
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import signal
 import sqlite3
@@ -24,8 +23,6 @@ from grmpipe.viewer import pages
 from grmpipe.viewer.access import make_guard
 from grmpipe.viewer.indexer import Indexer
 from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs
-
-log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PORT = 8707  # if it is free: a tunnel to it keeps working
@@ -95,36 +92,32 @@ class Viewer:
             return self._message(404, str(error))
         except ValueError as error:  # of a query that was typed
             return self._message(400, str(error))
-        except sqlite3.OperationalError as error:
-            return self._message(503, f"The index isn't ready; reload in a moment. ({error})")
+        except sqlite3.OperationalError:  # the index is being made, or made anew
+            return self._page("waiting", {}, status=503)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     async def _run_page(self, request: web.Request) -> web.StreamResponse:
         run, page = self._run(request.match_info["run"]), request.match_info["page"]
         if not run.index.path.exists():
-            return self._page("waiting", 200, run=run, page=page)
-        found = await asyncio.to_thread(pages.PAGES[page], run, request.query)
-        return self._page(page, 200, run=run, page=page, **found)
+            return self._page("waiting", {"run": run})
+        return await asyncio.to_thread(lambda: self._page(page, {"run": run, **pages.PAGES[page](run, request.query)}))
 
     async def _runs_page(self, request: web.Request) -> web.StreamResponse:
+        self._runs = await asyncio.to_thread(find_runs, self._folder)
         if len(self._runs) == 1:
             raise web.HTTPSeeOther(pages.link("run", next(iter(self._runs))))
-        self._runs = {**await asyncio.to_thread(find_runs, self._folder)}
         states = await asyncio.to_thread(pages.states, self._runs)
-        return self._page("runs", 200, folder=str(self._folder), states=states)
+        return self._page("runs", {"folder": str(self._folder), "states": states})
 
     async def _compare_page(self, request: web.Request) -> web.StreamResponse:
         a, b = (self._run(request.query.get(name, "")) for name in ("a", "b"))
-        if not (a.index.path.exists() and b.index.path.exists()):
-            return self._page("waiting", 200, run=a, page="compare")
+        if missing := [run for run in (a, b) if not run.index.path.exists()]:
+            return self._page("waiting", {"run": missing[0]})
         prompt = request.query.get("prompt")
-        if prompt is not None:
-            answers = [(letter, run, await asyncio.to_thread(pages.answers_to, run, prompt))
-                       for letter, run in (("A", a), ("B", b))]  # fmt: skip
-            return self._page("answers", 200, a=a, b=b, prompt_id=prompt, answers=answers)
-        comparison = await asyncio.to_thread(pages.compare, a, b)
-        return self._page("compare", 200, a=a, b=b, comparison=comparison)
+        if prompt is None:
+            return await asyncio.to_thread(lambda: self._page("compare", pages.compare(a, b)))
+        return await asyncio.to_thread(lambda: self._page("answers", pages.answers(a, b, prompt)))
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         """What follow.js asks for, again and again."""
@@ -155,13 +148,13 @@ class Viewer:
         progress = self.indexer.progress.get(run.name)
         return progress.done if progress is not None else 0
 
-    def _page(self, name: str, status: int, **values: object) -> web.Response:
+    def _page(self, name: str, values: Mapping[str, object], status: int = 200) -> web.Response:
+        """The page of a template. With a `run` it says how far that one's index is."""
         run = values.get("run")
-        state = (self._progress(run), self._done(run)) if isinstance(run, ViewedRun) else ("", 0)
-        several = len(self._runs) > 1
-        values = {"page": name, "run": None, "several": several, "progress": state[0], "done": state[1], **values}
-        text = self._environment.get_template(f"{name}.html.jinja").render(**values)
+        known = {"progress": self._progress(run), "done": self._done(run)} if isinstance(run, ViewedRun) else {}
+        shown = {"page": name, "run": None, "several": len(self._runs) > 1, **known, **values}
+        text = self._environment.get_template(f"{name}.html.jinja").render(**shown)
         return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 
     def _message(self, status: int, message: str) -> web.Response:
-        return self._page("message", status, message=message)
+        return self._page("message", {"message": message}, status=status)

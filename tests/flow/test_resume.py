@@ -6,13 +6,14 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from forks import Forked
 
 from grmpipe.observe.recorder import load_rollouts
+from grmpipe.run.errors import RunFailed
 
 STEPS = 6
 RUN = (
@@ -107,8 +108,8 @@ def check_totals(run: Path, summary: dict) -> None:
         assert sum(step[f"judge/{name}"] for step in steps) == judging[name], name
 
 
-def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> None:
-    """Kill a run within the step after `step`, resume it, and check what is left of both."""
+def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str, changed: Sequence[str] = ()) -> None:
+    """Kill a run within the step after `step`, resume it with changed keys, and check what is left of both."""
     process = launched(*RUN, *overrides)
     wait_for_step(process, run, step)
     finished = len(lines(run / "rollouts.jsonl"))
@@ -116,7 +117,7 @@ def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> N
     kill(process)
     assert not (run / "summary.json").exists()
     before = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
-    resumed = launched(*RUN, *overrides, "resume=auto")
+    resumed = launched(*RUN, *overrides, *changed, "resume=auto")
     assert resumed.wait() == 0, resumed.output
     assert "rollouts kept" in resumed.output
     check_lineage(run)
@@ -131,6 +132,14 @@ def kill_and_resume(launched: Start, run: Path, step: int, *overrides: str) -> N
 @pytest.mark.parametrize("step", [0, 2, 3])
 def test_killed_run_resumes_and_trains_each_prompt_once(tmp_path: Path, launched: Start, step: int) -> None:
     kill_and_resume(launched, tmp_path / "run", step)
+
+
+@pytest.mark.long  # tests/grmpipe/observe/test_packed_numbers.py has what a resume reads
+def test_a_killed_run_with_packed_journals_goes_on_with_plain_ones(tmp_path: Path, launched: Start) -> None:
+    run = tmp_path / "run"
+    kill_and_resume(launched, run, 3, "journals.compact=true", changed=("journals.compact=false",))
+    forms = ["packed" in line for line in lines(run / "rollouts.jsonl")]
+    assert forms[0] and not forms[-1] and forms == sorted(forms, reverse=True)
 
 
 def test_killed_run_with_a_critic_resumes_both_learners_and_trains_each_prompt_once(
@@ -163,6 +172,23 @@ def test_longer_run_resumes_under_its_new_schedule_and_says_so(small_run: Callab
     written, page = ((files.run_dir / name).read_text() for name in ("run.log", "report.html"))
     assert all(f"changed {change}" in written for change in told)
     assert "after step 2: train.lr: 0.0003 -&gt; 0.0001" in page
+
+
+def test_a_run_whose_journals_grow_too_large_stops_with_a_checkpoint_and_goes_on_with_more_room(
+    small_run: Callable, tmp_path: Path
+) -> None:
+    small = ("train.num_steps=3", "train.groups_per_batch=2", "train.group_size=2", "data.num_eval_prompts=4")
+    with pytest.raises(
+        RunFailed, match=r"take [\d.e-]+ GB, more than journals\.max_gb=1e-06; the run stopped after step 1,"
+    ):
+        small_run(*small, "journals.max_gb=1e-6")
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 1) and "resume=auto" in summary["failure"]
+    assert (run / "checkpoints" / "latest").read_text() == "step_1"
+    files = small_run(*small, "resume=auto", "journals.max_gb=1")
+    files.check_complete(groups=6)
+    assert [line["step"] for line in files.lines("trained")] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_sigterm_in_the_start_is_an_interruption(tmp_path: Path, launched: Start) -> None:

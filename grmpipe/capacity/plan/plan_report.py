@@ -5,6 +5,7 @@ from __future__ import annotations
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.costs import CostUnknown, costs_of
+from grmpipe.capacity.plan.disk import journal_line
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.shares import shares_of, with_shares
@@ -159,6 +160,7 @@ def arithmetic(facts: RunFacts) -> str:
         f"(max_staleness {train.max_staleness})",
         f"the run: {train.num_steps} steps, {wanted} prompts ({wanted / num_prompts:.2f} epochs of {num_prompts}), "
         f"{len(facts.data.held_out)} held out",
+        journal_line(facts),
     ])  # fmt: skip
 
 

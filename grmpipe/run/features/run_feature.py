@@ -36,10 +36,12 @@ class RunFeature:
 
     name:       of its state in a checkpoint.
     new_alarms: not reported yet.
+    stopped:    why it interrupted the pipeline, which then fails with this text after a checkpoint; empty: it didn't.
     """
 
     name = ""
     new_alarms: Sequence[str] = ()
+    stopped = ""
 
     async def after_step(self, end: StepEnd) -> Metrics:
         """Further metrics of the step. The policy's engines have its weights."""

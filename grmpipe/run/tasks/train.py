@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
@@ -22,7 +21,9 @@ from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import RunComponents, start
+from grmpipe.run.errors import RunFailed
 from grmpipe.run.export import export
+from grmpipe.run.failed_batch import save_failed_batch
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.run_context import Run, RunContext
@@ -35,7 +36,7 @@ from grmpipe.run_dir.identity import check_is_there, run_id_of
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
-from grmpipe.types import Judge, JudgedGroup
+from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
@@ -160,6 +161,8 @@ class TrainingRun(Run[Prepared]):
                 await running.critic.discard()
             await self._checkpoint(running, pipeline, features)
             await self._writer.settled()
+            if why := next((feature.stopped for feature in features.each if feature.stopped), ""):
+                raise RunFailed(why) from None
             return "interrupted"
         await self._checkpoint(running, pipeline, features)
         await self._writer.settled()
@@ -295,12 +298,3 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
             await tried(members.get(name, judge), first[0])
     except EngineDenied as error:
         raise ConfigError(str(error)) from error
-
-
-def save_failed_batch(batch: Sequence[JudgedGroup], path: Path) -> str:
-    """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
-    try:
-        path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in batch), "utf-8")
-    except OSError as refused:  # a full disk must not hide the first cause
-        return f"\nthe batch could not be written to {path}: {refused.strerror}"
-    return f"\nthe batch is in {path}, one group per line"

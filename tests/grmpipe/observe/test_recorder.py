@@ -154,23 +154,23 @@ PROMPT = Prompt(prompt_id="p0", messages=(Message(role="user", content="1 + 1?")
 
 
 @ANY_EXAMPLE
-@given(prompt_index=COUNTS, prompt=PROMPTS, rollout=ROLLOUTS)
+@given(prompt_index=COUNTS, prompt=PROMPTS, rollout=ROLLOUTS, compact=st.booleans())
 def test_a_rollout_comes_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, prompt_index: int, prompt: Prompt, rollout: Rollout
+    tmp_path_factory: pytest.TempPathFactory, prompt_index: int, prompt: Prompt, rollout: Rollout, compact: bool
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    Recorder(run_dir).rollout(prompt_index, prompt, rollout)
+    Recorder(run_dir, compact=compact).rollout(prompt_index, prompt, rollout)
     (back,) = load_rollouts(run_dir / "rollouts.jsonl")
     assert (back.prompt_index, back.prompt, back.rollout) == (prompt_index, prompt, rollout)
 
 
 @ANY_EXAMPLE
-@given(rollout=ROLLOUTS, report=REPORTS)
+@given(rollout=ROLLOUTS, report=REPORTS, compact=st.booleans())
 def test_a_report_comes_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, rollout: Rollout, report: JudgeReport
+    tmp_path_factory: pytest.TempPathFactory, rollout: Rollout, report: JudgeReport, compact: bool
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    Recorder(run_dir).judged(rollout, report)
+    Recorder(run_dir, compact=compact).judged(rollout, report)
     ((who, back),) = load_verdicts(run_dir / "judgements.jsonl")
     assert (who, back) == ((rollout.group_id, rollout.sibling), report)
     assert type(back.verdict) is type(report.verdict)

@@ -7,20 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from viewed_run import SCRIPT, answer, by_judges, report, write_run
+from viewed_run import SCRIPT, answer, by_judges, evaluate, report, write_run
 
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Prompt
+from grmpipe.viewer.figures import choices, counts, failures_by_judge, means_around, truth_by_reward
 from grmpipe.viewer.index import IndexProgress, RunIndex
-from grmpipe.viewer.queries import (
-    Filter,
-    RolloutRow,
-    choices,
-    failures_by_judge,
-    find_rollouts,
-    means_around,
-    truth_by_reward,
-)
+from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
 from models.types import Message
 
 PROMPT = Prompt(prompt_id="p9", messages=(Message(role="user", content="More?"),))
@@ -87,7 +80,7 @@ def test_a_rollout_has_what_all_journals_say_of_it(tmp_path: Path) -> None:
         ({"words": "6 -trust", "sort": "oldest"}, [("g1", 1)]),
         ({"words": "convinc*"}, [("g1", 0)]),
         ({"words": 'lookup OR " AND ('}, []),
-        ({"held_out": True}, []),
+        ({"evaluation": "held_out"}, []),
     ],
 )
 def test_filters(tmp_path: Path, wanted: dict[str, object], expected: list[tuple[str, int]]) -> None:
@@ -97,7 +90,7 @@ def test_filters(tmp_path: Path, wanted: dict[str, object], expected: list[tuple
 
 
 def test_a_filter_is_its_url() -> None:
-    wanted = Filter(words="a b", step_from=3, score_to=2.5, held_out=True, page=2)
+    wanted = Filter(words="a b", step_from=3, score_to=2.5, evaluation="short", page=2)
     query = dict(part.split("=") for part in wanted.url(page=2).replace("+", " ").split("&"))
     assert Filter.parse(query) == wanted
     with pytest.raises(ValueError, match="step_from: 'x' is no whole number"):
@@ -199,8 +192,21 @@ def test_held_out_rollouts_of_two_evaluations_are_kept_apart(tmp_path: Path) -> 
     (run_dir / "eval_rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     index = RunIndex(run_dir)
     follow(index)
-    assert [(row.round, row.score) for row in rows(index, held_out=True)] == [(10, 5.0), (0, 5.0)]
+    assert [(row.round, row.score) for row in rows(index, evaluation="held_out")] == [(10, 5.0), (0, 5.0)]
     assert len(rows(index)) == 3
+
+
+def test_the_journals_of_evaluations_give_answers_verdicts_and_truth(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    for prompts, step, score in (("held_out", 0, 2.0), ("held_out", 5, 7.0), ("hard", 5, 1.0)):
+        evaluate(run_dir, prompts=prompts, step=step, score=score)
+    index = RunIndex(run_dir)
+    follow(index)
+    known = [(row.round, row.score, row.truth) for row in rows(index, evaluation="held_out", words="held")]
+    assert known == [(5, 7.0, 1.0), (0, 2.0, 1.0)]
+    assert [row.score for row in rows(index, evaluation="hard")] == [1.0]
+    with contextlib.closing(index.read()) as connection:
+        assert counts(connection) == {"": 3, "hard": 1, "held_out": 2}
 
 
 def test_figures_of_judge_and_truth(tmp_path: Path) -> None:
@@ -209,7 +215,7 @@ def test_figures_of_judge_and_truth(tmp_path: Path) -> None:
     with contextlib.closing(index.read()) as connection:
         assert truth_by_reward(connection) == [(0.2, 0.4, 1, 1.0), (0.8, 1.0, 1, 0.0)]
         assert failures_by_judge(connection) == [("", "unparseable", 1)]
-        since = means_around(connection, 1)["math"]
+        since = means_around(connection, 1)[""]
     assert (since[True].reward, since[True].truth, since[True].tokens) == (0.55, 0.5, 15.0)
     assert False not in since
 

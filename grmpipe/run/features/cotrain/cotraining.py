@@ -83,7 +83,7 @@ class CoTraining:
             pipeline_state or PipelineState(), version=grm.learner.version, in_flight={}
         )
         self._events = events
-        self._recorder = Recorder(run_dir / FOLDER / role)
+        self._recorder = Recorder(run_dir / FOLDER / role, compact=config.journals.compact)
         self._pacer = StepPacer(
             warmup_steps=self._cotrain.warmup_steps,
             grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,

@@ -1,0 +1,38 @@
+"""Stops a run whose journals take more of the disk than `journals.max_gb`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
+from grmpipe.observe.judge_requests import JUDGE_REQUESTS
+from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
+from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.types import Metrics
+
+JOURNALS = (ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED, EVAL_ROLLOUTS, EVAL_JUDGEMENTS, JUDGE_REQUESTS)
+
+
+class JournalLimit(RunFeature):
+    """Measures the journals after each step, and stops the run before the next one if they are too large."""
+
+    def __init__(self, run_dir: Path, max_gb: float | None) -> None:
+        """max_gb: None: no limit."""
+        self._run_dir = run_dir
+        self._max_gb = max_gb
+
+    async def after_step(self, end: StepEnd) -> Metrics:
+        if self._max_gb is not None and not end.is_last and (size_gb := measure_gb(self._run_dir)) > self._max_gb:
+            self.stopped = (
+                f"the journals in {self._run_dir} take {size_gb:.3g} GB, more than journals.max_gb={self._max_gb:g}; "
+                f"the run stopped after step {end.step}, with a checkpoint: make room, then type resume=auto with a "
+                "larger journals.max_gb (or null), maybe with journals.compact=true"
+            )
+            end.pipeline.interrupt()
+        return {}
+
+
+def measure_gb(run_dir: Path) -> float:
+    """The size of a run's journals. A missing one takes nothing."""
+    paths = (run_dir / name for name in JOURNALS)
+    return sum(path.stat().st_size for path in paths if path.exists()) / 1e9

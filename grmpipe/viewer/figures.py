@@ -1,0 +1,91 @@
+"""Means and counts over the rollouts of a run, from its index. Reads no journal."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+NUM_BINS = 5
+CHOICES = ("evaluation", "source", "status", "outcome", "failure", "judge", "cause", "fault")
+MEANS = (
+    "count(*) AS rollouts, avg(reward) AS reward, avg(truth) AS truth, avg(reward - truth) AS gap, "
+    "avg(score) AS score, avg(spread) AS spread, avg(tokens) AS tokens, avg(failure != '') AS failed, "
+    "avg(status NOT IN ('finished', '')) AS truncated"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """Means over some rollouts. gap: reward minus truth, where both are known. failed: share without a verdict."""
+
+    rollouts: int
+    reward: float | None
+    truth: float | None
+    gap: float | None
+    score: float | None
+    spread: float | None
+    tokens: float | None
+    failed: float | None
+    truncated: float | None
+
+
+def means_by_step(connection: sqlite3.Connection) -> dict[int, Means]:
+    """By the step that trained the rollouts."""
+    query = f"SELECT step, {MEANS} FROM rollouts WHERE evaluation = '' AND step IS NOT NULL GROUP BY step ORDER BY step"
+    return {row["step"]: Means(**without(row, "step")) for row in connection.execute(query)}
+
+
+def means_around(connection: sqlite3.Connection, step: int) -> dict[str, dict[bool, Means]]:
+    """By source ("": all; alone if there is only one), and whether the rollouts were trained from this step on."""
+    found: dict[str, dict[bool, Means]] = {}
+    known = "FROM rollouts WHERE evaluation = '' AND step IS NOT NULL GROUP BY"
+    for query in (
+        f"SELECT '' AS source, step >= ? AS since, {MEANS} {known} since",
+        f"SELECT source, step >= ? AS since, {MEANS} {known} source, since ORDER BY source",
+    ):
+        for row in connection.execute(query, (step,)):
+            means = Means(**without(row, "source", "since"))
+            found.setdefault(row["source"] or "", {}).setdefault(bool(row["since"]), means)
+    return found if len(found) > 2 else {"": found[""]} if found else {}
+
+
+def truth_by_reward(connection: sqlite3.Connection) -> list[tuple[float, float, int, float]]:
+    """From, to, number of rollouts and mean truth, by the reward that the judge gave."""
+    place = f"CAST(min(max(reward, 0), 0.9999) * {NUM_BINS} AS INTEGER)"
+    query = (
+        f"SELECT {place} AS place, count(*) AS rollouts, avg(truth) AS truth FROM rollouts "
+        "WHERE truth IS NOT NULL AND reward IS NOT NULL GROUP BY place ORDER BY place"
+    )
+    rows = connection.execute(query)
+    return [(row["place"] / NUM_BINS, (row["place"] + 1) / NUM_BINS, row["rollouts"], row["truth"]) for row in rows]
+
+
+def failures_by_judge(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
+    """Judge, cause and number of the single judgements that failed, the most frequent first."""
+    query = "SELECT judge, cause, count(*) AS n FROM failures GROUP BY judge, cause ORDER BY n DESC, judge, cause"
+    return [(row["judge"], row["cause"], row["n"]) for row in connection.execute(query)]
+
+
+def verdict_failures(connection: sqlite3.Connection) -> list[tuple[str, int]]:
+    """Cause and number of the rollouts without a verdict."""
+    query = "SELECT failure, count(*) AS n FROM rollouts WHERE failure != '' GROUP BY failure ORDER BY n DESC"
+    return [(row["failure"], row["n"]) for row in connection.execute(query)]
+
+
+def choices(connection: sqlite3.Connection) -> dict[str, list[str]]:
+    """What can be chosen in the form, by field."""
+    found: dict[str, list[str]] = {name: [] for name in CHOICES}
+    for row in connection.execute("SELECT field, value FROM choices ORDER BY value"):
+        found[row["field"]].append(row["value"])
+    return found
+
+
+def without(row: sqlite3.Row, *names: str) -> dict[str, Any]:
+    return {name: row[name] for name in row.keys() if name not in names}  # noqa: SIM118
+
+
+def counts(connection: sqlite3.Connection) -> dict[str, int]:
+    """Rollouts by evaluation; "": in training."""
+    query = "SELECT evaluation, count(*) FROM rollouts WHERE line IS NOT NULL GROUP BY evaluation"
+    return {"": 0} | dict(map(tuple, connection.execute(query)))

@@ -1,0 +1,145 @@
+"""Writes the lines of journals into the tables of an index."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
+from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
+from grmpipe.viewer.journal_lines import GroupLine, Line, ReportLine, RolloutLine, TrainedLine
+
+WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS)  # a journal's place is its number in the keys
+HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
+KEY = ("evaluation", "round", "group_id", "sibling")
+L = TypeVar("L", bound=Line)
+
+
+def place_of_key(key: int) -> tuple[str, int]:
+    """The journal and the offset of a line, by its key."""
+    return WITH_TEXT[key % len(WITH_TEXT)], key // len(WITH_TEXT)
+
+
+class Ingest:
+    """Writes the lines of one journal into the index."""
+
+    def __init__(self, connection: sqlite3.Connection, name: str, run: str) -> None:
+        self._connection = connection
+        self._name = name
+        self._run = run
+        self._held_out = name in HELD_OUT
+        self._number = WITH_TEXT.index(name) if name in WITH_TEXT else 0
+        self._decoders = {
+            kind: msgspec.json.Decoder(kind) for kind in (RolloutLine, ReportLine, TrainedLine, GroupLine)
+        }
+
+        self._noted: set[tuple[str, str]] = set()
+
+    def lines(self, offset: int, piece: bytes) -> int:
+        """The number of lines that can't be read."""
+        unreadable = 0
+        for line in piece.split(b"\n")[:-1]:
+            try:
+                self._line(offset * len(WITH_TEXT) + self._number, line)
+            except (msgspec.MsgspecError, UnicodeError):
+                unreadable += 1
+            offset += len(line) + 1
+        return unreadable
+
+    def _line(self, key: int, line: bytes) -> None:
+        if self._name == GROUPS:
+            self._group(self._decode(line, GroupLine))
+        elif self._name == TRAINED:
+            self._trained(self._decode(line, TrainedLine))
+        elif self._name in (JUDGEMENTS, EVAL_JUDGEMENTS):
+            self._report(key, self._decode(line, ReportLine))
+        elif self._name == EVAL_ROLLOUTS:
+            report = self._decode(line, ReportLine)
+            self._rollout(key, self._decode(line, RolloutLine), report if report and report.is_report else None)
+        else:
+            self._rollout(key, self._decode(line, RolloutLine))
+
+    def _decode(self, line: bytes, kind: type[L]) -> L | None:
+        """The line; None if another run wrote it."""
+        found: L = self._decoders[kind].decode(line)  # type: ignore[assignment, index]
+        return found if not self._run or found.run in ("", self._run) else None
+
+    def _rollout(self, key: int, found: RolloutLine | None, report: ReportLine | None = None) -> None:
+        """report: on this rollout, in the same line, as evaluations of a policy write it."""
+        if found is not None:
+            row = found.row()
+            self._upsert(self._who(found, found.group_id, found.sibling), {"line": key, **row})
+            self._note("evaluation", found.prompts if self._held_out else "")
+            self._note("source", row["source"])
+            self._note("status", row["status"])
+            for fault in str(row["faults"]).split():
+                self._note("fault", fault)
+            self._index_words(key, (*found.texts(), *(report.texts() if report is not None else ())))
+            if report is not None:
+                self._outcome(key, report)
+
+    def _report(self, key: int, found: ReportLine | None) -> None:
+        if found is not None:
+            self._outcome(key, found)
+            self._index_words(key, found.texts())
+
+    def _outcome(self, key: int, found: ReportLine) -> None:
+        who = self._who(found, found.group_id, found.sibling)
+        of_all, *others = found.outcomes().items()
+        self._upsert(who, {"report": key, **of_all[1]})
+        self._note("failure", of_all[1]["failure"])
+        for judge, own in others:
+            self._note("judge", judge)
+            self._note("failure", own["failure"])
+            self._write("opinions", {**dict(zip(KEY, who, strict=True)), "judge": judge, **own})
+        self._connection.execute(
+            "DELETE FROM failures WHERE evaluation = ? AND round = ? AND group_id = ? AND sibling = ?", who
+        )
+        for _, cause in found.causes():
+            self._note("cause", cause)
+        self._connection.executemany(
+            "INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [(*who, place, *cause) for place, cause in enumerate(found.causes())],
+        )
+
+    def _write(self, table: str, row: Mapping[str, object]) -> None:
+        places = ", ".join("?" * len(row))
+        self._connection.execute(
+            f"INSERT OR REPLACE INTO {table} ({', '.join(row)}) VALUES ({places})", [*row.values()]
+        )
+
+    def _trained(self, found: TrainedLine | None) -> None:
+        if found is not None:
+            self._upsert(("", 0, found.group_id, found.sibling), found.row())
+
+    def _group(self, found: GroupLine | None) -> None:
+        if found is not None:
+            outcome = found.cause or found.outcome
+            self._note("outcome", outcome)
+            values = (found.step, outcome, found.group_id)
+            update = "UPDATE rollouts SET step = ?, outcome = ? WHERE evaluation = '' AND round = 0 AND group_id = ?"
+            self._connection.execute(update, values)
+
+    def _who(self, line: Line, group_id: str, sibling: int) -> tuple[str, int, str, int]:
+        return (line.prompts, line.step or 0, group_id, sibling) if self._held_out else ("", 0, group_id, sibling)
+
+    def _upsert(self, who: tuple[str, int, str, int], row: Mapping[str, object]) -> None:
+        names = (*KEY, *row)
+        changed = ", ".join(f"{name} = excluded.{name}" for name in row)
+        self._connection.execute(
+            f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({', '.join('?' * len(names))}) "
+            f"ON CONFLICT ({', '.join(KEY)}) DO UPDATE SET {changed}", (*who, *row.values())
+        )  # fmt: skip
+
+    def _note(self, field: str, value: object) -> None:
+        """Offer a value in the form of the table."""
+        one = (field, str(value or ""))
+        if one[1] and one not in self._noted:
+            self._noted.add(one)
+            self._connection.execute("INSERT OR IGNORE INTO choices VALUES (?, ?)", one)
+
+    def _index_words(self, key: int, texts: Iterable[str]) -> None:
+        self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (key, "\n".join(texts)))

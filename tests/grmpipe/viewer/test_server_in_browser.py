@@ -1,0 +1,75 @@
+"""The viewer's pages in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from viewed_run import SCRIPT, answer, write_run
+
+from grmpipe.observe.recorder import Recorder
+from grmpipe.types import Prompt
+from grmpipe.viewer.runs import find_runs
+
+pytest.importorskip("aiohttp")
+from aiohttp import web
+from browser import CHROMIUM, Page, open_page
+
+from grmpipe.viewer.server import Viewer, listen
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+PAGES = (
+    "run/run?since=1",
+    "rollouts/run",
+    "group/run?group=g1",
+    "group/run?group=g2",
+    "failures/run?cause=unparseable",
+    "compare?a=run&b=run",
+)
+
+
+async def look(folder: Path, profile: Path) -> None:
+    viewer = Viewer(folder, find_runs(folder))
+    runner = web.AppRunner(viewer.app(), shutdown_timeout=0.1)
+    await runner.setup()
+    address = f"http://127.0.0.1:{await listen(runner, 0)}"
+    viewer.indexer.start()
+    try:
+        async with open_page(profile, width=360) as page:
+            await page.open(f"{address}/rollouts/run?token={viewer.token}")
+            await page.wait_for("document.body.innerText.includes('3 rollouts')")  # it comes back by itself
+            for path in PAGES:
+                await look_at(page, f"{address}/{path}")
+            await page.open(f"{address}/rollouts/run")
+            add_rollout(folder)
+            await page.wait_for("document.querySelector('.state a')?.textContent == 'reload'")
+    finally:
+        viewer.indexer.stop()
+        await runner.cleanup()
+
+
+async def look_at(page: Page, url: str) -> None:
+    """A page that fits a phone, in which no planted script ran and every control has a name."""
+    await page.open(url)
+    title = await page.value("document.title")
+    assert title not in ("", "owned"), url
+    assert await page.value("document.querySelectorAll('h1').length") == 1, url
+    assert await page.value("document.documentElement.scrollWidth") <= 360, url
+    nameless = "[...document.querySelectorAll('input, select')].filter(x => !x.labels.length && !x.ariaLabel).length"
+    assert await page.value(nameless) == 0, url
+    assert await page.value("getComputedStyle(document.body).margin") == "0px", "without its style sheet"
+
+
+def add_rollout(run_dir: Path) -> None:
+    recorder = Recorder(run_dir)
+    recorder.rollout(2, Prompt(prompt_id="p9", messages=()), answer("g3", 0, "later"))
+    recorder.close()
+
+
+def test_pages_fit_a_phone_follow_the_run_and_run_no_planted_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "profile").mkdir()
+    asyncio.run(look(write_run(tmp_path / "run", experiment=SCRIPT), tmp_path / "profile"))
