@@ -135,7 +135,7 @@ def check_reward(config: RunConfig) -> None:
     check_judging(config.asked)
     if config.trains:  # others measure any one of them
         watch = config.judge_monitor.watchers
-        check_all_used(config.judging_with(watch), config.judges)
+        check_all_used(config.include_watchers(watch), config.judges)
         check_rewards_used(config.rewards, watch)
     for judge in config.judging.judges.values() if len(config.judging.judges) > 1 else ():
         if judge.kind == "label":

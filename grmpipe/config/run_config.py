@@ -45,9 +45,9 @@ class RunConfig(SharedSections, RunKeys):
     @functools.cached_property
     def asked(self) -> Judging:
         """The judges that a run asks: those that the reward uses, then those that only watch."""
-        return self.judging_with(self.watchers)
+        return self.include_watchers(self.watchers)
 
-    def judging_with(self, watchers: Collection[str]) -> Judging:
+    def include_watchers(self, watchers: Collection[str]) -> Judging:
         """The judges that the reward uses, then those of these watchers."""
         watching = (name for watcher in watchers for name in self.rewards.list_judges(watcher))
         return Judging({name: self.judges[name] for name in (*self.judging.judges, *watching)}, self.models)

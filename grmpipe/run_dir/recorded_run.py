@@ -94,7 +94,7 @@ def open_recorded(rollouts: Path) -> RecordedRun:
             raise ValueError(
                 f"there is no {needed}; give the rollouts.jsonl of a run, with its journals in the same folder"
             )
-    steps = trained_steps(rollouts.with_name("groups.jsonl"))
+    steps = read_trained_steps(rollouts.with_name("groups.jsonl"))
     trained = {end.group_id for ends in steps for end in ends}
     groups = RecordedGroups(
         rollouts=rollouts,
@@ -109,7 +109,7 @@ def open_recorded(rollouts: Path) -> RecordedRun:
     return run
 
 
-def trained_steps(groups: Path) -> tuple[tuple[GroupEnd, ...], ...]:
+def read_trained_steps(groups: Path) -> tuple[tuple[GroupEnd, ...], ...]:
     by_step: defaultdict[int, list[GroupEnd]] = defaultdict(list)
     for end in load_group_ends(groups):
         if end.outcome == "trained" and end.step is not None:
