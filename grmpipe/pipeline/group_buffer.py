@@ -30,7 +30,7 @@ class GroupBuffer:
     Example, with groups_per_batch=2 and max_staleness=0:
         a, b are opened          capacity 0: generation waits in `until_room`
         b, then a become READY   training takes b, then a: the batch is full
-        `stepped`                both are TRAINED, the version is 1, capacity is 2
+        `end_step`                both are TRAINED, the version is 1, capacity is 2
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GroupBuffer:
             if not group.add_verdict(sibling, report.verdict):
                 return False
             if not journalled:
-                self._journal.judged(group.rollout_of(sibling), report)
+                self._journal.judged(group.get_rollout(sibling), report)
         return True
 
     def expire(self, group: Group) -> list[Failed]:
@@ -176,13 +176,13 @@ class GroupBuffer:
                 return group.judged()
         return None
 
-    def stepped(self) -> tuple[JudgedGroup, ...]:
+    def end_step(self) -> tuple[JudgedGroup, ...]:
         """Close the open batch after its step and push: the version rises by one, and there is room again.
 
         Returns the batch.
         """
         batch, taken = self.batch, self.taken
-        self.ledger.stepped(taken)
+        self.ledger.end_step(taken)
         self.taken = []
         for group in taken:
             with self._moving(group):

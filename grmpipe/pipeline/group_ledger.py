@@ -56,7 +56,7 @@ class GroupLedger:
         kept = self.recovered.pop(prompt_index, None)
         return kept or RecoveredGroup(group_id=f"{self._config.group_prefix}{prompt_index:06d}")
 
-    def stepped(self, batch: Sequence[Group]) -> None:
+    def end_step(self, batch: Sequence[Group]) -> None:
         """Count a batch that was trained and pushed: the version rises by one."""
         oldest = max(self.version - group.version for group in batch)
         self.max_staleness_trained = max(self.max_staleness_trained, oldest)

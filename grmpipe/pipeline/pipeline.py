@@ -87,7 +87,7 @@ class Pipeline:
             parts, config, self._buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         if self._valuer is not None:
-            self._valuer.watch(lambda: [group.rollouts for group in self._buffer.untaken.rolled_out()])
+            self._valuer.watch(lambda: [group.rollouts for group in self._buffer.untaken.list_rolled_out()])
         playing = self._producer.playing.meter
         if config.policy_judges:
             push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions

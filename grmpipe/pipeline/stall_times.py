@@ -84,7 +84,7 @@ class StallTracker:
     # -- the learner -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def wanting(self, places: int, version: int) -> Iterator[None]:
+    def track_wait(self, places: int, version: int) -> Iterator[None]:
         """Context: the learner waits for a group, and the batch of `version` has `places` places left."""
         self._wanted = (places, version)
         self._look()
@@ -107,7 +107,7 @@ class StallTracker:
             self._training_s += max(0.0, idle_s) if makes_room else 0.0
 
     @contextmanager
-    def pushing(self) -> Iterator[None]:
+    def track_push(self) -> Iterator[None]:
         self._learner.enter("weights")
         try:
             yield

@@ -29,7 +29,7 @@ class ListwiseSession(GroupSession):
         verdicts = await self._verdicts(members, sampled, priority)
         reports = {sibling: JudgeReport(verdict=verdict) for sibling, verdict in verdicts.items()}
         evidence = replace(reports[first], judgements=sampled.judgements, failures=sampled.failures)
-        return reports | {first: self._principles.added_to(evidence)}
+        return reports | {first: self._principles.add_to(evidence)}
 
     async def _sample(
         self, members: Sequence[int], principles: str | Failed | None, priority: int

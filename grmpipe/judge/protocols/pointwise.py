@@ -13,7 +13,7 @@ from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import COMPONENT, mean, outcome_place, score_std, unjudged
+from grmpipe.judge.verdict import COMPONENT, mean, outcome_place, report_failures, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 from models.seeds import derive_seed, first_name
 
@@ -56,7 +56,7 @@ class PointwiseSession(GroupSession):
         (sibling,) = judge_task.members
         rollout = self._rollouts[sibling]
         report = await self._judged(rollout, self.scored_parts_of(rollout), principles, priority)
-        return {sibling: self._principles.added_to(report)}
+        return {sibling: self._principles.add_to(report)}
 
     async def _judged(
         self,
@@ -68,15 +68,15 @@ class PointwiseSession(GroupSession):
     ) -> JudgeReport:
         """The report on some parts of a rollout. mark: of these parts, in the ids of requests."""
         if isinstance(principles, Failed):
-            return unjudged(principles)
+            return report_failures(principles)
         if isinstance(parts, Failed):
-            return unjudged(parts)
+            return report_failures(parts)
         asked_for = await self._context.prompt(self._prompt, parts.shown, principles)
         if isinstance(asked_for, Failed):
-            return unjudged(asked_for)
+            return report_failures(asked_for)
         sampled = await self._sample(rollout, parts, asked_for, priority, mark)
         if not sampled.judgements:
-            return unjudged(*sampled.failures)
+            return report_failures(*sampled.failures)
         verdict = await self._verdict(parts, sampled.judgements, priority)
         return JudgeReport(
             verdict=verdict,
