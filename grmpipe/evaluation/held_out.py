@@ -70,7 +70,7 @@ class AnswerJournal(Protocol):
 
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None: ...
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None: ...
 
 
 class NoJournal:
@@ -79,7 +79,7 @@ class NoJournal:
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
         pass
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         pass
 
 
@@ -158,7 +158,7 @@ class Evaluator:
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
-        self.skill.measured(by_judge)
+        self.skill.take_accuracies(by_judge)
         greedy_right = [right for right, _ in greedy_answers if right is not None]
         metrics = summarise(judged, greedy_right, self.first, self.pass_reward if self.by_model else None)
         metrics |= {f"{name}_accuracy": accuracy for name, accuracy in by_judge.items() if name != self.first}
@@ -226,7 +226,7 @@ class Evaluator:
                 rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
             )
         self.done.judged += 1
-        self.journal.judged(rollout, report)
+        self.journal.record_verdict(rollout, report)
         return answer
 
     async def _greedy(self, group_id: str, prompt: Prompt) -> GreedyAnswer | None:

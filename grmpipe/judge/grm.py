@@ -60,7 +60,7 @@ class Grm(Protocol):
         """Seconds with at least one request in flight."""
         ...
 
-    def shown(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         """A text of the policy, escaped as this GRM's prompts need it."""
         ...
 
@@ -123,7 +123,7 @@ class LocalGrm(MeteredGrm):
     def thinks(self) -> bool:
         return thinks(self.thinking)
 
-    def shown(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         return text  # our renderer never reads text as markup
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
@@ -168,7 +168,7 @@ class RemoteGrm(MeteredGrm):
     def thinks(self) -> bool:
         return False  # an endpoint takes messages, so a thought can't be ended here
 
-    def shown(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         return self._markup.break_markup(text)
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:

@@ -40,7 +40,7 @@ class Trajectory:
     def has_environment(self) -> bool:
         return any(passage.voice == "environment" for passage in self.passages)
 
-    def changed(self, change: Callable[[str], str]) -> Trajectory:
+    def change_texts(self, change: Callable[[str], str]) -> Trajectory:
         """The trajectory with every text of the policy and of the environment changed; the notes stay."""
         return Trajectory(
             passages=tuple(

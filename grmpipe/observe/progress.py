@@ -53,7 +53,7 @@ class Progress:
             self._changed()
 
     @asynccontextmanager
-    async def shown(self) -> AsyncIterator[None]:
+    async def show(self) -> AsyncIterator[None]:
         """Context: show it. At the end the line is gone."""
         if (console := self._console) is None:
             yield

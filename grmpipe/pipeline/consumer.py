@@ -51,7 +51,7 @@ class TimedLearner:
     async def learn(self, work: Awaitable[T]) -> T:
         """Let it work on the groups that it has."""
         began = self._now()
-        with self._stalls.learning(self._makes_room):
+        with self._stalls.track_learner(self._makes_room):
             done = await work
         if (ended := self._now()) - began > SHOWN_FROM_S:
             last = self._buffer.taken[-1].group_id
@@ -60,14 +60,14 @@ class TimedLearner:
 
     async def step(self) -> TrainedBatch:
         began = self._now()
-        with self._stalls.learning(self._makes_room):
+        with self._stalls.track_learner(self._makes_room):
             trained = await self._parts.trainer.step(self._buffer.batch)
         self._parts.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
         return trained
 
     async def push(self) -> SyncReport:
         began, version = self._now(), self._buffer.version + 1
-        with self._stalls.track_push(), self._clock.paused():
+        with self._stalls.track_push(), self._clock.pause():
             sync = await self._parts.push_weights(version)
         self._parts.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
         return sync

@@ -132,7 +132,7 @@ class Group:
     def list_missing_verdicts(self) -> list[int]:
         return [sibling for sibling in range(self.size) if sibling not in self._verdicts]
 
-    def judged(self) -> JudgedGroup:
+    def to_judged_group(self) -> JudgedGroup:
         """The group as training takes it. Valid from READY on."""
         assert not self.is_open and self.state is not GroupState.DROPPED, self.state
         return JudgedGroup(

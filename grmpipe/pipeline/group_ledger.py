@@ -49,7 +49,7 @@ class GroupLedger:
         """Indices of the prompts whose groups were in flight when the run stopped."""
         return sorted(prompt_index for prompt_index in self.recovered if prompt_index < self.next_prompt_index)
 
-    def opening(self, prompt_index: int) -> RecoveredGroup:
+    def open_group(self, prompt_index: int) -> RecoveredGroup:
         """Count the group of a prompt as submitted. Returns its work from before a resume, if any."""
         self.next_prompt_index = max(self.next_prompt_index, prompt_index + 1)
         self._submitted += 1
@@ -65,7 +65,7 @@ class GroupLedger:
         self._trained += len(batch)
         self.num_resampled = 0
 
-    def ended(self, group: Group) -> None:
+    def end_group(self, group: Group) -> None:
         if group.state is GroupState.DROPPED:
             self._dropped[group.cause] += 1
         end = group.end(self.version)

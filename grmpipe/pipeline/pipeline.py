@@ -145,7 +145,7 @@ class Pipeline:
 
     def hold_judging(self) -> AbstractContextManager[None]:
         """Context: no judge task begins, and the deadlines of groups stand still."""
-        return self._producer.judging_gate.held()
+        return self._producer.judging_gate.hold()
 
     async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Bring a model that judges to weights of `steps` more optimizer steps: `Producer.change_judge`."""
@@ -174,5 +174,5 @@ class Pipeline:
             self._valuer.groups_changed()
 
     async def _stepped(self, report: StepReport) -> None:
-        self.counters.waited(report.stalls)
+        self.counters.add_stalls(report.stalls)
         await self.after_step(report)

@@ -183,7 +183,7 @@ class Producer:
     async def _judge(self, item: tuple[Group, JudgeSession, JudgeTask]) -> None:
         group, session, judge_task = item
         await self._parts.judge_guard.until_fit(self._clock)
-        await self.judging_gate.passed()
+        await self.judging_gate.wait_until_free()
         if group.session is not session:  # the group ended, or is judged again
             return
         if judge_task.members and not group.lacks_verdicts(judge_task.members):
@@ -219,7 +219,7 @@ class Producer:
         judge tasks in progress are aborted, the verdicts of groups that still lack some are voided, and these groups
         are judged again.
         """
-        with self.judging_gate.held():
+        with self.judging_gate.hold():
             aborted = self._num_judging
             for group in list_being_judged(self._buffer.groups.values()):
                 self.judging.cancel(group.group_id)

@@ -95,7 +95,7 @@ class StallTracker:
             self._learner.enter(None)
 
     @contextmanager
-    def learning(self, makes_room: bool) -> Iterator[None]:
+    def track_learner(self, makes_room: bool) -> Iterator[None]:
         """Context: the learner works. `makes_room`: whether the end of this step will admit new groups."""
         self._learner.enter("work")
         idle_s = -self._learner.seconds("work") + self.engines.busy_s

@@ -132,7 +132,7 @@ async def run_session(
             )
             run = make_run(prepared, session)
             observers.show_changes(changes := read_changes(run_dir))
-            async with observers.progress.shown():
+            async with observers.progress.show():
                 summary = await run_to_end(run, run_dir, is_new=resumed is None)
         finally:
             observers.close()

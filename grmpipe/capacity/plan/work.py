@@ -71,7 +71,7 @@ def learner_flops(facts: RunFacts) -> float | None:
         return None
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
     group = pack_group(facts)
-    return config.train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
+    return config.train.groups_per_batch * (model.count_training(group) + num_forward * model.forward(group))
 
 
 def pack_group(facts: RunFacts, *, shares: bool | None = None) -> PackedSizes:

@@ -120,7 +120,7 @@ class Cascade:
         return found
 
     def _decided(self, group: KnownGroup, siblings: Sequence[int], decision: Decision) -> CascadeEvent:
-        firsts = [group.settled(self.first, sibling) for sibling in siblings]
+        firsts = [group.get_settled(self.first, sibling) for sibling in siblings]
         return CascadeEvent(
             cascade=self.name,
             rollouts=len(siblings),
@@ -130,7 +130,9 @@ class Cascade:
 
     def _audited(self, group: KnownGroup, siblings: Sequence[int]) -> CascadeEvent | None:
         """The audit of some siblings. None while the second judge hasn't answered for one of them."""
-        pairs = [(group.settled(self.first, sibling), group.settled(self.then, sibling)) for sibling in siblings]
+        pairs = [
+            (group.get_settled(self.first, sibling), group.get_settled(self.then, sibling)) for sibling in siblings
+        ]
         if any(good is None for _, good in pairs):
             return None
         both = [

@@ -96,7 +96,7 @@ class KnownGroup:
             self._settled[part.name, sibling] = outcome
         return outcome
 
-    def settled(self, part: RewardPart, sibling: int) -> Verdict | Failed | None:
+    def get_settled(self, part: RewardPart, sibling: int) -> Verdict | Failed | None:
         """The outcome, if it has been found. Unlike `outcome` it never lets a cascade decide."""
         return self._settled.get((part.name, sibling))
 

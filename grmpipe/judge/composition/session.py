@@ -217,7 +217,7 @@ class CompositionSession:
 
 def show_verdict(verdict: Verdict, sibling: int, group: KnownGroup, composed: ComposedJudge) -> Verdict:
     """A verdict as people read it: on the first judge's scale, with the reward of every part."""
-    settled = {part.name: group.settled(part, sibling) for part in walk(composed.root) if part is not composed.root}
+    settled = {part.name: group.get_settled(part, sibling) for part in walk(composed.root) if part is not composed.root}
     breakdown = {name: one.outcome for name, one in settled.items() if isinstance(one, Verdict)}
     return on_scale(verdict, composed.scale, breakdown)
 

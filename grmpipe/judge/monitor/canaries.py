@@ -37,7 +37,7 @@ class Canary:
             return [rollout_of_messages(group_id, 0, messages)]
         return [rollout_of_text(group_id, i, text) for i, text in enumerate(self.texts)]
 
-    def scores_of(self, judge: str) -> Scores:
+    def get_scores(self, judge: str) -> Scores:
         """The first scores by a judge; under no name, those that make the reward."""
         return self.by_judge.get(judge, ()) if judge else self.scores
 
@@ -90,7 +90,7 @@ def with_first(canaries: Sequence[Canary], found: CanaryScores) -> tuple[Canary,
 
 def drifts(canaries: Sequence[Canary], found: CanaryScores) -> dict[str, CanaryDrift]:
     """Judge -> its drift. A judge that wasn't there at first has none."""
-    firsts = {judge: [canary.scores_of(judge) for canary in canaries] for judge in found}
+    firsts = {judge: [canary.get_scores(judge) for canary in canaries] for judge in found}
     return {judge: measure_drift(firsts[judge], own) for judge, own in found.items() if all(firsts[judge])}
 
 

@@ -41,7 +41,7 @@ class JudgeContext:
     def scale(self) -> Scale:
         return self.config.scale
 
-    def shown(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
+    def show_rollout(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
         """What the judge sees of a rollout: `judge.format.show_thoughts`."""
         return make_trajectory(prompt, rollout, thoughts=self.config.format.show_thoughts)
 
@@ -50,10 +50,10 @@ class JudgeContext:
     ) -> GrmPrompt | Failed:
         """The GRM's prompt for some responses, or a failure: refused or too_long."""
 
-        asked = with_texts(prompt, self.client.grm.shown)
+        asked = with_texts(prompt, self.client.grm.escape_text)
 
         def render(shown: Sequence[Trajectory]) -> GrmPrompt:
-            spelt = [trajectory.changed(self.client.grm.shown) for trajectory in shown]
+            spelt = [trajectory.change_texts(self.client.grm.escape_text) for trajectory in shown]
             return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles))
 
         try:
@@ -67,7 +67,7 @@ class JudgeContext:
             return make_failure("too_long", f"{self.client.grm.name}: {made}")
         return made
 
-    async def counted(
+    async def select_for_vote(
         self, judgements: Sequence[Judgement], priority: int
     ) -> tuple[Sequence[Judgement], Vote] | Failed:
         """The judgements that enter the vote, and the vote over the scores that they give to one response."""

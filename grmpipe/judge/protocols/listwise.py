@@ -67,7 +67,7 @@ class ListwiseSession(GroupSession):
     ) -> dict[int, Verdict | Failed]:
         if not sampled.judgements:
             return dict.fromkeys(members, all_failed(sampled.failures))
-        counted = await self._context.counted(sampled.judgements, priority)
+        counted = await self._context.select_for_vote(sampled.judgements, priority)
         return {sibling: self._verdict(sibling, counted) for sibling in members}
 
     def _verdict(self, sibling: int, counted: tuple[Sequence[Judgement], Vote] | Failed) -> Verdict | Failed:

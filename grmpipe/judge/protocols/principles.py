@@ -60,7 +60,7 @@ class Principles:
 
     async def _write(self, template: PrinciplesPrompt, priority: int) -> Completion | Failed:
         try:
-            asked = with_texts(self._prompt, self._client.grm.shown)
+            asked = with_texts(self._prompt, self._client.grm.escape_text)
             asked_for = self._client.grm.prompt(template.render(asked))
         except ValueError as error:
             return make_failure("refused", str(error))

@@ -100,7 +100,7 @@ def without_middle_turns(response: Trajectory, num_kept: int) -> Trajectory:
 def with_short_texts(response: Trajectory, num_kept: int) -> Trajectory:
     """Every text with at most this many characters."""
     if len(response.passages) == 1 and response.is_of_policy:
-        return response.changed(lambda text: without_middle(text, num_kept))
+        return response.change_texts(lambda text: without_middle(text, num_kept))
     parts = (part for passage in response.passages for part in shorten_passage(passage, num_kept))
     return Trajectory(passages=tuple(parts))
 

@@ -18,5 +18,5 @@ class RubricSession(PointwiseSession):
             return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
         total = math.fsum(criterion.weight for criterion in rubric)
         weights = tuple(criterion.weight / total for criterion in rubric)
-        shown = self._context.shown(self._prompt, rollout)
+        shown = self._context.show_rollout(self._prompt, rollout)
         return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))

@@ -118,7 +118,7 @@ class PeriodicEval(RunFeature):
         for one in self.readings:
             self.ringing = self._alarm.record(one) is not None
         self._evaluator.episodes += EnvCounts.restored(state.get("episodes", {}))
-        self._evaluator.skill.measured(state.get("judge_accuracy", {}))
+        self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
             self._evaluator.start.update(read_records(self._start, answer_of))
 

@@ -92,7 +92,7 @@ class RejudgeRun(Run[PreparedRejudging]):
 
     def _done(self, group: JudgedGroup, reports: Sequence[JudgeReport]) -> None:
         for rollout, report in zip(group.rollouts, reports, strict=True):
-            self._observers.recorder.judged(rollout, report)
+            self._observers.recorder.record_verdict(rollout, report)
 
     def _compare(self) -> None:
         stored, failures = self._prepared.stored, Counter[str]()

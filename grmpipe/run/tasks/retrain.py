@@ -129,7 +129,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
         right = check_truth(groups, find_rule(self._config.truth))
-        self._observers.recorder.trained(describe_trained(step, groups, advantages, right, times={}))
+        self._observers.recorder.record_training(describe_trained(step, groups, advantages, right, times={}))
         self._observers.trackers.log(step, group_metrics | truth_metrics(right) | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))

@@ -125,7 +125,7 @@ class TrainingRun(Run[Prepared]):
         running.maintenance.stops(pipeline.clock)
         pipeline.counters.restore(self._state.totals, self._state.open_counts)
         for work in kept.values():
-            pipeline.counters.recovered(work.uncounted)
+            pipeline.counters.add_recovered(work.uncounted)
         get_bounds(running.judge).go_on(pipeline.counters.total_so_far().cascades)
         periodic_eval, version = features.periodic_eval, pipeline_state.version
         if not periodic_eval.initial:
@@ -179,7 +179,7 @@ class TrainingRun(Run[Prepared]):
         counts = pipeline.counters.close_step()
         right = check_truth(report.groups, self._prepared.is_right)
         trained = describe_trained(report.step, report.groups, report.advantages, right, report.times)
-        self._observers.recorder.trained(trained)
+        self._observers.recorder.record_training(trained)
         metrics = step_metrics(report, counts, pipeline.ledger, right, self._config.algorithm)
         for feature in features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)

@@ -195,7 +195,7 @@ def test_chat_markup_is_broken_in_both_voices(bench: Any) -> None:
     """For a judge behind an endpoint that tokenizes."""
 
     class Escaping(LocalGrm):
-        def shown(self, text: str) -> str:
+        def escape_text(self, text: str) -> str:
             return text.replace("<|", "< |")
 
     prompts: list[str] = []

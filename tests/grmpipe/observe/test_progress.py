@@ -25,7 +25,7 @@ def lines_in_a_file(*stages: object) -> list[str]:
         await asyncio.sleep(0.05)
 
     async def go() -> None:
-        async with shown.shown():
+        async with shown.show():
             await run(stages)
 
     asyncio.run(go())

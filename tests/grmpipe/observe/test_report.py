@@ -93,7 +93,7 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
         verdict = Verdict(rewards=rewards, score=score, breakdown={}, score_std=spread, num_judgements=1)
     recorder = Recorder(run_dir)
     recorder.rollout(0, prompt, rollout)
-    recorder.judged(
+    recorder.record_verdict(
         rollout, JudgeReport(verdict=verdict, judgements=(judgement,) if score is not None and critique else ())
     )
     recorder.close()
@@ -123,7 +123,7 @@ def record_of_two(run_dir: Path, group_id: str) -> None:
     )
     recorder = Recorder(run_dir)
     recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="asked"),)), rollout)
-    recorder.judged(rollout, report)
+    recorder.record_verdict(rollout, report)
     recorder.close()
 
 
@@ -157,7 +157,7 @@ def record_episode(run_dir: Path, said: str = "41") -> None:
     ]  # fmt: skip
     recorder = Recorder(run_dir)
     recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="32 + 9?"),)), rollout)
-    recorder.judged(rollout, JudgeReport(verdict=verdict, judgements=tuple(judgements)))
+    recorder.record_verdict(rollout, JudgeReport(verdict=verdict, judgements=tuple(judgements)))
     recorder.close()
 
 

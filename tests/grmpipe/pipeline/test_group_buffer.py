@@ -33,7 +33,7 @@ class Journal:
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         self.rollouts.append((rollout.group_id, rollout.sibling))
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         assert rollout.group_id not in {end.group_id for end in self.ends}, "a line of a group that has ended"
         self.verdicts.append((rollout.group_id, rollout.sibling))
 
@@ -117,9 +117,9 @@ def test_a_group_goes_through_every_state_once_and_is_journalled_once() -> None:
     seen.append(group.state)
     bench.judge(group)
     seen.append(group.state)
-    assert bench.buffer.take() == group.judged()
+    assert bench.buffer.take() == group.to_judged_group()
     seen.append(group.state)
-    assert bench.buffer.end_step() == (group.judged(),)
+    assert bench.buffer.end_step() == (group.to_judged_group(),)
     seen.append(group.state)
     assert [state.name for state in seen] == ["ROLLING_OUT", "JUDGING", "READY", "TAKEN", "TRAINED"]
     assert bench.journal.rollouts == bench.journal.verdicts == [("g000000", 0), ("g000000", 1)]
@@ -475,7 +475,7 @@ def test_a_ready_group_waits_for_those_of_earlier_prompts() -> None:
     assert second.state is GroupState.READY
     bench.roll_out(first)
     bench.judge(first)
-    assert [bench.buffer.take(), bench.buffer.take()] == [first.judged(), second.judged()]
+    assert [bench.buffer.take(), bench.buffer.take()] == [first.to_judged_group(), second.to_judged_group()]
 
 
 def test_nothing_is_settled_while_a_group_may_still_be_opened() -> None:

@@ -73,12 +73,12 @@ def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts
 def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_makes_room() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=0)
-        with stalls.learning(makes_room=True):
+        with stalls.track_learner(makes_room=True):
             with stalls.engines:
                 await asyncio.sleep(2)
             await asyncio.sleep(3)
         await asyncio.sleep(5)  # between two calls of the learner: counts for none
-        with stalls.learning(makes_room=False):
+        with stalls.track_learner(makes_room=False):
             await asyncio.sleep(7)
         with stalls.track_push():
             await asyncio.sleep(1)
@@ -101,10 +101,10 @@ def test_a_closed_step_leaves_nothing_to_the_next() -> None:
 
 def test_waits_add_up_over_a_resume_and_are_optional_in_a_checkpoint() -> None:
     counters, restored = FlowCounters(), FlowCounters()
-    counters.waited(StallTimes(steps_s=10.0, verdicts_s=4.0))
+    counters.add_stalls(StallTimes(steps_s=10.0, verdicts_s=4.0))
     counters.close_step()
     restored.restore(counters.total.saved(), {})
-    restored.waited(StallTimes(steps_s=5.0, verdicts_s=1.0))
+    restored.add_stalls(StallTimes(steps_s=5.0, verdicts_s=1.0))
     assert restored.total_so_far().stalls == StallTimes(steps_s=15.0, verdicts_s=5.0)
     old = {name: value for name, value in counters.total.saved().items() if name != "stalls"}
     restored.restore(old, {})
