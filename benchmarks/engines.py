@@ -259,7 +259,7 @@ class LocalLearner:
         return 0
 
     async def bucket(self, index: int) -> WeightBucket:
-        return await asyncio.to_thread(lambda: self._transport.post(index, self._stream.unsharded(index)))
+        return await asyncio.to_thread(lambda: self._transport.post(index, self._stream.unshard_bucket(index)))
 
     async def deliver(self, index: int) -> None:
         self._transport.deliver(index)

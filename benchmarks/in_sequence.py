@@ -86,7 +86,7 @@ async def step_in_sequence(
     moments_s.append(clock())
     await asyncio.gather(*(judge(parts, group, rollout) for group in groups for rollout in group.rollouts))
     moments_s.append(clock())
-    batch = [group.judged() for group in groups if group.state is GroupState.READY]
+    batch = [group.to_judged_group() for group in groups if group.state is GroupState.READY]
     for group in batch:
         await parts.trainer.take(group)
     await parts.trainer.step(batch)
@@ -125,7 +125,7 @@ async def play(parts: PipelineComponents, flow: FlowConfig, group: Group, siblin
 async def judge(parts: PipelineComponents, group: Group, rollout: Rollout) -> None:
     report = await judge_alone(parts.judge, group.prompt, rollout)
     group.add_verdict(rollout.sibling, report.verdict)
-    parts.journal.judged(rollout, report)
+    parts.journal.record_verdict(rollout, report)
 
 
 def num_tokens(rollouts: Iterable[Rollout]) -> int:

@@ -175,12 +175,12 @@ def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hash
 def push(stream: WeightStream, sender: WeightTransport, receiver: ray.actor.ActorHandle) -> float:
     """Push as the pusher does: at most two buckets are alive."""
     started_s = time.perf_counter()
-    bucket = sender.post(0, stream.unsharded(0))
+    bucket = sender.post(0, stream.unshard_bucket(0))
     for index in range(stream.num_buckets):
         loading = receiver.load.remote(bucket)
         sender.deliver(index)
         if index + 1 < stream.num_buckets:
-            bucket = sender.post(index + 1, stream.unsharded(index + 1))
+            bucket = sender.post(index + 1, stream.unshard_bucket(index + 1))
         ray.get(loading)
     return time.perf_counter() - started_s
 

@@ -31,13 +31,13 @@ class PriorityGate:
         return None
 
     def join(self, priority: int, amount: int = 0) -> Permit:
-        """Take a place; wait for it with `passed`."""
+        """Take a place; wait for it with `wait_for_turn`."""
         turn: Permit = asyncio.get_running_loop().create_future()
         self._num_arrived += 1
         heapq.heappush(self._waiting, (priority, self._num_arrived, amount, turn))
         return turn
 
-    async def passed(self, turn: Permit, give_back: Callable[[], object] = keep) -> None:
+    async def wait_for_turn(self, turn: Permit, give_back: Callable[[], object] = keep) -> None:
         """Return when released. give_back: called if the caller is cancelled at the moment of its release."""
         try:
             await turn
@@ -47,7 +47,7 @@ class PriorityGate:
             raise
 
     async def wait(self, priority: int, give_back: Callable[[], object] = keep) -> None:
-        await self.passed(self.join(priority), give_back)
+        await self.wait_for_turn(self.join(priority), give_back)
 
     def let_one(self) -> bool:
         """Release the first waiter. Returns False if there is none."""

@@ -29,7 +29,7 @@ class ActiveClock:
         return at - self._stopped_s
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Stop the clock for the time of a block. Blocks may overlap."""
         if self._pauses == 0:
             self._paused_at = self._loop.time()
@@ -85,14 +85,14 @@ class Standstill:
     def add(self, clock: ActiveClock) -> None:
         self._clocks.append(clock)
         if self._stopped is not None:
-            self._stopped.enter_context(clock.paused())
+            self._stopped.enter_context(clock.pause())
 
     def set(self, stopped: bool) -> None:
         """Stop the clocks, or let them go on."""
         if stopped and self._stopped is None:
             self._stopped = ExitStack()
             for clock in self._clocks:
-                self._stopped.enter_context(clock.paused())
+                self._stopped.enter_context(clock.pause())
         elif not stopped and self._stopped is not None:
             self._stopped.close()
             self._stopped = None
@@ -108,19 +108,19 @@ class PauseGate:
         self._free.set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Context: hold the gate. Blocks may overlap."""
         self._num_holders += 1
         self._free.clear()
         try:
-            with self._clock.paused():
+            with self._clock.pause():
                 yield
         finally:
             self._num_holders -= 1
             if self._num_holders == 0:
                 self._free.set()
 
-    async def passed(self) -> None:
+    async def wait_until_free(self) -> None:
         """Return once the gate isn't held."""
         while self._num_holders > 0:
             await self._free.wait()

@@ -76,16 +76,20 @@ def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4) -> P
     prompt = Prompt(prompt_id="p1", messages=(question,), source="math", reference="42")
     for sibling, text in enumerate((f"Trust me, it is 41 {SCRIPT}", "It is 42")):
         recorder.rollout(0, prompt, answer("g1", sibling, text, tokens=10 * (sibling + 1)))
-    recorder.judged(answer("g1", 0, ""), report(8.0, judgement("g1", (0,), (8.0,), f"Convincing {SCRIPT}"), spread=2.5))
+    recorder.record_verdict(
+        answer("g1", 0, ""), report(8.0, judgement("g1", (0,), (8.0,), f"Convincing {SCRIPT}"), spread=2.5)
+    )
     bad = FailedJudgement(
         stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion("no mark")
     )
-    recorder.judged(answer("g1", 1, ""), report(3.0, judgement("g1", (1,), (3.0,), "Too short"), failures=(bad,)))
+    recorder.record_verdict(
+        answer("g1", 1, ""), report(3.0, judgement("g1", (1,), (3.0,), "Too short"), failures=(bad,))
+    )
     recorder.group_ended(GroupEnd(group_id="g1", prompt_index=0, prompt_id="p1", outcome="trained", step=1, version=0))
     weather = Prompt(prompt_id="p2", messages=(Message(role="user", content="Weather in Oslo?"),), source="tools")
     recorder.rollout(1, weather, episode("g2", 0))
-    recorder.judged(episode("g2", 0), JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=3)))
-    recorder.trained(
+    recorder.record_verdict(episode("g2", 0), JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=3)))
+    recorder.record_training(
         [
             TrainedRollout(group_id="g1", sibling=0, step=1, reward=0.8, advantage=1.0, right=0.0),
             TrainedRollout(group_id="g1", sibling=1, step=1, reward=0.3, advantage=-1.0, right=1.0),
@@ -98,8 +102,8 @@ def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4) -> P
 def judge_jointly(run_dir: Path, text: str) -> Path:
     """Judge g1 again, both siblings in one judgement."""
     recorder = Recorder(run_dir)
-    recorder.judged(answer("g1", 0, ""), report(8.0, judgement("g1", (0, 1), (8.0, 3.0), text)))
-    recorder.judged(answer("g1", 1, ""), report(3.0))
+    recorder.record_verdict(answer("g1", 0, ""), report(8.0, judgement("g1", (0, 1), (8.0, 3.0), text)))
+    recorder.record_verdict(answer("g1", 1, ""), report(3.0))
     recorder.close()
     return run_dir
 
@@ -110,5 +114,5 @@ def evaluate(run_dir: Path, *, prompts: str, step: int, score: float) -> None:
     prompt = Prompt(prompt_id="p7", messages=(Message(role="user", content="Still there?"),))
     rollout = answer("e1", 0, "held out words")
     recorder.rollout(prompt, rollout, 0, 1.0)
-    recorder.judged(rollout, report(score, judgement("e1", (0,), (score,), "evaluated")))
+    recorder.record_verdict(rollout, report(score, judgement("e1", (0,), (score,), "evaluated")))
     recorder.recorder.close()

@@ -12,9 +12,9 @@ from typing import Literal, TypeVar
 
 from grmpipe.config.judge import Scale
 from grmpipe.data.prompts import identify_prompt
-from grmpipe.evaluation.intervals import Estimate, stratified
-from grmpipe.evaluation.leaderboards import Leaderboard, leaderboard_of
-from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta_rm, draws_of, scores_of_draw
+from grmpipe.evaluation.intervals import Estimate, estimate_stratified
+from grmpipe.evaluation.leaderboards import Leaderboard, find_leaderboard
+from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
 from grmpipe.judge.verdict import Vote, mean
 from grmpipe.types import (
@@ -72,14 +72,14 @@ class JudgedItem:
         return JudgedItem(item=self.item, reports=reports, num_asked=self.num_asked)
 
 
-def num_tokens_of(report: JudgeReport) -> int:
+def count_tokens(report: JudgeReport) -> int:
     """Tokens sampled for a report, including failed judgements."""
     completions = [one.completion for one in answers_in(report)]
     completions += [report.principles] if report.principles is not None else []
     return sum(completion.num_tokens for completion in completions)
 
 
-def num_prompt_tokens_of(reports: Sequence[JudgeReport]) -> int | None:
+def count_prompt_tokens(reports: Sequence[JudgeReport]) -> int | None:
     """Tokens of the prompts behind judgements, including failed ones. None if a model returns no token ids."""
     lengths = [len(one.prompt_ids) for report in reports for one in answers_in(report)]
     return None if 0 in lengths else sum(lengths)
@@ -89,7 +89,7 @@ def answers_in(report: JudgeReport) -> list[Judgement | FailedJudgement]:
     return [*report.judgements, *(failure for failure in report.failures if isinstance(failure, FailedJudgement))]
 
 
-def outcome_of(item: Labelled, scores: Scores) -> Outcome:
+def decide_outcome(item: Labelled, scores: Scores) -> Outcome:
     """The outcome of an item. Ranked: whether the best is strictly above all others (a tie is wrong, and counted
     separately). Scored: whether the rounded score is the label.
 
@@ -139,7 +139,7 @@ class Accuracy:
         """The accuracy over items; NaN over none."""
 
         def share(outcome: Outcome) -> Estimate:
-            return stratified([(weight, by_prompt(items, outcome)) for weight, items in strata])
+            return estimate_stratified([(weight, by_prompt(items, outcome)) for weight, items in strata])
 
         right = share("right")
         return Accuracy(
@@ -214,9 +214,9 @@ def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Ju
 
     scale: of the labels; verdicts on another one are compared on this.
     """
-    whole = evaluation_of(judged, [report for one in judged for report in one.reports], scale, recount)
+    whole = evaluate_judgements(judged, [report for one in judged for report in one.reports], scale, recount)
     by_judge = {
-        name: evaluation_of(
+        name: evaluate_judgements(
             [one.by(name) for one in judged if name in one.judges], reports, scale, replace(recount, ks=())
         )
         for name, reports in reports_by_judge(judged).items()
@@ -232,7 +232,7 @@ def reports_by_judge(judged: Sequence[JudgedItem]) -> dict[str, list[JudgeReport
     return found
 
 
-def evaluation_of(
+def evaluate_judgements(
     judged: Sequence[JudgedItem], reports: Sequence[JudgeReport], scale: Scale, recount: Recount
 ) -> JudgeEvaluation:
     """The evaluation of one judge, or of all together. reports: all that it gave, which are its costs."""
@@ -240,20 +240,20 @@ def evaluation_of(
     for one in judged:
         by_subset.setdefault(one.item.subset or "all", []).append(one)
     failures = [failure for report in reports for failure in report.failures]
-    num_counted, num_tokens = sum(len(report.judgements) for report in reports), sum(map(num_tokens_of, reports))
-    num_prompt_tokens = num_prompt_tokens_of(reports)
+    num_counted, num_tokens = sum(len(report.judgements) for report in reports), sum(map(count_tokens, reports))
+    num_prompt_tokens = count_prompt_tokens(reports)
     num_asked = max((one.num_asked for one in judged), default=1)
     ks = recount.ks if num_counted else ()
-    over_items = result_of([(1.0, judged)], scale, recount)
-    board, missing = leaderboard_of(by_subset)
-    sections = sections_of(board, by_subset) if board is not None and not missing else {}
+    over_items = compute_result([(1.0, judged)], scale, recount)
+    board, missing = find_leaderboard(by_subset)
+    sections = split_sections(board, by_subset) if board is not None and not missing else {}
     whole = [(share, items) for strata in sections.values() for share, items in strata]
     return JudgeEvaluation(
-        overall=result_of(whole, scale, recount) if whole else over_items,
+        overall=compute_result(whole, scale, recount) if whole else over_items,
         mean_over=words_of_mean(board, missing),
         over_items=over_items,
-        sections={name: result_of(strata, scale, recount) for name, strata in sections.items()},
-        subsets={name: result_of([(1.0, own)], scale, recount) for name, own in sorted(by_subset.items())},
+        sections={name: compute_result(strata, scale, recount) for name, strata in sections.items()},
+        subsets={name: compute_result([(1.0, own)], scale, recount) for name, own in sorted(by_subset.items())},
         tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in ks},
         prompt_tokens_by_k={
             k: num_prompt_tokens / len(judged) * k / num_asked for k in ks if num_prompt_tokens is not None
@@ -263,12 +263,12 @@ def evaluation_of(
         num_judgements=num_counted + len(failures),
         num_tokens=num_tokens,
         num_prompt_tokens=num_prompt_tokens,
-        bias=bias_of(judged, scale),
+        bias=measure_bias(judged, scale),
         score_error=score_error(judged, scale),
     )
 
 
-def sections_of(
+def split_sections(
     board: Leaderboard, by_subset: Mapping[str, Sequence[JudgedItem]]
 ) -> dict[str, list[tuple[float, Sequence[JudgedItem]]]]:
     """Section -> its subsets, each with its share of the section."""
@@ -286,7 +286,7 @@ def words_of_mean(board: Leaderboard | None, missing: Collection[str]) -> str:
     return f"{board.name}'s sections {', '.join(board.sections)}" + (f"; {board.apart}" if board.apart else "")
 
 
-def result_of(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
+def compute_result(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
     counted = [one for _, judged in strata for one in judged if one.judgements]
     ks = recount.ks if counted else ()
     meta_rm_ks = ks if all(one.meta_rm_weights is not None for one in counted) else ()
@@ -303,26 +303,26 @@ def result_of(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -> Sub
         )
 
     def recount_at(k: int, meta_rm: bool) -> Accuracy:
-        return accuracy(lambda one: recounted(one, k, recount, meta_rm))
+        return accuracy(lambda one: recount_outcomes(one, k, recount, meta_rm))
 
     return SubsetResult(
-        judged=accuracy(lambda one: [outcome_of(one.item, one.verdict_scores(scale))]),
+        judged=accuracy(lambda one: [decide_outcome(one.item, one.verdict_scores(scale))]),
         by_k={k: recount_at(k, meta_rm=False) for k in ks},
         with_meta_rm={k: recount_at(k, meta_rm=True) for k in meta_rm_ks},
     )
 
 
-def recounted(one: JudgedItem, k: int, recount: Recount, meta_rm: bool = False) -> list[Outcome]:
+def recount_outcomes(one: JudgedItem, k: int, recount: Recount, meta_rm: bool = False) -> list[Outcome]:
     """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each subset."""
     if meta_rm and not one.meta_rm_weights:
         return ["failed"]
-    ballots = ballots_of(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
+    ballots = make_ballots(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
     criteria = tuple(criterion.weight for criterion in one.item.prompt.rubric)
     counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise, criteria=criteria)
     rng = random.Random(derive_seed(recount.seed, f"recount {one.item.item_id} {k}"))
     return [
-        outcome_of(one.item, scores_of_draw(ballots, draw, counting, best_by_meta_rm if meta_rm else all_drawn))
-        for draw in draws_of(one.num_asked, k, recount.most, rng)
+        decide_outcome(one.item, scores_of_draw(ballots, draw, counting, best_by_meta_rm if meta_rm else all_drawn))
+        for draw in draw_subsets(one.num_asked, k, recount.most, rng)
     ]
 
 
@@ -330,7 +330,7 @@ def first_failure(one: JudgedItem) -> Failed | None:
     return next((report.verdict for report in one.reports if isinstance(report.verdict, Failed)), None)
 
 
-def bias_of(judged: Sequence[JudgedItem], scale: Scale) -> Metrics:
+def measure_bias(judged: Sequence[JudgedItem], scale: Scale) -> Metrics:
     """Biases of the judge, or of several: judgements of different judges aren't compared with each other. For length:
     within the responses to one prompt, next to the same bias of the labels.
     """

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
+from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.records import of_judge
 from grmpipe.observe.run_files import FIGURES
@@ -29,20 +29,20 @@ def write_files(
 ) -> None:
     """Write the files. scale: of the labels. scales: of the judges' own scores, by name."""
     (run_dir / JUDGE_RESULTS).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
-    lines = (json.dumps(plain(line_of(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
+    lines = (json.dumps(plain(to_line(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / JUDGED).write_text("".join(lines), "utf-8")
 
 
-def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
+def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
     """With several judges every judgement and failure says whose it is, and `by_judge` has the scores of each on its
     own scale.
     """
     reports = [(name, own) for report in one.reports for name, own in report.own_reports.items()]
-    by_judge = {name: verdicts_of(one.by(name), scale, scales[name]) for name in one.judges}
+    by_judge = {name: describe_verdicts(one.by(name), scale, scales[name]) for name in one.judges}
     return {
         "item_id": one.item.item_id,
         "subset": one.item.subset,
-        **verdicts_of(one, scale, scale),
+        **describe_verdicts(one, scale, scale),
         **({"by_judge": by_judge} if by_judge else {}),
         "judgements": [
             {**of_judge(name), "siblings": said.siblings, "scores": said.scores, "text": said.completion.text}
@@ -57,10 +57,10 @@ def line_of(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[
     }
 
 
-def verdicts_of(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
+def describe_verdicts(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
     """The outcome by the labels' scale, the scores on the judge's own."""
     return {
-        "outcome": outcome_of(one.item, one.verdict_scores(scale)),
+        "outcome": decide_outcome(one.item, one.verdict_scores(scale)),
         "scores": one.verdict_scores(own),
         "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
     }
@@ -71,9 +71,9 @@ def verdicts_of(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
 
 def show(result: JudgeEvaluation, max_subsets: int, run_dir: Path) -> None:
     """Show the results. max_subsets: subsets sampled for each smaller k."""
-    tables = [table_of(result)]
-    tables += [meta_rm_table_of(result)] if result.overall.with_meta_rm else []
-    tables += [judges_table_of(result)] if result.by_judge else []
+    tables = [make_table(result)]
+    tables += [make_meta_rm_table(result)] if result.overall.with_meta_rm else []
+    tables += [make_judges_table(result)] if result.by_judge else []
     show_figures(run_dir, tables, notes_on(result, max_subsets))
 
 
@@ -91,22 +91,22 @@ def show_figures(run_dir: Path, tables: Sequence[Table], notes: Iterable[str]) -
         figures.write("\n".join(lines) + "\n")
 
 
-def table_of(result: JudgeEvaluation) -> Table:
+def make_table(result: JudgeEvaluation) -> Table:
     heads = ("items", "judged", "95 %", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
-    return by_subset(result, "right, in percent of all items: failed and tied ones count as wrong", heads, cells_of)
+    return by_subset(result, "right, in percent of all items: failed and tied ones count as wrong", heads, format_cells)
 
 
-def meta_rm_table_of(result: JudgeEvaluation) -> Table:
+def make_meta_rm_table(result: JudgeEvaluation) -> Table:
     """The table with the meta-RM, separate because both together don't fit 80 columns."""
     heads = ("items", *(f"meta_rm@{k}" for k in result.overall.with_meta_rm))
-    return by_subset(result, "the same, by the better half of each vote", heads, meta_rm_cells_of)
+    return by_subset(result, "the same, by the better half of each vote", heads, format_meta_rm_cells)
 
 
-def judges_table_of(result: JudgeEvaluation) -> Table:
+def make_judges_table(result: JudgeEvaluation) -> Table:
     """The table of several judges: each by itself, and all together."""
     heads = ("items", "judged", "95 %", "tied", "failed", "judgements", "lost", "tokens")
-    rows = [(name, judge_cells_of(own)) for name, own in result.by_judge.items()]
-    return table("judge", "the same, judge by judge", heads, rows, ("together", judge_cells_of(result)))
+    rows = [(name, format_judge_cells(own)) for name, own in result.by_judge.items()]
+    return table("judge", "the same, judge by judge", heads, rows, ("together", format_judge_cells(result)))
 
 
 def by_subset(
@@ -134,14 +134,14 @@ def table(
     return drawn
 
 
-def judge_cells_of(result: JudgeEvaluation) -> Iterator[str]:
-    yield from cells_of(replace(result.overall, by_k={}))
+def format_judge_cells(result: JudgeEvaluation) -> Iterator[str]:
+    yield from format_cells(replace(result.overall, by_k={}))
     yield str(result.num_judgements)
     yield str(sum(result.failed_judgements.values()))
     yield str(result.num_tokens)
 
 
-def cells_of(subset: SubsetResult) -> Iterator[str]:
+def format_cells(subset: SubsetResult) -> Iterator[str]:
     yield str(subset.judged.num_items)
     yield percent(subset.judged.accuracy)
     yield interval(subset.judged.low, subset.judged.high)
@@ -149,7 +149,7 @@ def cells_of(subset: SubsetResult) -> Iterator[str]:
     yield from map(percent, (*shares, subset.judged.tied_share, subset.judged.failed_share))
 
 
-def meta_rm_cells_of(subset: SubsetResult) -> Iterator[str]:
+def format_meta_rm_cells(subset: SubsetResult) -> Iterator[str]:
     yield str(subset.judged.num_items)
     yield from (percent(one.accuracy) for one in subset.with_meta_rm.values())
 

@@ -23,7 +23,7 @@ from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
-from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -70,7 +70,7 @@ class AnswerJournal(Protocol):
 
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None: ...
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None: ...
 
 
 class NoJournal:
@@ -79,7 +79,7 @@ class NoJournal:
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
         pass
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         pass
 
 
@@ -141,9 +141,9 @@ class Evaluator:
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
         prompts = self.prompts[:limit]
-        with asking_for("held_out"):
+        with set_purpose("held_out"):
             sampled = [
-                asyncio.create_task(self._judged(request_of(name, i, sample), prompt, sample))
+                asyncio.create_task(self._judged(make_request_id(name, i, sample), prompt, sample))
                 for i, prompt in enumerate(prompts)
                 for sample in range(self.counting.num_samples)
             ]
@@ -153,17 +153,17 @@ class Evaluator:
             ]
         to_judge = len(sampled) + len(greedy) * self.judges_greedy
         self.done = AnswerProgress(name=name, answers=len(sampled) + len(greedy), to_judge=to_judge)
-        with self.progress.during(self.done.describe):
+        with self.progress.show_while(self.done.describe):
             await self._until_ended([*sampled, *greedy])
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
-        self.skill.measured(by_judge)
+        self.skill.take_accuracies(by_judge)
         greedy_right = [right for right, _ in greedy_answers if right is not None]
         metrics = summarise(judged, greedy_right, self.first, self.pass_reward if self.by_model else None)
         metrics |= {f"{name}_accuracy": accuracy for name, accuracy in by_judge.items() if name != self.first}
         if self.counting.num_samples > 1:
-            metrics |= with_ends(figures_of(judged, self.counting, self.pass_reward))
+            metrics |= with_ends(compute_figures(judged, self.counting, self.pass_reward))
         return HeldOutEvaluation(
             metrics=metrics,
             rollouts=judged,
@@ -226,7 +226,7 @@ class Evaluator:
                 rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
             )
         self.done.judged += 1
-        self.journal.judged(rollout, report)
+        self.journal.record_verdict(rollout, report)
         return answer
 
     async def _greedy(self, group_id: str, prompt: Prompt) -> GreedyAnswer | None:
@@ -268,7 +268,7 @@ def rewards_by(report: JudgeReport) -> dict[str, float | None]:
     return {name: verdict.outcome if isinstance(verdict, Verdict) else None for name, verdict in verdicts.items()}
 
 
-def reading(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | None:
+def read_anchor(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | None:
     """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about some of
     the answers only has no part in it: which ones others chose moves its mean.
     """
@@ -292,7 +292,7 @@ def on_scale(rewards: Sequence[float]) -> bool:
     return min(rewards) >= 0 and max(rewards) <= 1
 
 
-def request_of(name: str, index: int, sample: int) -> str:
+def make_request_id(name: str, index: int, sample: int) -> str:
     """The id of an answer, which decides its seed: the first of a prompt has the same however many there are."""
     return f"{name}-{index}" if sample == 0 else f"{name}-{index}.{sample}"
 
@@ -312,7 +312,7 @@ def by_prompt(
     return found
 
 
-def figures_of(
+def compute_figures(
     judged: Sequence[JudgedRollout], counting: AnswerSampling, pass_reward: float | None
 ) -> dict[str, Estimate]:
     """avg@n and pass@k by the verdicts, and, as true_*, by the rule where it can tell. A failed verdict is no number.

@@ -36,16 +36,16 @@ K = TypeVar("K", bound=Hashable)
 Clusters = Mapping[K, Sequence[float]]  # values by cluster, at least one each
 
 
-def clustered(clusters: Clusters[K]) -> Estimate:
+def estimate_clustered(clusters: Clusters[K]) -> Estimate:
     """The mean of all values. Those of a cluster aren't independent of each other: the interval is over clusters.
 
     On [0, 1] it is Wilson's with the effective number of values, p (1 - p) / SE^2, where SE is the standard error over
     clusters (Korn and Graubard 1998); without spread, the number of clusters. Elsewhere it is mean +- 1.96 SE.
     """
-    return stratified([(1.0, clusters)])
+    return estimate_stratified([(1.0, clusters)])
 
 
-def stratified(strata: Sequence[tuple[float, Clusters[K]]]) -> Estimate:
+def estimate_stratified(strata: Sequence[tuple[float, Clusters[K]]]) -> Estimate:
     """The weighted mean of the means of strata (weight, clusters). A cluster may have values in several strata."""
     known = [(weight, clusters) for weight, clusters in strata if clusters]
     if not known:

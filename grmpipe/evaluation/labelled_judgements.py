@@ -62,18 +62,19 @@ async def sample(
     ]  # fmt: skip
     async with raise_first_failure() as tasks:
         answers = [
-            tasks.create_task(client.judgement(question_of(client, judging_task), i, 0)) for _, judging_task, i in asked
+            tasks.create_task(client.judgement(make_question(client, judging_task), i, 0))
+            for _, judging_task, i in asked
         ]
     examples: list[LabelledJudgement] = []
     failed = Counter[str]()
     for (split, judging_task, _), answer in zip(asked, answers, strict=True):
-        examples += [example_of(split, judging_task, one) for one in answer.result() if isinstance(one, Judgement)]
+        examples += [make_example(split, judging_task, one) for one in answer.result() if isinstance(one, Judgement)]
         failed.update(one.cause for one in answer.result() if isinstance(one, Failed))
     num_tokens = sum(len(example.sampled_ids) for example in examples)
     return SampledExamples(examples=tuple(examples), failed=failed, num_tokens=num_tokens)
 
 
-def question_of(client: GrmClient, judging_task: Prompt) -> GrmQuestion:
+def make_question(client: GrmClient, judging_task: Prompt) -> GrmQuestion:
     assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
     count = num_scores(judging_task.reference)
     return GrmQuestion(
@@ -85,7 +86,7 @@ def question_of(client: GrmClient, judging_task: Prompt) -> GrmQuestion:
     )
 
 
-def example_of(split: Split, judging_task: Prompt, judgement: Judgement) -> LabelledJudgement:
+def make_example(split: Split, judging_task: Prompt, judgement: Judgement) -> LabelledJudgement:
     label = judging_task.reference or ""
     return LabelledJudgement(
         split=split,

@@ -61,7 +61,7 @@ RM_BENCH = Leaderboard(
 LEADERBOARDS = (REWARD_BENCH, REWARD_BENCH_2, RM_BENCH)
 
 
-def leaderboard_of(subsets: Collection[str]) -> tuple[Leaderboard | None, frozenset[str]]:
+def find_leaderboard(subsets: Collection[str]) -> tuple[Leaderboard | None, frozenset[str]]:
     """The benchmark that all of these subsets belong to, and those of its subsets that are missing. A benchmark is
     recognised by more than half of its subsets.
     """

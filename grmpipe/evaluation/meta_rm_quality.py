@@ -7,7 +7,7 @@ from statistics import fmean
 
 from grmpipe.evaluation.labelled_judgements import LabelledJudgement
 from grmpipe.judge.kinds.labels import judged_right
-from grmpipe.judge.verdict import best_indices, mean, weighted
+from grmpipe.judge.verdict import average_weighted, best_indices, mean
 from grmpipe.train.scalar.classification import quality
 from grmpipe.types import Metrics
 
@@ -28,7 +28,11 @@ def measure(examples: Sequence[LabelledJudgement], probabilities: Sequence[float
     def best(scores: Sequence[float], weights: Sequence[float]) -> float:
         return mean([scores[index] for index in best_indices(weights, k_meta or max(1, len(scores) // 2))])
 
-    votes: dict[str, VoteOf] = {"mean": lambda scores, weights: mean(scores), "best": best, "weighted": weighted}
+    votes: dict[str, VoteOf] = {
+        "mean": lambda scores, weights: mean(scores),
+        "best": best,
+        "weighted": average_weighted,
+    }
     agreed = {f"vote_{name}": fmean(agrees(item, vote) for item in items) for name, vote in votes.items()}
     return quality(probabilities, [example.right for example in examples]) | agreed
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout, by_prompt, figures_of
+from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout, by_prompt, compute_figures
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, mean_over_prompts, with_ends
 from grmpipe.types import Failed, Metrics, Prompt, Verdict
@@ -101,7 +101,7 @@ def figures_over(
 ) -> PolicyFigures:
     answers = [*sampled, *greedy]
     verdicts = [one.report.verdict for one in answers]
-    found = figures_of(sampled, scoring.counting, scoring.pass_reward) | greedy_figures(greedy)
+    found = compute_figures(sampled, scoring.counting, scoring.pass_reward) | greedy_figures(greedy)
     wanted = num_prompts * (scoring.counting.num_samples + scoring.greedy)
     scores = [one.report.verdict.score for one in sampled if isinstance(one.report.verdict, Verdict)]
     return PolicyFigures(

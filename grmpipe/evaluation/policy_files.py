@@ -39,7 +39,7 @@ def policy_table(title: str, figures: list[str], policies: Mapping[str, PolicyEv
         shown = (figure_text(one.figures.get(figure)) for figure in figures)
         return [str(one.num_prompts), *shown, str(one.num_failed)]
 
-    heads = ("n", *map(head_of, figures), "failed")
+    heads = ("n", *map(format_head, figures), "failed")
     return table("prompts", title, heads, [(name, cells(one)) for name, one in policies_and_sources(policies)])
 
 
@@ -49,7 +49,7 @@ def policies_and_sources(policies: Mapping[str, PolicyEvaluation]) -> Iterator[t
         yield from ((f"  {source}", one) for source, one in policy.by_source.items())
 
 
-def head_of(figure: str) -> str:
+def format_head(figure: str) -> str:
     """avg_at_4 as people write it."""
     return figure.removeprefix(BY_RULE).replace("_at_", "@")
 

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.protocols.pairwise import votes_of
+from grmpipe.judge.protocols.pairwise import read_votes
 from grmpipe.judge.verdict import WON, Vote, best_indices, pair_result
 from grmpipe.types import Judgement
 
@@ -26,7 +26,7 @@ class Ballot:
     weights: tuple[float, ...] | None = None
 
 
-def ballots_of(
+def make_ballots(
     judgements: Sequence[Judgement], num_asked: int, weights: Sequence[float] | None = None
 ) -> tuple[Ballot, ...]:
     """One ballot per question. Missing judgements (up to `num_asked`) failed: samples are exchangeable, so they come
@@ -45,7 +45,7 @@ def ballots_of(
     )
 
 
-def draws_of(num_sampled: int, k: int, most: int, rng: random.Random) -> list[tuple[int, ...]]:
+def draw_subsets(num_sampled: int, k: int, most: int, rng: random.Random) -> list[tuple[int, ...]]:
     """Every subset of k of the sampled judgements, or `most` of them at random."""
     if math.comb(num_sampled, k) <= most:
         return list(itertools.combinations(range(num_sampled), k))
@@ -96,7 +96,7 @@ def of_matter(siblings: frozenset[int], judgements: Sequence[Judgement], countin
         return {}
     if counting.pairwise:
         lower, higher = sorted(siblings)
-        won = pair_result(*filter(None, votes_of(judgements, lower)))
+        won = pair_result(*filter(None, read_votes(judgements, lower)))
         return {lower: won, higher: WON - won}
     return {
         sibling: counting.vote([score_for(judgement, sibling, counting.criteria) for judgement in judgements])

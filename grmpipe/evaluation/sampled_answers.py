@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.evaluation.intervals import Estimate, clustered
+from grmpipe.evaluation.intervals import Estimate, estimate_clustered
 from grmpipe.types import Metrics
 
 Scores = Mapping[str, Sequence[float]]  # by prompt: 1 or 0, or rewards, of those of its answers that have one
@@ -38,13 +38,13 @@ def figures(rewards: Scores, passed: Scores, counting: AnswerSampling, prefix: s
     found = {f"avg_at_{counting.num_samples}": mean_over_prompts(rewards)}
     for k in counting.pass_k:
         shares = {name: [pass_at(len(own), round(sum(own)), k)] for name, own in passed.items() if len(own) >= k}
-        found[f"pass_at_{k}"] = clustered(shares)
+        found[f"pass_at_{k}"] = estimate_clustered(shares)
     return {f"{prefix}{name}": one for name, one in found.items() if one.num_clusters}
 
 
 def mean_over_prompts(scores: Scores) -> Estimate:
     """Every prompt weighs the same, whatever the number of its answers."""
-    return clustered({name: [statistics.fmean(own)] for name, own in scores.items() if own})
+    return estimate_clustered({name: [statistics.fmean(own)] for name, own in scores.items() if own})
 
 
 def with_ends(found: Mapping[str, Estimate]) -> Metrics:

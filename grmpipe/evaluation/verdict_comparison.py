@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from grmpipe.evaluation.intervals import Estimate, clustered
+from grmpipe.evaluation.intervals import Estimate, estimate_clustered
 
 MIN_SEGMENT = 5  # steps on each side of the step from which two series part
 SURE = 5.0  # standard errors of the difference of both sides; the best split of pure noise stays below
@@ -124,7 +124,7 @@ def compare_step(step: int, groups: Sequence[ComparedGroup]) -> StepComparison:
 
 def agreement(groups: Sequence[ComparedGroup]) -> Agreement:
     def over_groups(values_in: Callable[[ComparedGroup], Sequence[float]]) -> Estimate:
-        return clustered({group.group_id: values for group in groups if (values := values_in(group))})
+        return estimate_clustered({group.group_id: values for group in groups if (values := values_in(group))})
 
     return Agreement(
         num_groups=len(groups),

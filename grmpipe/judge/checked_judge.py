@@ -19,7 +19,7 @@ from grmpipe.config.keys.user_code import (
     to_scalar,
 )
 from grmpipe.judge.pointwise_adapter import RolloutJudge
-from grmpipe.judge.verdict import failed, unjudged
+from grmpipe.judge.verdict import make_failure, report_failures
 from grmpipe.types import (
     DataCause,
     EnvCause,
@@ -66,8 +66,8 @@ class CheckedRolloutJudge:
             level = logging.INFO if self._has_broken else logging.WARNING
             log.log(level, "no verdict: %s", error, exc_info=error.__cause__ if self._has_broken else None)
             self._has_broken = True
-            return unjudged(failed("broken", f"prompt {prompt.prompt_id}: {error}"))
-        return checked_report(report, self._owner, rollout)
+            return report_failures(make_failure("broken", f"prompt {prompt.prompt_id}: {error}"))
+        return check_report(report, self._owner, rollout)
 
 
 class CheckedJudge:
@@ -124,7 +124,7 @@ class CheckedSession:
                 f"that is judged "
                 "now, as {rollout.sibling: report}, or {} for none"
             )
-        return {sibling: checked_report(one, owner, self._rollouts[sibling]) for sibling, one in reports.items()}
+        return {sibling: check_report(one, owner, self._rollouts[sibling]) for sibling, one in reports.items()}
 
     def _tasks(self, ask: Callable[P, Sequence[JudgeTask]], *args: P.args, **kwargs: P.kwargs) -> Sequence[JudgeTask]:
         owner = f"{self._key}: {describe_code(ask)}"
@@ -136,14 +136,14 @@ class CheckedSession:
         return tasks
 
 
-def checked_report(report: object, owner: str, rollout: Rollout) -> JudgeReport:
+def check_report(report: object, owner: str, rollout: Rollout) -> JudgeReport:
     """The report on a rollout in plain numbers. Raises ValueError."""
     if not isinstance(report, JudgeReport):
         raise ValueError(f"{owner} returned {format_value(report)}; return a JudgeReport, such as {A_REPORT}")
-    return replace(report, verdict=checked_verdict(report.verdict, owner, rollout))
+    return replace(report, verdict=check_verdict(report.verdict, owner, rollout))
 
 
-def checked_verdict(verdict: object, owner: str, rollout: Rollout) -> Verdict | Failed:
+def check_verdict(verdict: object, owner: str, rollout: Rollout) -> Verdict | Failed:
     if isinstance(verdict, Failed):
         if verdict.cause not in CAUSES:
             causes = ", ".join(sorted(CAUSES))
@@ -156,8 +156,8 @@ def checked_verdict(verdict: object, owner: str, rollout: Rollout) -> Verdict | 
         raise ValueError(f"{owner} returned a Verdict without rewards; return for example {A_REPORT}")
     return replace(
         verdict,
-        rewards=tuple(checked_span(span, owner, rollout) for span in verdict.rewards),
-        normalised=tuple(checked_span(span, owner, rollout) for span in verdict.normalised),
+        rewards=tuple(check_span(span, owner, rollout) for span in verdict.rewards),
+        normalised=tuple(check_span(span, owner, rollout) for span in verdict.normalised),
         score=plain_number(verdict.score, "score", owner),
         score_std=plain_number(verdict.score_std, "score_std", owner),
         num_judgements=int(plain_number(verdict.num_judgements, "num_judgements", owner)),
@@ -167,7 +167,7 @@ def checked_verdict(verdict: object, owner: str, rollout: Rollout) -> Verdict | 
     )
 
 
-def checked_span(span: RewardSpan, owner: str, rollout: Rollout) -> RewardSpan:
+def check_span(span: RewardSpan, owner: str, rollout: Rollout) -> RewardSpan:
     turns = rollout.turns
     if not (0 <= span.turn < len(turns) and 0 <= span.start <= span.end <= len(turns[span.turn].completion.token_ids)):
         raise ValueError(

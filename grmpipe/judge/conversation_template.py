@@ -30,7 +30,7 @@ class ConversationTemplate:
     """A template, split into its messages. Raises ValueError that begins with `label`."""
 
     def __init__(self, label: str, text: str) -> None:
-        tree = parsed(label, text)
+        tree = parse_template(label, text)
         blocks = [node for node in tree.body if isinstance(node, nodes.Block)]
         loose = [node for node in tree.body if not isinstance(node, nodes.Block)]
         declared = [node for node in loose if declares_markers(node)]
@@ -49,8 +49,10 @@ class ConversationTemplate:
                     "{% block messages %}{% endblock %}"
                 )
         set_first = [node for node in rest if isinstance(node, nodes.Assign)]
-        self.parts = [(block.name, tree_of([*set_first, *block.body])) for block in blocks] or [("user", tree_of(rest))]
-        self.tree = tree_of([*rest, *(node for block in blocks for node in block.body)])
+        self.parts = [(block.name, make_tree([*set_first, *block.body])) for block in blocks] or [
+            ("user", make_tree(rest))
+        ]
+        self.tree = make_tree([*rest, *(node for block in blocks for node in block.body)])
         self._messages: list[tuple[str, Template]] = []
         for role, part in self.parts:
             self._messages.append((role, JINJA.from_string(part)))
@@ -74,13 +76,13 @@ class ConversationTemplate:
         made: list[Message] = []
         for role, template in self._messages:
             if role == MESSAGES:
-                made += map(checked_role, messages)
+                made += map(check_role, messages)
             else:
                 made.append(Message(role=role, content=template.render(fields)))
         return tuple(Message(role=one.role, content=one.content.strip("\n")) for one in made)
 
 
-def checked_role(message: Message) -> Message:
+def check_role(message: Message) -> Message:
     if message.role not in ROLES:
         raise ValueError(
             f"a message has the role {message.role}, and the model that is asked takes {' and '.join(ROLES)} only; "
@@ -89,14 +91,14 @@ def checked_role(message: Message) -> Message:
     return message
 
 
-def parsed(label: str, template_text: str) -> nodes.Template:
+def parse_template(label: str, template_text: str) -> nodes.Template:
     try:
         return JINJA.parse(template_text)
     except TemplateSyntaxError as error:
         raise ValueError(f"{label}, line {error.lineno}: {error.message}") from error
 
 
-def tree_of(body: list[nodes.Node]) -> nodes.Template:
+def make_tree(body: list[nodes.Node]) -> nodes.Template:
     tree = nodes.Template(body, lineno=1)
     tree.set_environment(JINJA)
     return tree

@@ -47,15 +47,15 @@ class TextGuard:
 
     def text(self, text: str) -> str:
         """A text of the policy, guarded."""
-        return fenced(text) if self.markers is None else self.markers.broken(text)
+        return fence_text(text) if self.markers is None else self.markers.break_markup(text)
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """What is shown next to each other, guarded in the same way."""
         if self.markers is None:
             return [in_fences(trajectory) for trajectory in trajectories]
         if all(trajectory.is_of_policy for trajectory in trajectories):
-            return [self.markers.broken(plain(trajectory)) for trajectory in trajectories]
-        return [f"{LEGEND}\n{self.markers.broken(in_fences(trajectory))}" for trajectory in trajectories]
+            return [self.markers.break_markup(plain(trajectory)) for trajectory in trajectories]
+        return [f"{LEGEND}\n{self.markers.break_markup(in_fences(trajectory))}" for trajectory in trajectories]
 
     def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages of a prompt, for a template that shows them one by one."""
@@ -63,19 +63,21 @@ class TextGuard:
             return tuple(messages)
         if self.markers is None:
             return tuple(replace(one, content=after(role_fence(one), one.content)) for one in messages)
-        return tuple(replace(one, content=ROLE_LABELS.broken(self.markers.broken(one.content))) for one in messages)
+        return tuple(
+            replace(one, content=ROLE_LABELS.break_markup(self.markers.break_markup(one.content))) for one in messages
+        )
 
     def conversation(self, messages: Sequence[Message]) -> str:
         """Several messages as one text, in the place of the question. An empty line parts two of the same role."""
         shown, role = CONVERSATION_LEGEND, ""
         for one in messages:
-            text = one.content if self.markers is None else self.markers.broken(one.content)
+            text = one.content if self.markers is None else self.markers.break_markup(one.content)
             shown += ("\n\n" if one.role == role else "\n") + after(role_fence(one), text)
             role = one.role
         return shown
 
 
-def fenced(text: str, voice: Voice = "policy") -> str:
+def fence_text(text: str, voice: Voice = "policy") -> str:
     """The text with the voice's fence before every line."""
     return after(FENCES[voice], text)
 
@@ -97,7 +99,7 @@ def in_fences(trajectory: Trajectory) -> str:
     for passage in trajectory.passages:
         if before is not None:
             shown += "\n\n" if before.voice == passage.voice else "\n"
-        shown += passage.text if passage.voice == "note" else fenced(passage.text, passage.voice)
+        shown += passage.text if passage.voice == "note" else fence_text(passage.text, passage.voice)
         before = passage
     return shown
 

@@ -65,15 +65,15 @@ def score_line(number: str, scale: Scale, num_scores: int) -> str:
     """The pattern of `Score: N`, which holds one score only."""
     assert num_scores == 1, num_scores
     label = rf"(?:(?:{any_case('final')}|{any_case('overall')})[ \t]+)?{any_case('score')}"
-    return rf"{LEAD}{label}{EMPHASIS}:{IN_NEXT_LINE}{number}{out_of(scale)}{TAIL}"
+    return rf"{LEAD}{label}{EMPHASIS}:{IN_NEXT_LINE}{number}{match_highest(scale)}{TAIL}"
 
 
-def out_of(scale: Scale) -> str:
+def match_highest(scale: Scale) -> str:
     """The pattern of the highest score behind a score: `/10`, `out of 10`, or nothing."""
     return rf"(?:{EMPHASIS}(?:/[ \t]*|{any_case('out')}[ \t]+{any_case('of')}[ \t]+){scale.high})?"
 
 
-def boxed(number: str, scale: Scale, num_scores: int) -> str:
+def match_boxed(number: str, scale: Scale, num_scores: int) -> str:
     r"""The pattern of `\boxed{s_1, ..., s_n}`, with or without `Score:` or `The final score is` before it."""
     therefore = rf"(?:{either('therefore', 'thus', 'hence', 'so')},?[ \t]+)?"
     whose = rf"(?:{either('the', 'my')}[ \t]+)?(?:{either('final', 'overall')}[ \t]+)?"
@@ -92,7 +92,7 @@ def any_case(word: str) -> str:
 
 
 SCORE_LINE = Form(line=score_line, most_lines=2, num_scores=1)
-BOXED = Form(line=boxed, closings=("$$", "\\]"))
+BOXED = Form(line=match_boxed, closings=("$$", "\\]"))
 
 
 # -- public GRMs -------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def other_than(key: str) -> str:
     return f"(?:{'|'.join(leaves)}|{key}{rest}+)"
 
 
-def boxed_score(number: str) -> str:
+def match_boxed_score(number: str) -> str:
     r"""The pattern of `\boxed{7}`."""
     return rf"{MATH_OPENS}\\boxed\{{{SPACE}{number}{SPACE}\}}{MATH_CLOSES}{TAIL}"
 
@@ -165,7 +165,7 @@ ANSWER_SCORES = Form(  # <answer>3</answer><answer>5</answer>, one answer for ea
     most_lines=MANY_LINES, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True, decimals=True, scores_of=decimals,
 )  # fmt: skip
 RESULT = Form(  # [RESULT] 4 or [RESULT] (4)
-    line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}",
+    line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?{number}\)?{match_highest(scale)}{CLOSED_TAIL}",
     most_lines=2, lead=PROSE, num_scores=1,
 )  # fmt: skip
 RESULT_LETTER = Form(  # [RESULT] A or [RESULT] (B)
@@ -173,7 +173,7 @@ RESULT_LETTER = Form(  # [RESULT] A or [RESULT] (B)
     most_lines=2, lead=PROSE, num_scores=2, scores_of=by_letter,
 )  # fmt: skip
 BOLD_RESULT = Form(  # **Result:** 4
-    line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?{number}\)?{out_of(scale)}{CLOSED_TAIL}",
+    line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?{number}\)?{match_highest(scale)}{CLOSED_TAIL}",
     most_lines=2, num_scores=1,
 )  # fmt: skip
 BOLD_RESULT_LETTER = Form(  # **Result:** A or **Result:** B
@@ -189,12 +189,12 @@ RANKING_FIELD = Form(  # the JSON field "ranking": 2
     most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, decimals=True, scores_of=by_ranking,
 )  # fmt: skip
 RANKING_BOX = Form(  # \boxed{2}
-    line=lambda number, scale, num_scores: boxed_score(number),
+    line=lambda number, scale, num_scores: match_boxed_score(number),
     closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking,
 )  # fmt: skip
 OVERALL_BOXED = Form(  # Overall score: $\boxed{7.5}$, in any words: boxes of single criteria stand before it
     line=lambda number, scale, num_scores: (
-        rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{boxed_score(number)}"
+        rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{match_boxed_score(number)}"
     ),
     num_scores=1, halves=True, scores_of=decimals,
 )  # fmt: skip

@@ -60,7 +60,7 @@ class Grm(Protocol):
         """Seconds with at least one request in flight."""
         ...
 
-    def shown(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         """A text of the policy, escaped as this GRM's prompts need it."""
         ...
 
@@ -123,7 +123,7 @@ class LocalGrm(MeteredGrm):
     def thinks(self) -> bool:
         return thinks(self.thinking)
 
-    def shown(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         return text  # our renderer never reads text as markup
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
@@ -168,11 +168,11 @@ class RemoteGrm(MeteredGrm):
     def thinks(self) -> bool:
         return False  # an endpoint takes messages, so a thought can't be ended here
 
-    def shown(self, text: str) -> str:
-        return self._markup.broken(text)
+    def escape_text(self, text: str) -> str:
+        return self._markup.break_markup(text)
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
-        num_tokens = sum(estimated_tokens(message.content) for message in messages)
+        num_tokens = sum(estimate_tokens(message.content) for message in messages)
         return GrmPrompt(messages=tuple(messages), token_ids=(), num_tokens=num_tokens)
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
@@ -203,5 +203,5 @@ def remote_markers(declared: Sequence[str] | None) -> ThinkingMarkers | None:
     return ThinkingMarkers(open=opening, close=closing)
 
 
-def estimated_tokens(text: str) -> int:
+def estimate_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8")) // BYTES_PER_TOKEN)

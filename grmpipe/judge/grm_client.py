@@ -9,9 +9,9 @@ from typing import TypeVar
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
-from grmpipe.judge.parse import parser_named, scores_of
+from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pattern import answer_pattern, judgement_pattern
-from grmpipe.judge.verdict import failed
+from grmpipe.judge.verdict import make_failure
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed, first_name
@@ -114,7 +114,7 @@ class GrmClient:
             if answer.finish_reason != "length" and answer.answer.strip():
                 return answer
             cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
-            return failed_judgement(cause, attempts, "the principles are truncated or empty", prompt, answer)
+            return make_failed_judgement(cause, attempts, "the principles are truncated or empty", prompt, answer)
 
         *_, last = await self._sample(request, read)
         return last
@@ -166,20 +166,20 @@ class GrmClient:
             async with self._places.enter(request.priority), self.grm.time_limit(self._config.limits.timeout_s):
                 completion = await self.grm.ask(request.prompt, params, context)
         except TimeoutError:
-            return failed("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
+            return make_failure("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:
-            return failed("refused", str(error), attempt + 1)
+            return make_failure("refused", str(error), attempt + 1)
         except EngineDied as error:
-            return failed("died", str(error), attempt + 1)
+            return make_failure("died", str(error), attempt + 1)
         if completion.finish_reason == "abort":
-            return failed("died", "the request was aborted", attempt + 1)
+            return make_failure("died", "the request was aborted", attempt + 1)
         return completion
 
     def _read(self, question: GrmQuestion, completion: Completion, attempts: int) -> Judgement | FailedJudgement:
-        scores = scores_of(completion, self._parser, question.num_scores, self._scale)
+        scores = parse_scores(completion, self._parser, question.num_scores, self._scale)
         if isinstance(scores, str):
             detail = f"it ends with {completion.text[-80:]!r}"
-            return failed_judgement(scores, attempts, detail, question.prompt, completion)
+            return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
         return Judgement(
             group_id=question.group_id,
             siblings=question.siblings,
@@ -191,7 +191,7 @@ class GrmClient:
         )
 
 
-def failed_judgement(
+def make_failed_judgement(
     cause: Cause, attempts: int, detail: str, prompt: GrmPrompt, completion: Completion
 ) -> FailedJudgement:
     return FailedJudgement(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
-from grmpipe.judge.verdict import failed, only_finite, unjudged
+from grmpipe.judge.verdict import make_failure, only_finite, report_failures
 from grmpipe.types import Judge, JudgeReport, JudgeTask, Prompt, Rollout
 from scheduler.supervise import raise_first_failure
 
-LATE = unjudged(failed("timeout", "group deadline", attempts=1))
+LATE = report_failures(make_failure("timeout", "group deadline", attempts=1))
 
 
 async def judge_in_time(

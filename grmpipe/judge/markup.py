@@ -35,11 +35,11 @@ class Markup:
         alternatives = "|".join(map(with_any_space, patterns))
         self._found = re.compile(f"(?=(?:{alternatives})())", flags) if patterns else None
 
-    def broken(self, text: str) -> str:
+    def break_markup(self, text: str) -> str:
         """The text with a space in all that looks like markup: after its first character, where that breaks it."""
         places = set(self._breaks(text, range(len(text))))
         if not PLAIN.fullmatch(text):
-            places.update(self._breaks(*folded(text)))
+            places.update(self._breaks(*fold_text(text)))
         cuts = [0, *(place + 1 for place in sorted(places)), len(text)]
         return BREAK.join(text[start:end] for start, end in itertools.pairwise(cuts))
 
@@ -70,14 +70,14 @@ def with_any_space(pattern: str) -> str:
     )
 
 
-def folded(text: str) -> tuple[str, list[int]]:
+def fold_text(text: str) -> tuple[str, list[int]]:
     """The text without differences of spelling that don't matter, and the place that each of its characters had."""
-    pieces = list(map(folded_character, text))
+    pieces = list(map(fold_character, text))
     return "".join(pieces), [place for place, piece in enumerate(pieces) for _ in piece]
 
 
 @functools.cache
-def folded_character(character: str) -> str:
+def fold_character(character: str) -> str:
     """Empty for a character that doesn't show."""
     if character in LINE_BREAKS:
         return "\n"

@@ -28,7 +28,7 @@ class MetaRm:
         judgement exceeds the window or gets no finite score, EngineDied if the engine is dead: the verdict then fails
         with that cause.
         """
-        sequences = list(map(sequence_of, judgements))
+        sequences = list(map(join_token_ids, judgements))
         longest = max(map(len, sequences), default=0)
         if longest > self.context_tokens:
             raise EngineRefused(
@@ -40,6 +40,6 @@ class MetaRm:
         return [sigmoid(logit) for logit in logits]
 
 
-def sequence_of(judgement: Judgement) -> tuple[int, ...]:
+def join_token_ids(judgement: Judgement) -> tuple[int, ...]:
     """The tokens that the meta-RM reads: the GRM's prompt, then what it sampled."""
     return judgement.prompt_ids + judgement.completion.token_ids

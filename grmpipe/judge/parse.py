@@ -42,7 +42,7 @@ def parser_named(name: str) -> Parser:
     return functools.partial(scores_in, PARSERS.found(name, Form))
 
 
-def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
+def parse_scores(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
     """The scores of a judgement, read after its thought, or why there are none. A truncated one is `truncated`, even
     with a verdict in it, which may have been a draft.
     """
@@ -61,15 +61,15 @@ def in_usual_markers(completion: Completion) -> str:
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
     if form.num_scores not in (None, num_scores):
         return "unparseable"
-    pattern = pattern_of(form, scale, num_scores)
-    match = next(filter(None, map(pattern.fullmatch, ends_of(text, form))), None)
+    pattern = compile_pattern(form, scale, num_scores)
+    match = next(filter(None, map(pattern.fullmatch, find_ends(text, form))), None)
     if match is None:
         return "unparseable"
-    scores = checked(form.scores_of(match.groups(), scale), num_scores)
+    scores = check_scores(form.scores_of(match.groups(), scale), num_scores)
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
-def checked(found: object, num_scores: int) -> Scores:
+def check_scores(found: object, num_scores: int) -> Scores:
     """The scores that a form made. ValueError if a form of the user's own made anything else."""
     if isinstance(found, tuple) and len(found) == num_scores:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -82,12 +82,12 @@ def checked(found: object, num_scores: int) -> Scores:
 
 
 @functools.lru_cache(maxsize=256)
-def pattern_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
+def compile_pattern(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
     number = DECIMALS if form.decimals else HALVES if form.halves else NUMBER
     return re.compile(form.whole_line(number, scale, num_scores))
 
 
-def ends_of(text: str, form: Form) -> Iterator[str]:
+def find_ends(text: str, form: Form) -> Iterator[str]:
     """What the verdict may be: the last line, the last two, and so on. Nothing if the judge wrote only thinking."""
     lines = [line for line in (line.strip(BLANK) for line in text.split("\n")) if line]
     for closing in form.closings:

@@ -32,13 +32,13 @@ def judgement_pattern(name: str, scale: Scale, num_scores: int = 1, markers: Thi
     form, verdict = PARSERS.found(name, Form), verdict_pattern(name, scale, num_scores)
     if markers.in_prompt:
         markers, begun = replace(markers, open=""), ""
-        whole = rf"{thought(markers)}{verdict}"
+        whole = rf"{match_thought(markers)}{verdict}"
     else:
         begun = rf"{literal(markers.open)}[^\n]*\n"
-        whole = rf"(?:{thought(markers)}|{no_thought(markers.open)})?{verdict}"
+        whole = rf"(?:{match_thought(markers)}|{no_thought(markers.open)})?{verdict}"
     if form.lead_ends_thought:
-        line = form.line(scores_of(form, scale), scale, num_scores)
-        whole = rf"(?:{whole}|{begun}{LINES}{BLANK}{form.lead}{line}{closing_pattern(form)}{BLANK_LINES})"
+        line = form.line(match_scores(form, scale), scale, num_scores)
+        whole = rf"(?:{whole}|{begun}{LINES}{BLANK}{form.lead}{line}{match_closing(form)}{BLANK_LINES})"
     return whole if markers.in_prompt else rf"{BLANK_LINES}{whole}"
 
 
@@ -49,20 +49,20 @@ def answer_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
 
 def verdict_pattern(name: str, scale: Scale, num_scores: int) -> str:
     form = PARSERS.found(name, Form)
-    line = form.whole_line(scores_of(form, scale), scale, num_scores)
-    return rf"{BLANK}{line}{closing_pattern(form)}{BLANK_LINES}"
+    line = form.whole_line(match_scores(form, scale), scale, num_scores)
+    return rf"{BLANK}{line}{match_closing(form)}{BLANK_LINES}"
 
 
-def closing_pattern(form: Form) -> str:
-    return f"(?:{'|'.join(map(lines_of, form.closings))})?" if form.closings else ""
+def match_closing(form: Form) -> str:
+    return f"(?:{'|'.join(map(match_lines, form.closings))})?" if form.closings else ""
 
 
-def lines_of(closing: str) -> str:
+def match_lines(closing: str) -> str:
     """The pattern of further lines."""
     return "".join(rf"{BLANK}\n{BLANK_LINES}{literal(line)}" for line in closing.split("\n"))
 
 
-def thought(markers: ThinkingMarkers) -> str:
+def match_thought(markers: ThinkingMarkers) -> str:
     """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation."""
     opening, closing = literal(markers.open), literal(markers.close)
     first = r"[^\n]*" if opening else OWN
@@ -82,18 +82,18 @@ def literal(text: str) -> str:
     return re.sub(r"([\[\](){}|.*+?^$\\-])", r"\\\1", text)
 
 
-def scores_of(form: Form, scale: Scale) -> str:
+def match_scores(form: Form, scale: Scale) -> str:
     """The pattern of all scores of a scale, as a form writes numbers. ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
             f"format.structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
             "type judge.format.structured=false, or a smaller scale (judge.scale.low, judge.scale.high)"
         )
-    numbers = (f"{score}{decimals_of(form, score, scale)}" for score in range(scale.low, scale.high + 1))
+    numbers = (f"{score}{match_decimals(form, score, scale)}" for score in range(scale.low, scale.high + 1))
     return f"(?:{'|'.join(numbers)})"
 
 
-def decimals_of(form: Form, score: int, scale: Scale) -> str:
+def match_decimals(form: Form, score: int, scale: Scale) -> str:
     """The pattern of the decimals of a score. They lead away from zero, and may leave the scale."""
     leaves = score == (scale.high if score >= 0 else scale.low)
     if form.decimals:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from grmpipe.judge.verdict import failed, only_finite, unjudged
+from grmpipe.judge.verdict import make_failure, only_finite, report_failures
 from grmpipe.types import Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Turn
 from models.types import Completion, Message, VersionSpan
 
@@ -81,7 +81,7 @@ async def judge_alone(judge: Judge, prompt: Prompt, rollout: Rollout, priority: 
     return report
 
 
-NOT_TAKEN = unjudged(failed("refused", "this judge compares: one response is too few"))
+NOT_TAKEN = report_failures(make_failure("refused", "this judge compares: one response is too few"))
 NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
 
 

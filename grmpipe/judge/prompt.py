@@ -79,7 +79,7 @@ class JudgePrompt:
         shared_principles: bool = False,
     ) -> JudgePrompt:
         """Load a template. `template` is the name of a shipped file (tiny, pointwise, ...) or a path."""
-        path = path_of("template", template)
+        path = find_template("template", template)
         text = path.read_text(encoding="utf-8")
         return cls(text, name=str(path), scale=scale, protocol=protocol, shared_principles=shared_principles)
 
@@ -102,7 +102,7 @@ class JudgePrompt:
         """
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
         rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in prompt.rubric]
-        fields = fields_of(self._template, self._guard, prompt) | {
+        fields = make_fields(self._template, self._guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
@@ -160,7 +160,7 @@ class PrinciplesPrompt:
     FIELDS = ("question", "messages", "reference", "criteria")
 
     def __init__(self, template: str) -> None:
-        path = path_of("principles.template", template)
+        path = find_template("principles.template", template)
         self._label, text = f"principles.template {path}", path.read_text(encoding="utf-8")
         self._template = ConversationTemplate(self._label, text)
         self._guard = TextGuard.of(self._label, self._template.markers)
@@ -172,7 +172,7 @@ class PrinciplesPrompt:
         have.
         """
         known = {"reference": prompt.reference, "criteria": prompt.rubric or None}
-        fields = fields_of(self._template, self._guard, prompt)
+        fields = make_fields(self._template, self._guard, prompt)
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
             return self._template.render(fields, self._guard.messages(prompt.messages))
@@ -180,7 +180,7 @@ class PrinciplesPrompt:
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 
 
-def path_of(key: str, template: str) -> Path:
+def find_template(key: str, template: str) -> Path:
     shipped = TEMPLATES / f"{template}.jinja"
     path = shipped if shipped.is_file() else Path(template)
     if not path.is_file():
@@ -189,11 +189,11 @@ def path_of(key: str, template: str) -> Path:
     return path
 
 
-def fields_of(template: ConversationTemplate, guard: TextGuard, prompt: Prompt) -> dict[str, object]:
+def make_fields(template: ConversationTemplate, guard: TextGuard, prompt: Prompt) -> dict[str, object]:
     """The fields of what is asked. A template that doesn't show the messages one by one has the whole conversation in
     the place of the question.
     """
-    question = question_of(prompt)
+    question = find_question(prompt)
     if len(prompt.messages) > 1 and not template.shows_messages:
         question = guard.conversation(prompt.messages)
     return {"question": question, "messages": guard.messages(prompt.messages)}
@@ -206,7 +206,7 @@ def with_texts(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
     return replace(prompt, messages=tuple(replace(one, content=change(one.content)) for one in prompt.messages))
 
 
-def question_of(prompt: Prompt) -> str:
+def find_question(prompt: Prompt) -> str:
     """The last message of the user."""
     for message in reversed(prompt.messages):
         if message.role == "user":

@@ -14,7 +14,7 @@ _PURPOSE: ContextVar[Purpose] = ContextVar("purpose", default="training")
 
 
 @contextmanager
-def asking_for(purpose: Purpose) -> Iterator[None]:
+def set_purpose(purpose: Purpose) -> Iterator[None]:
     """Within it, and in the tasks that are begun within it, requests have this purpose."""
     before = _PURPOSE.set(purpose)
     try:

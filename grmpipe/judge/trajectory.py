@@ -40,7 +40,7 @@ class Trajectory:
     def has_environment(self) -> bool:
         return any(passage.voice == "environment" for passage in self.passages)
 
-    def changed(self, change: Callable[[str], str]) -> Trajectory:
+    def change_texts(self, change: Callable[[str], str]) -> Trajectory:
         """The trajectory with every text of the policy and of the environment changed; the notes stay."""
         return Trajectory(
             passages=tuple(
@@ -55,14 +55,14 @@ def of_text(text: str) -> Trajectory:
     return Trajectory(passages=(Passage(voice="policy", text=text),))
 
 
-def trajectory_of(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Trajectory:
+def make_trajectory(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Trajectory:
     """The whole rollout. thoughts: whether the policy's are shown."""
-    opening = opening_of(prompt, rollout)
-    turns = (passage for turn in range(len(rollout.turns)) for passage in turn_of(rollout, turn, thoughts=thoughts))
+    opening = show_opening(prompt, rollout)
+    turns = (passage for turn in range(len(rollout.turns)) for passage in show_turn(rollout, turn, thoughts=thoughts))
     return Trajectory(passages=(*opening, *turns))
 
 
-def opening_of(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:
+def show_opening(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:
     """The messages that the environment began with, without those of the prompt, which are the judge's question."""
     new = (message for message in rollout.opening if message not in prompt.messages)
     return tuple(Passage(voice="environment", text=message.content) for message in new)
@@ -72,14 +72,14 @@ EDITED = "[The next message is the assistant's in the history that the agent wro
 BRANCH = "[Here the agent goes on in another conversation: a sub-agent's, or one with a rewritten history.]"
 
 
-def turn_of(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]:
+def show_turn(rollout: Rollout, turn: int, *, thoughts: bool) -> Iterator[Passage]:
     """What the policy wrote in a turn, its calls as it wrote them, and the environment's replies. Before it, where the
     turn doesn't continue the one before: a note, and what is new in its history.
     """
     yield from branch_at(rollout, turn)
     completion = rollout.turns[turn].completion
     yield Passage(voice="policy", text=completion.text if thoughts else completion.answer, turn=turn)
-    yield from replies_of(rollout, turn)
+    yield from show_replies(rollout, turn)
 
 
 def branch_at(rollout: Rollout, turn: int) -> Iterator[Passage]:
@@ -89,10 +89,10 @@ def branch_at(rollout: Rollout, turn: int) -> Iterator[Passage]:
     if rollout.turns[turn].rewritten:
         yield Passage(voice="note", text=BRANCH, turn=turn)
         for message in rollout.turns[turn - 1].replies if turn else ():
-            yield from history_of(message, turn)
+            yield from show_history(message, turn)
 
 
-def history_of(message: Message, turn: int) -> Iterator[Passage]:
+def show_history(message: Message, turn: int) -> Iterator[Passage]:
     """A message of a history that the agent wrote. It is never the policy's voice."""
     if message.role == "assistant":
         yield Passage(voice="note", text=EDITED, turn=turn)
@@ -100,7 +100,7 @@ def history_of(message: Message, turn: int) -> Iterator[Passage]:
     yield Passage(voice="environment", text="\n".join(filter(None, (message.content, *calls))), turn=turn)
 
 
-def replies_of(rollout: Rollout, turn: int) -> Iterator[Passage]:
+def show_replies(rollout: Rollout, turn: int) -> Iterator[Passage]:
     """The environment's replies to a turn; none in front of a branch, to which they belong."""
     if turn + 1 < len(rollout.turns) and rollout.turns[turn + 1].rewritten:
         return

@@ -28,7 +28,7 @@ def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
     return (replace(outcome_place(rollout), value=value),)
 
 
-def failed(cause: Cause, detail: str, attempts: int = 0) -> Failed:
+def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:
     """The failure of a judgement; of one that was never requested: 0 attempts."""
     return Failed(stage="judge", cause=cause, attempts=attempts, detail=detail)
 
@@ -54,21 +54,21 @@ def _numbers(verdict: Verdict) -> Iterable[float]:
 
 
 def _not_finite(words: str, attempts: int) -> Failed:
-    return failed("unparseable", f"the judge returned a number that isn't finite: {words}", attempts)
+    return make_failure("unparseable", f"the judge returned a number that isn't finite: {words}", attempts)
 
 
 def all_failed(failures: Sequence[Failed]) -> Failed:
     """The failed verdict of a rollout without a usable judgement: it has the last cause."""
     attempts = sum(failure.attempts > 0 for failure in failures)
-    return failed(failures[-1].cause, failures[-1].detail, attempts)
+    return make_failure(failures[-1].cause, failures[-1].detail, attempts)
 
 
-def unjudged(*failures: Failed) -> JudgeReport:
+def report_failures(*failures: Failed) -> JudgeReport:
     """The report on a rollout without a usable judgement."""
     return JudgeReport(verdict=all_failed(failures), failures=failures)
 
 
-def unvoted(rewards: tuple[RewardSpan, ...], score: float, breakdown: Mapping[str, float]) -> JudgeReport:
+def report_score(rewards: tuple[RewardSpan, ...], score: float, breakdown: Mapping[str, float]) -> JudgeReport:
     """The report of a judge that gives one number, without a vote."""
     return JudgeReport(
         verdict=Verdict(rewards=rewards, score=score, breakdown=breakdown, score_std=0.0, num_judgements=1)
@@ -88,7 +88,7 @@ def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scal
     )
 
 
-def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
+def mix_verdicts(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
     """The weighted mean of components, weights normalised to sum 1. Spans over the same tokens are added up.
 
     If one component is a mean of steps, the spans of the others share their component's weight in the mixture.
@@ -97,7 +97,7 @@ def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
     shares = {name: weights[name] / total for name in verdicts}
     has_shares = any(span.share is not None for verdict in verdicts.values() for span in verdict.rewards)
     return Verdict(
-        rewards=added(
+        rewards=sum_spans(
             replace(
                 span,
                 value=shares[name] * span.value,
@@ -115,7 +115,7 @@ def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
     )
 
 
-def added(spans: Iterable[RewardSpan]) -> tuple[RewardSpan, ...]:
+def sum_spans(spans: Iterable[RewardSpan]) -> tuple[RewardSpan, ...]:
     by_place: dict[tuple[int, int, int], RewardSpan] = {}
     for span in spans:
         place = (span.turn, span.start, span.end)
@@ -193,7 +193,7 @@ def pair_result(*orders: Sequence[float]) -> float:
 # -- weighted by a meta-RM -------------------------------------------------------------------------------------------
 
 
-def weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
+def average_weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
     """The mean weighted by values of 0 or more; the plain mean if all are 0."""
     total_weight = math.fsum(weights)
     if total_weight == 0:

@@ -23,7 +23,7 @@ def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[Conf
         journal.close()
 
 
-def changes_of(run_dir: Path) -> tuple[str, ...]:
+def read_changes(run_dir: Path) -> tuple[str, ...]:
     """The changes in words, in the order of time."""
     lines = read_what_can_be(run_dir / CHANGES_FILE)
     return tuple(f"after step {x.get('step')}: {x.get('key')}: {x.get('old')} -> {x.get('new')}" for x in lines)

@@ -66,16 +66,16 @@ class Frame:
 
 def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Iterable[float] = ()) -> Chart | None:
     """A chart of series. marked: steps shown as bands. None if no series has a point."""
-    drawn = [Series(name=one.name, points=thinned(one.points), quiet=one.quiet) for one in series if one.points]
+    drawn = [Series(name=one.name, points=thin_points(one.points), quiet=one.quiet) for one in series if one.points]
     if not drawn:
         return None
-    frame = framed([point for one in drawn for point in one.points])
+    frame = frame_points([point for one in drawn for point in one.points])
     return Chart(
         title=title,
         note=note,
         curves=[curve(one, frame) for one in drawn],
-        x_ticks=[(rounded(frame.x(value)), short(value)) for value in whole_ticks(frame)],
-        y_ticks=[(rounded(frame.y(value)), short(value)) for value in ticks(frame.y_low, frame.y_high)],
+        x_ticks=[(round_tenth(frame.x(value)), short(value)) for value in whole_ticks(frame)],
+        y_ticks=[(round_tenth(frame.y(value)), short(value)) for value in ticks(frame.y_low, frame.y_high)],
         bands=bands(sorted(set(marked)), frame),
     )
 
@@ -83,14 +83,14 @@ def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Itera
 # -- geometry --------------------------------------------------------------------------------------------------------
 
 
-def framed(points: Sequence[Point]) -> Frame:
+def frame_points(points: Sequence[Point]) -> Frame:
     """The frame around all points. A constant series also gets some height."""
-    x_low, x_high = widened([x for x, _ in points])
-    y_low, y_high = widened([y for _, y in points])
+    x_low, x_high = widen_range([x for x, _ in points])
+    y_low, y_high = widen_range([y for _, y in points])
     return Frame(x_low=x_low, x_high=x_high, y_low=y_low, y_high=y_high)
 
 
-def widened(values: Sequence[float]) -> tuple[float, float]:
+def widen_range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if high > low:
         return low, high
@@ -98,7 +98,7 @@ def widened(values: Sequence[float]) -> tuple[float, float]:
     return (low - room, high + room) if room else (0.0, 1.0)
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin_points(points: Sequence[Point]) -> list[Point]:
     """Points reduced to means of neighbours if there are too many; the last point is kept."""
     if len(points) <= MAX_POINTS:
         return list(points)
@@ -112,15 +112,15 @@ def curve(series: Series, frame: Frame) -> Curve:
     dots = series.points if len(series.points) <= (1 if series.quiet else MAX_DOTS) else ()
     return Curve(
         name=series.name,
-        path=path_of(series.points, frame),
+        path=draw_path(series.points, frame),
         quiet=series.quiet,
         value=short(series.points[-1][1]),
-        dots=[(rounded(frame.x(x)), rounded(frame.y(y)), f"step {short(x)}: {short(y)}") for x, y in dots],
+        dots=[(round_tenth(frame.x(x)), round_tenth(frame.y(y)), f"step {short(x)}: {short(y)}") for x, y in dots],
     )
 
 
-def path_of(points: Sequence[Point], frame: Frame) -> str:
-    return "M" + "L".join(f"{rounded(frame.x(x))},{rounded(frame.y(y))}" for x, y in points)
+def draw_path(points: Sequence[Point], frame: Frame) -> str:
+    return "M" + "L".join(f"{round_tenth(frame.x(x))},{round_tenth(frame.y(y))}" for x, y in points)
 
 
 def bands(steps: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
@@ -130,7 +130,7 @@ def bands(steps: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
         start = frame.x(max(frame.x_low, step - 0.5))
         end = frame.x(min(frame.x_high, step + 0.5))
         if end > start:
-            found.append((rounded(start), max(1.0, rounded(end - start))))
+            found.append((round_tenth(start), max(1.0, round_tenth(end - start))))
     return found
 
 
@@ -148,7 +148,7 @@ def whole_ticks(frame: Frame) -> list[float]:
     return [value for value in ticks(frame.x_low, frame.x_high) if abs(value - round(value)) < 1e-9]
 
 
-def rounded(value: float) -> float:
+def round_tenth(value: float) -> float:
     return round(value, 1)
 
 

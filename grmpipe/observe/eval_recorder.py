@@ -74,7 +74,7 @@ class EvalRecorder:
             }
             self._rollouts.append(pack_numbers(record) if self._compact else record)
 
-    def judged(self, line: EvalJudgement) -> None:
+    def record_verdict(self, line: EvalJudgement) -> None:
         with self._guard.watch(EVAL_JUDGEMENTS):
             verdict = line.report.verdict
             record = {
@@ -117,8 +117,8 @@ class AnswerRecorder:
             )
         )
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
-        self.recorder.judged(
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
+        self.recorder.record_verdict(
             EvalJudgement(
                 prompts=self.prompts,
                 step=self.step,

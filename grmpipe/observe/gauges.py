@@ -101,12 +101,12 @@ def judge_texts(metrics: Metrics) -> Iterator[tuple[str, str]]:
         asks_model = own.get("tokens", 0) > 0
         failures = failures_by_cause({f"judge/{key}": value for key, value in own.items()})
         failed = [f"failed {failures_text(failures)}"] if failures else []
-        yield name, "  ".join([*written(OF_JUDGE if asks_model else OF_JUDGE[:1], own), *failed])
+        yield name, "  ".join([*write_gauges(OF_JUDGE if asks_model else OF_JUDGE[:1], own), *failed])
     for name, own in by_part(metrics, "cascade").items():
-        yield f"cascade {name}", "  ".join(written(OF_CASCADE, own))
+        yield f"cascade {name}", "  ".join(write_gauges(OF_CASCADE, own))
 
 
-def missing_signal_text(metrics: Metrics) -> str:
+def describe_missing_signal(metrics: Metrics) -> str:
     """How many groups of a step have equal rewards, if most do; otherwise empty."""
     share = metrics.get(ZERO_ADVANTAGE, 0.0)
     if share <= MANY:
@@ -114,7 +114,7 @@ def missing_signal_text(metrics: Metrics) -> str:
     return "in no group rewards differ" if share == 1.0 else f"in {share:.0%} of groups rewards don't differ"
 
 
-def missing_signal_of_run(steps: Sequence[Metrics]) -> str | None:
+def describe_run_signal(steps: Sequence[Metrics]) -> str | None:
     """A sentence on the groups of a run whose siblings had equal rewards. None if these were few in the run and no
     step had only such groups.
     """
@@ -143,18 +143,18 @@ def step_lines(step: int, num_steps: int, metrics: Metrics, shown: GaugeSet = ON
     if any(gauge.metric in metrics for gauge in shown.line):
         # Failures come last: their text has no fixed width.
         failed = [f"failed {failures_text(failures_by_cause(metrics))}"]
-        if signal := missing_signal_text(metrics):
+        if signal := describe_missing_signal(metrics):
             failed.append(signal)
         if faults := by_cause(ENV_FAULT, metrics):
             failed.append(f"env failed {failures_text(faults)}")
-        yield "  ".join([place, *written(shown.line, metrics), *failed])
+        yield "  ".join([place, *write_gauges(shown.line, metrics), *failed])
     if judges := [f"{name} {text}" for name, text in judge_texts(metrics)]:
         yield "  ".join([place, "judges:", " | ".join(judges)])
     if any(gauge.metric in metrics for gauge in shown.held_out):
-        yield "  ".join([place, "held-out:", *held_out_texts(shown, metrics)])
+        yield "  ".join([place, "held-out:", *describe_held_out(shown, metrics)])
 
 
-def held_out_texts(shown: GaugeSet, metrics: Metrics) -> list[str]:
+def describe_held_out(shown: GaugeSet, metrics: Metrics) -> list[str]:
     """The gauges of an evaluation on held-out prompts, with pass@k where several answers are sampled."""
     ks = {(bool(found[1]), int(found[2])) for name in metrics if (found := PASS_AT.fullmatch(name))}
     passes = [
@@ -162,9 +162,9 @@ def held_out_texts(shown: GaugeSet, metrics: Metrics) -> list[str]:
         for by_rule, k in sorted(ks)
         if k > 1
     ]
-    return written([*shown.held_out, *passes], metrics)
+    return write_gauges([*shown.held_out, *passes], metrics)
 
 
-def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
+def write_gauges(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
     """The gauges that this run measures: a replay has no engines, prompts may have no reference."""
     return [f"{gauge.name} {gauge.text(metrics)}" for gauge in gauges if gauge.metric in metrics]

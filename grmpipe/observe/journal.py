@@ -103,7 +103,7 @@ def read_records(
     until: end there; a mark that holds.
     """
     num_foreign, checked = 0, False
-    for begin, line in lines_of(path, since):
+    for begin, line in read_lines(path, since):
         if until is not None and begin >= until.offset:
             break
         try:
@@ -116,9 +116,11 @@ def read_records(
                 continue
             decoded = decode(record)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{place_of(path, begin)}: not a line of this journal ({error!r}); {WAY_OUT}") from error
+            raise ValueError(
+                f"{describe_place(path, begin)}: not a line of this journal ({error!r}); {WAY_OUT}"
+            ) from error
         except ValueError as error:
-            raise ValueError(f"{place_of(path, begin)}: {error}; {WAY_OUT}") from error
+            raise ValueError(f"{describe_place(path, begin)}: {error}; {WAY_OUT}") from error
         yield decoded
     if num_foreign:
         log.warning("%s: %d lines of other runs are left out", path, num_foreign)
@@ -126,11 +128,11 @@ def read_records(
 
 def read_what_can_be(path: Path) -> Iterator[dict[str, Any]]:
     """The readable records, for a reader that can do without the others, which are logged by file and line."""
-    for begin, line in lines_of(path):
+    for begin, line in read_lines(path):
         try:
             record, _, _ = parsed(line)
         except ValueError as error:
-            log.warning("%s: %s; it is left out", place_of(path, begin), error)
+            log.warning("%s: %s; it is left out", describe_place(path, begin), error)
             continue
         yield record
 
@@ -163,7 +165,7 @@ def parsed(line: bytes) -> tuple[dict[str, Any], str, bool]:
     return record, str(record.pop(RUN, "")), has_checksum
 
 
-def lines_of(path: Path, since: Mark | None = None) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, since: Mark | None = None) -> Iterator[tuple[int, bytes]]:
     """Whole lines and their offsets."""
     if not path.exists():
         return
@@ -194,7 +196,7 @@ def ascii_text(tail: bytes) -> str:
     return tail.decode("ascii", "replace")
 
 
-def place_of(path: Path, offset: int) -> str:
+def describe_place(path: Path, offset: int) -> str:
     """The place of a line in words, by its number, which is counted only for errors."""
     number = 1
     with path.open("rb") as file:

@@ -40,7 +40,7 @@ class Progress:
         self._guard = Guard()
 
     @contextmanager
-    def during(self, what: str | Describe) -> Iterator[None]:
+    def show_while(self, what: str | Describe) -> Iterator[None]:
         """Context: the run does this. A plain text is shown with the time that it takes; an empty one isn't."""
         describe = (lambda took_s: what and f"{what}  {time_text(took_s)}") if isinstance(what, str) else what
         work = Work(describe, time.monotonic())
@@ -53,7 +53,7 @@ class Progress:
             self._changed()
 
     @asynccontextmanager
-    async def shown(self) -> AsyncIterator[None]:
+    async def show(self) -> AsyncIterator[None]:
         """Context: show it. At the end the line is gone."""
         if (console := self._console) is None:
             yield
@@ -139,5 +139,5 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def joined(*parts: str) -> str:
+def join_parts(*parts: str) -> str:
     return "  ".join(part for part in parts if part)

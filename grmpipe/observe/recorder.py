@@ -73,7 +73,7 @@ class Recorder:
             record |= {"prompt_index": prompt_index, "prompt": encode(prompt)}
             self._rollouts.append(pack_numbers(record) if self._compact else record)
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         with self._guard.watch(self._judgements.path.name):
             who = {"group_id": rollout.group_id, "sibling": rollout.sibling}
             self._note_begin(self._judgements, rollout.group_id)
@@ -87,7 +87,7 @@ class Recorder:
         with self._guard.watch(self._groups.path.name):
             self._groups.append(without_unknown({**asdict(end), "early": end.early or None}))
 
-    def trained(self, rollouts: Sequence[TrainedRollout]) -> None:
+    def record_training(self, rollouts: Sequence[TrainedRollout]) -> None:
         """Write what a step trained, all lines or none. They hold only known fields: see TrainedRollout."""
         with self._guard.watch(self._trained.path.name):
             self._trained.extend([without_unknown(asdict(rollout)) for rollout in rollouts])

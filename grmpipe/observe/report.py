@@ -93,12 +93,12 @@ def render(run: RunFiles) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown_text, "short": short, "percent": percent, "failures": failures_text}
+    environment.filters |= {"shown": show_text, "short": short, "percent": percent, "failures": failures_text}
     template = environment.get_template("report.html.jinja")
-    return template.render(run=run, never_ended=NEVER_ENDED, **parts_of(run))
+    return template.render(run=run, never_ended=NEVER_ENDED, **make_parts(run))
 
 
-def parts_of(run: RunFiles) -> dict[str, object]:
+def make_parts(run: RunFiles) -> dict[str, object]:
     """What the template shows beside the run itself: charts, bars, tiles, and charts of all metrics by their area."""
     ringing = [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     return {
@@ -106,22 +106,22 @@ def parts_of(run: RunFiles) -> dict[str, object]:
         "learning": present(
             chart(
                 "True accuracy",
-                series_of(run, ACCURACIES),
+                make_series(run, ACCURACIES),
                 marked=ringing,
                 note="by a rule with access to the reference",
             ),
             *score_charts(run, ringing),
         ),
         "judging": present(
-            chart("Scores by judge", named_series(run, SCORE_OF_JUDGE), note="each on its judge's own scale"),
-            chart("Escalated", named_series(run, ESCALATED), note="share of rollouts that the second judge decided"),
+            chart("Scores by judge", find_series(run, SCORE_OF_JUDGE), note="each on its judge's own scale"),
+            chart("Escalated", find_series(run, ESCALATED), note="share of rollouts that the second judge decided"),
             chart(
-                "Error of the cheap judge", named_series(run, AUDIT_ERROR), note="audited, where it is sure: in reward"
+                "Error of the cheap judge", find_series(run, AUDIT_ERROR), note="audited, where it is sure: in reward"
             ),
             chart("Spread of a vote", spread_series(run), note="std of the judgements on a rollout, or of a jury"),
             chart(
                 "Canaries",
-                [*series_of(run, CANARIES), *named_series(run, CANARIES_OF_JUDGE)],
+                [*make_series(run, CANARIES), *find_series(run, CANARIES_OF_JUDGE)],
                 note="fixed responses: a stable judge gives them the same scores",
             ),
         ),
@@ -135,7 +135,9 @@ def parts_of(run: RunFiles) -> dict[str, object]:
                 mismatch_series(run),
                 note="mean |log-prob difference|, nats, by age",
             ),
-            chart("Staleness", series_of(run, STALENESS), note="versions between a group's oldest token and its batch"),
+            chart(
+                "Staleness", make_series(run, STALENESS), note="versions between a group's oldest token and its batch"
+            ),
         ),
         "metrics": charts_by_area(run),
     }
@@ -144,10 +146,10 @@ def parts_of(run: RunFiles) -> dict[str, object]:
 def score_charts(run: RunFiles, ringing: Sequence[float]) -> list[Chart | None]:
     """The score of a single judge, or the reward that several make."""
     if not run.judging.by_judge:
-        return [chart("GRM score", series_of(run, SCORES), marked=ringing, note="the training reward")]
-    parts = named_series(run, REWARD_OF_PART)
+        return [chart("GRM score", make_series(run, SCORES), marked=ringing, note="the training reward")]
+    parts = find_series(run, REWARD_OF_PART)
     return [
-        chart("Reward", series_of(run, REWARDS), marked=ringing, note="of all judges together"),
+        chart("Reward", make_series(run, REWARDS), marked=ringing, note="of all judges together"),
         chart("Reward by part", parts, marked=ringing, note="mean of a batch, before weighting"),
     ]
 
@@ -223,12 +225,12 @@ def duration(seconds: float) -> str:
 # -- curves ----------------------------------------------------------------------------------------------------------
 
 
-def series_of(run: RunFiles, metrics: Mapping[str, str]) -> list[Series]:
+def make_series(run: RunFiles, metrics: Mapping[str, str]) -> list[Series]:
     """metrics: title -> metric. What batches measure is the background of what held-out prompts do."""
     return [Series(name=title, points=run.series(metric), quiet=title == BATCHES) for title, metric in metrics.items()]
 
 
-def named_series(run: RunFiles, metric: re.Pattern[str]) -> list[Series]:
+def find_series(run: RunFiles, metric: re.Pattern[str]) -> list[Series]:
     """A series for each metric that the pattern matches, under the name in its group, in the order of the file."""
     names = dict.fromkeys(name for line in run.metrics for name in line)
     found = [(match[1], name) for name in names if (match := metric.fullmatch(name))]
@@ -237,14 +239,14 @@ def named_series(run: RunFiles, metric: re.Pattern[str]) -> list[Series]:
 
 def spread_series(run: RunFiles) -> list[Series]:
     """The spread of judgements and of scores. With one judgement each there is none."""
-    found = series_of(run, {"mean of a batch": "judge/score_std"})
+    found = make_series(run, {"mean of a batch": "judge/score_std"})
     return found if any(spread for _, spread in found[0].points) else []
 
 
 def mismatch_series(run: RunFiles) -> list[Series]:
     names = {name for line in run.metrics for name in line}
     ages = sorted(int(found[1]) for name in names if (found := MISMATCH.fullmatch(name)))
-    return series_of(run, {f"age {age}": f"mismatch/age_{age}/mean_nats" for age in ages})
+    return make_series(run, {f"age {age}": f"mismatch/age_{age}/mean_nats" for age in ages})
 
 
 def wait_series(run: RunFiles) -> list[Series]:
@@ -253,7 +255,7 @@ def wait_series(run: RunFiles) -> list[Series]:
     rest = [
         (line["step"], max(0.0, line["time/step_s"] - sum(line.get(name, 0.0) for name, _ in WAITS))) for line in lines
     ]
-    return [Series(name=REST, points=rest), *series_of(run, {title: name for name, title in WAITS})]
+    return [Series(name=REST, points=rest), *make_series(run, {title: name for name, title in WAITS})]
 
 
 def charts_by_area(run: RunFiles) -> dict[str, list[Chart]]:
@@ -268,7 +270,7 @@ def charts_by_area(run: RunFiles) -> dict[str, list[Chart]]:
 # -- texts -----------------------------------------------------------------------------------------------------------
 
 
-def shown_text(text: str) -> str:
+def show_text(text: str) -> str:
     """Text that control characters can't hide or reorder; very long text loses its middle."""
     if len(text) > TEXT_CHARS:
         half, left_out = TEXT_CHARS // 2, len(text) - TEXT_CHARS

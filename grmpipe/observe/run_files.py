@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
-from grmpipe.observe.changes import changes_of
+from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
@@ -114,39 +114,39 @@ class RunFiles:
 
 def read_run(run_dir: Path) -> RunFiles:
     summary = read_object(run_dir / "summary.json")
-    lines = map(numbers_of, read_what_can_be(run_dir / "metrics.jsonl"))
+    lines = map(find_numbers, read_what_can_be(run_dir / "metrics.jsonl"))
     metrics = [line for line in lines if "step" in line]
     evaluations, seen = part(summary, "eval"), evaluations_in(metrics)
     secrets = environment_secrets()
     config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
     return RunFiles(
-        name=title_of(run_dir, config),
+        name=find_title(run_dir, config),
         status=str(summary.get("status", NEVER_ENDED)),
-        failure=masked(summary.get("failure"), secrets),
-        bottleneck=masked(summary.get("bottleneck"), secrets),
-        alarms=[mask(str(alarm), secrets) for alarm in listed(summary, "alarms")],
-        changes=[mask(change, secrets) for change in changes_of(run_dir)],
+        failure=mask_text(summary.get("failure"), secrets),
+        bottleneck=mask_text(summary.get("bottleneck"), secrets),
+        alarms=[mask(str(alarm), secrets) for alarm in get_list(summary, "alarms")],
+        changes=[mask(change, secrets) for change in read_changes(run_dir)],
         wall_s=number(summary, "wall_s"),
         steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
         metrics=metrics,
-        eval_initial=numbers_of(part(evaluations, "initial")) if summary else (*seen, {})[0],
-        eval_final=numbers_of(part(evaluations, "final")) or ({}, *seen[1:])[-1],
-        busy_s=numbers_of(part(summary, "busy_s")),
+        eval_initial=find_numbers(part(evaluations, "initial")) if summary else (*seen, {})[0],
+        eval_final=find_numbers(part(evaluations, "final")) or ({}, *seen[1:])[-1],
+        busy_s=find_numbers(part(summary, "busy_s")),
         judging=(
             read_as(JudgingSummary, summary["judging"])
             if "judging" in summary
-            else with_requests(judging_so_far(metrics), read_totals(run_dir))
+            else with_requests(summarise_judging(metrics), read_totals(run_dir))
         ),
-        groups=groups_of(summary, metrics),
-        figures=text_of(read_bytes(run_dir / FIGURES)),
-        shown=shown_of(run_dir) or answers_of(run_dir),
+        groups=count_groups(summary, metrics),
+        figures=to_text(read_bytes(run_dir / FIGURES)),
+        shown=pick_rollouts(run_dir) or pick_answers(run_dir),
         config=config,
-        log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
+        log_end=mask(to_text(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
     )
 
 
-def title_of(run_dir: Path, config: str) -> str:
+def find_title(run_dir: Path, config: str) -> str:
     """The title of a run: its experiment's name, because directories are named by date."""
     name = re.search(r"^experiment_name: (\S+)$", config, re.MULTILINE)
     return f"{name[1]}, {run_dir.resolve().name}" if name else run_dir.resolve().name
@@ -155,7 +155,7 @@ def title_of(run_dir: Path, config: str) -> str:
 # -- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def numbers_of(record: Mapping[str, object]) -> dict[str, float]:
+def find_numbers(record: Mapping[str, object]) -> dict[str, float]:
     """The finite numbers of a record."""
     return {name: found for name in record if (found := number(record, name)) is not None}
 
@@ -204,7 +204,7 @@ def read_each(entries: Mapping[str, tuple[type[Any], object]]) -> dict[str, Any]
     return found
 
 
-def judging_so_far(metrics: Sequence[Metrics]) -> JudgingSummary:
+def summarise_judging(metrics: Sequence[Metrics]) -> JudgingSummary:
     """The judging of a run without a summary, as far as the steps report it. Mean scores, and the numbers of cascades,
     are those of the last step.
     """
@@ -231,7 +231,7 @@ def judging_so_far(metrics: Sequence[Metrics]) -> JudgingSummary:
     )
 
 
-def groups_of(summary: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
+def count_groups(summary: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
     """The number of groups by how they ended; without a summary, as of the last step."""
     if "groups" in summary:
         known = read_as(GroupsSummary, summary["groups"])
@@ -278,14 +278,14 @@ class ShownRollout:
     @property
     def opening(self) -> list[ShownMessage]:
         """What the environment began with, if it isn't the prompt."""
-        return [said(message) for message in self.rollout.opening]
+        return [show_message(message) for message in self.rollout.opening]
 
     @property
     def turns(self) -> list[ShownTurn]:
         """The turns of an episode; none if it is a single answer."""
         turns = self.rollout.turns
         is_episode = len(turns) > 1 or bool(self.rollout.opening) or any(turn.replies for turn in turns)
-        return [*shown_turns(turns, self.verdict)] if is_episode else []
+        return [*show_turns(turns, self.verdict)] if is_episode else []
 
     @property
     def critiques(self) -> Iterator[Critique]:
@@ -295,15 +295,15 @@ class ShownRollout:
                 yield Critique(text=f"{failed.stage} failed: {failed.cause} {failed.detail}", score=None, judge=name)
         for name, own in self.report.own_reports.items():
             for one in own.judgements:
-                score = score_of(one, self.rollout.sibling)
+                score = get_score(one, self.rollout.sibling)
                 turn = None if one.turn is None else one.turn + 1
                 yield Critique(text=one.completion.text, score=score, judge=name, turn=turn)
 
 
-def shown_of(run_dir: Path) -> list[ShownRollout]:
+def pick_rollouts(run_dir: Path) -> list[ShownRollout]:
     """A few informative rollouts: from the beginning and, of the last ones, the ends of the scale and failures."""
-    rollouts = ends_of(run_dir / "rollouts.jsonl", decode_recorded)
-    reports = ends_of(run_dir / "judgements.jsonl", decode_judged)
+    rollouts = read_ends(run_dir / "rollouts.jsonl", decode_recorded)
+    reports = read_ends(run_dir / "judgements.jsonl", decode_judged)
     early, late = (
         [
             ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
@@ -325,16 +325,16 @@ def shown_of(run_dir: Path) -> list[ShownRollout]:
     )
 
 
-def answers_of(run_dir: Path) -> list[ShownRollout]:
+def pick_answers(run_dir: Path) -> list[ShownRollout]:
     """A few answers of an evaluated policy: the ends of the scale, and a failure."""
     reports = {
         (line.group_id, line.sibling): line.report
-        for lines in ends_of(run_dir / EVAL_JUDGEMENTS, decode_eval_judgement)
+        for lines in read_ends(run_dir / EVAL_JUDGEMENTS, decode_eval_judgement)
         for line in lines
     }
     some = [
         ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
-        for lines in ends_of(run_dir / EVAL_ROLLOUTS, decode_eval_rollout)
+        for lines in read_ends(run_dir / EVAL_ROLLOUTS, decode_eval_rollout)
         for line in lines
         if (report := reports.get((line.rollout.group_id, line.rollout.sibling))) is not None
     ]
@@ -355,44 +355,44 @@ def each_once(*choices: tuple[str, ShownRollout | None]) -> list[ShownRollout]:
     return list(chosen.values())
 
 
-def score_of(judgement: Judgement, sibling: int) -> float | None:
+def get_score(judgement: Judgement, sibling: int) -> float | None:
     """The sibling's score. None if the judgement has several scores per sibling, as for steps."""
     siblings, scores = judgement.siblings, judgement.scores
     return dict(zip(siblings, scores, strict=True)).get(sibling) if len(siblings) == len(scores) else None
 
 
-def said(message: Message) -> ShownMessage:
+def show_message(message: Message) -> ShownMessage:
     return ShownMessage(by=" ".join(filter(None, (message.role, message.name))), text=message.content)
 
 
-def written(message: Message) -> ShownMessage:
+def show_history(message: Message) -> ShownMessage:
     """A message of a history that the agent wrote."""
     if message.role != "assistant":
-        return said(message)
-    text = "\n".join(filter(None, (message.content, *calls_of(message))))
+        return show_message(message)
+    text = "\n".join(filter(None, (message.content, *format_calls(message))))
     return ShownMessage(by="assistant, as the agent wrote it, not the policy", text=text)
 
 
-def calls_of(caller: Message | Turn) -> list[str]:
+def format_calls(caller: Message | Turn) -> list[str]:
     return [f"{call.name}({json.dumps(call.arguments)})" for call in caller.tool_calls]
 
 
-def shown_turns(turns: Sequence[Turn], verdict: Verdict | None) -> Iterator[ShownTurn]:
+def show_turns(turns: Sequence[Turn], verdict: Verdict | None) -> Iterator[ShownTurn]:
     """The turns of an episode. What a turn before a branch was answered is the history of the branch."""
     for place, turn in enumerate(turns):
         is_left = place + 1 < len(turns) and turns[place + 1].rewritten
         history = turns[place - 1].replies if place and turn.rewritten else ()
         spans = [span for span in verdict.rewards if span.turn == place] if verdict else []
         yield ShownTurn(
-            history=[written(message) for message in history],
+            history=[show_history(message) for message in history],
             text=turn.completion.text,
-            calls=calls_of(turn),
-            facts=[*facts_of(turn, spans)],
-            replies=[] if is_left else [said(message) for message in turn.replies],
+            calls=format_calls(turn),
+            facts=[*list_facts(turn, spans)],
+            replies=[] if is_left else [show_message(message) for message in turn.replies],
         )
 
 
-def facts_of(turn: Turn, spans: Sequence[RewardSpan]) -> Iterator[str]:
+def list_facts(turn: Turn, spans: Sequence[RewardSpan]) -> Iterator[str]:
     """spans: of the verdict, on this turn."""
     if turn.rewritten:
         yield "a branch: it doesn't continue the turn before"
@@ -418,7 +418,7 @@ def read_bytes(path: Path, *, from_end: int = 0) -> bytes:
         return b""
 
 
-def ends_of(path: Path, decode: Callable[[Record], T], num_bytes: int = END_BYTES) -> tuple[list[T], list[T]]:
+def read_ends(path: Path, decode: Callable[[Record], T], num_bytes: int = END_BYTES) -> tuple[list[T], list[T]]:
     """The first and the last lines of a journal that can be read, without overlap."""
     try:
         with path.open("rb") as file:
@@ -427,12 +427,12 @@ def ends_of(path: Path, decode: Callable[[Record], T], num_bytes: int = END_BYTE
             if rest > num_bytes:
                 file.seek(-num_bytes, 2)
                 file.readline()
-            return [*decoded(first, decode)], [*decoded(file.read(), decode)]
+            return [*decode_lines(first, decode)], [*decode_lines(file.read(), decode)]
     except OSError:
         return [], []
 
 
-def decoded(lines: bytes, decode: Callable[[Record], T]) -> Iterator[T]:
+def decode_lines(lines: bytes, decode: Callable[[Record], T]) -> Iterator[T]:
     """The whole lines that can be read."""
     for line in lines.splitlines(keepends=True):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
@@ -453,16 +453,16 @@ def part(record: Record, name: str) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def listed(record: Record, name: str) -> list[object]:
+def get_list(record: Record, name: str) -> list[object]:
     found = record.get(name)
     return found if isinstance(found, list) else []
 
 
-def text_of(data: bytes) -> str:
+def to_text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def masked(text: object, secrets: Sequence[str]) -> str | None:
+def mask_text(text: object, secrets: Sequence[str]) -> str | None:
     return None if text is None else mask(str(text), secrets)
 
 
@@ -470,7 +470,7 @@ CONFIG_LINE = re.compile(r"^(\s*(?:- )?)([\w.-]+): +(\S.*)$")
 
 
 def config_text(data: bytes, secrets: Sequence[str]) -> str:
-    return "\n".join(mask(config_line(line), secrets) for line in text_of(data).splitlines())
+    return "\n".join(mask(config_line(line), secrets) for line in to_text(data).splitlines())
 
 
 def config_line(line: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grmpipe.judge.fence import plain
-from grmpipe.judge.trajectory import trajectory_of
+from grmpipe.judge.trajectory import make_trajectory
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 
@@ -14,19 +14,19 @@ def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: flo
         group_id=rollout.group_id,
         sibling=rollout.sibling,
         question=next((m.content for m in reversed(prompt.messages) if m.role == "user"), ""),
-        answer=plain(trajectory_of(prompt, rollout, thoughts=True)),
-        critique=critique_of(report),
+        answer=plain(make_trajectory(prompt, rollout, thoughts=True)),
+        critique=join_critiques(report),
         score=None if isinstance(verdict, Failed) else verdict.score,
         truth=truth,
     )
 
 
-def critique_of(report: JudgeReport) -> str:
+def join_critiques(report: JudgeReport) -> str:
     """The judgements' texts, with the judge's name if there are several, and with the turn, from 1, if each is of one;
     for a failed verdict, the cause first.
     """
     texts = [
-        marked(judgement.completion.text, name, "" if judgement.turn is None else f"turn {judgement.turn + 1}")
+        mark_text(judgement.completion.text, name, "" if judgement.turn is None else f"turn {judgement.turn + 1}")
         for name, own in report.own_reports.items()
         for judgement in own.judgements
     ]
@@ -36,7 +36,7 @@ def critique_of(report: JudgeReport) -> str:
     return "\n\n".join(texts)
 
 
-def marked(text: str, *marks: str) -> str:
+def mark_text(text: str, *marks: str) -> str:
     """The text after its marks, without empty ones."""
     said = ", ".join(filter(None, marks))
     return f"[{said}] {text}" if said else text

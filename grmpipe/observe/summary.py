@@ -197,7 +197,7 @@ class Summary:
         draft.replace(path)
 
 
-def written(summary: Summary, path: Path) -> Summary:
+def write_summary(summary: Summary, path: Path) -> Summary:
     """Write the summary. If that fails, return a failed summary that says so after the first cause."""
     try:
         summary.write(path)

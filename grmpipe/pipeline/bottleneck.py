@@ -66,7 +66,7 @@ def advice(holder: Holder, setup: Setup) -> list[str]:
             "raise env.capacity, if the machine has room",
             "make the environment's answers faster",
         ],
-        "judge": judging(setup),
+        "judge": advise_on_judging(setup),
         "batch": [more_slots("learner", setup)],
         "weights": ["train on more groups per step (train.groups_per_batch)", "see sync.transport"],
     }[holder]
@@ -75,7 +75,7 @@ def advice(holder: Holder, setup: Setup) -> list[str]:
     return changes
 
 
-def judging(setup: Setup) -> list[str]:
+def advise_on_judging(setup: Setup) -> list[str]:
     if setup.judge is None:
         return ["use a faster rule (judge.rule)"]
     if setup.judge == "here" and len(setup.grms) > 1:

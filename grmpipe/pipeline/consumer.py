@@ -12,7 +12,7 @@ from grmpipe.pipeline.group import OPEN
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
 from grmpipe.pipeline.stall_times import StallTracker
-from grmpipe.pipeline.why_waiting import pending
+from grmpipe.pipeline.why_waiting import describe_pending
 from grmpipe.types import JudgedGroup
 from scheduler.clock import ActiveClock
 from scheduler.stage import BusyMeter
@@ -51,7 +51,7 @@ class TimedLearner:
     async def learn(self, work: Awaitable[T]) -> T:
         """Let it work on the groups that it has."""
         began = self._now()
-        with self._stalls.learning(self._makes_room):
+        with self._stalls.track_learner(self._makes_room):
             done = await work
         if (ended := self._now()) - began > SHOWN_FROM_S:
             last = self._buffer.taken[-1].group_id
@@ -60,14 +60,14 @@ class TimedLearner:
 
     async def step(self) -> TrainedBatch:
         began = self._now()
-        with self._stalls.learning(self._makes_room):
+        with self._stalls.track_learner(self._makes_room):
             trained = await self._parts.trainer.step(self._buffer.batch)
         self._parts.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
         return trained
 
     async def push(self) -> SyncReport:
         began, version = self._now(), self._buffer.version + 1
-        with self._stalls.pushing(), self._clock.paused():
+        with self._stalls.track_push(), self._clock.pause():
             sync = await self._parts.push_weights(version)
         self._parts.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
         return sync
@@ -126,7 +126,7 @@ class Consumer:
         await self._settle()
         sync = await self._learner.push()
         times = {(group.group_id, n): of_one for group in self._buffer.taken for n, of_one in group.times.items()}
-        groups = self._buffer.stepped()
+        groups = self._buffer.end_step()
         stalls = self._stalls.close_step(self._now() - began)
         idle_s = max(0.0, stalls.steps_s - (self._playing.busy_s - played_s))
         return StepReport(
@@ -145,7 +145,7 @@ class Consumer:
         while (places := self._buffer.places_left) > 0:
             if (group := self._ready_group()) is None:
                 await self._go_on()
-                with self._stalls.wanting(places, self.version):
+                with self._stalls.track_wait(places, self.version):
                     group = await self._until(self._ready_group)
             await self._learner.learn(self._trainer.take(group))
 
@@ -162,7 +162,7 @@ class Consumer:
         Then no group has tokens of two versions, and the version that opens a group does not depend on time.
         """
         if self._config.deterministic:
-            with self._stalls.wanting(len(self._buffer.untaken), self.version):
+            with self._stalls.track_wait(len(self._buffer.untaken), self.version):
                 await self._until(lambda: self._buffer.is_done_with(*OPEN))
 
     async def _until(self, found: Callable[[], T | None]) -> T:
@@ -176,7 +176,9 @@ class Consumer:
                 async with asyncio.timeout(report_at - self._now()):
                     await self._buffer.news.wait()
             except TimeoutError:
-                log.warning("the learner waits for groups; pending: %s", pending(self._buffer, self._clock.now()))
+                log.warning(
+                    "the learner waits for groups; pending: %s", describe_pending(self._buffer, self._clock.now())
+                )
                 report_at += self._config.report_wait_s
         return sought
 

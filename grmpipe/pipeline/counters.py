@@ -156,7 +156,7 @@ class FlowCounters:
         self.step = Counters()
         self.total = Counters()
 
-    def recovered(self, work: UncountedWork) -> None:
+    def add_recovered(self, work: UncountedWork) -> None:
         """Count what was finished after the checkpoint that a resume continues from, in the first step after it."""
         kept = Counters()
         for rollout in work.rollouts:
@@ -166,7 +166,7 @@ class FlowCounters:
         kept.void(work.void_rollouts, work.void_reports)
         self.step += kept.as_kept()
 
-    def waited(self, times: StallTimes) -> None:
+    def add_stalls(self, times: StallTimes) -> None:
         """Add the stall times of a step, at its end."""
         self.step.stalls += replace(times, envs_s=self.step.envs.stall_s(times.rollouts_s))
 

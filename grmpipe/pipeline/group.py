@@ -119,20 +119,20 @@ class Group:
         """The lowest version of its tokens sampled so far."""
         return min(rollout.oldest_version for rollout in self._rollouts.values())
 
-    def rollout_of(self, sibling: int) -> Rollout:
+    def get_rollout(self, sibling: int) -> Rollout:
         return self._rollouts[sibling]
 
     def lacks_verdicts(self, siblings: Iterable[int]) -> bool:
         """Whether any of these siblings has no verdict."""
         return any(sibling not in self._verdicts for sibling in siblings)
 
-    def missing_rollouts(self) -> list[int]:
+    def list_missing_rollouts(self) -> list[int]:
         return [sibling for sibling in range(self.size) if sibling not in self._rollouts]
 
-    def missing_verdicts(self) -> list[int]:
+    def list_missing_verdicts(self) -> list[int]:
         return [sibling for sibling in range(self.size) if sibling not in self._verdicts]
 
-    def judged(self) -> JudgedGroup:
+    def to_judged_group(self) -> JudgedGroup:
         """The group as training takes it. Valid from READY on."""
         assert not self.is_open and self.state is not GroupState.DROPPED, self.state
         return JudgedGroup(
@@ -198,11 +198,11 @@ class Group:
 
         Returns the timeouts; none if a rollout is missing, which is not the judge's fault.
         """
-        if missing := self.missing_rollouts():
+        if missing := self.list_missing_rollouts():
             siblings = ", ".join(map(str, missing))
             self.drop("rollout_timeout", f"no rollout by the group deadline of {self.group_id}'s siblings {siblings}")
         late = Failed(stage="judge", cause="timeout", attempts=1, detail="no verdict by the group deadline")
-        return [late for sibling in self.missing_verdicts() if self.add_verdict(sibling, late)]
+        return [late for sibling in self.list_missing_verdicts() if self.add_verdict(sibling, late)]
 
     def take(self) -> None:
         """Move it into the open batch."""

@@ -30,7 +30,7 @@ class GroupBuffer:
     Example, with groups_per_batch=2 and max_staleness=0:
         a, b are opened          capacity 0: generation waits in `until_room`
         b, then a become READY   training takes b, then a: the batch is full
-        `stepped`                both are TRAINED, the version is 1, capacity is 2
+        `end_step`                both are TRAINED, the version is 1, capacity is 2
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GroupBuffer:
 
         It counts as opened at the current version, or at the lowest version of its recovered tokens.
         """
-        kept = self.ledger.opening(prompt_index)
+        kept = self.ledger.open_group(prompt_index)
         assert kept.group_id not in self.groups, f"group {kept.group_id} opened twice"
         group = Group(
             group_id=kept.group_id,
@@ -118,7 +118,7 @@ class GroupBuffer:
             if not group.add_verdict(sibling, report.verdict):
                 return False
             if not journalled:
-                self._journal.judged(group.rollout_of(sibling), report)
+                self._journal.record_verdict(group.get_rollout(sibling), report)
         return True
 
     def expire(self, group: Group) -> list[Failed]:
@@ -136,7 +136,7 @@ class GroupBuffer:
     @property
     def batch(self) -> tuple[JudgedGroup, ...]:
         """The open batch, in the order in which its groups were taken."""
-        return tuple(group.judged() for group in self.taken)
+        return tuple(group.to_judged_group() for group in self.taken)
 
     @property
     def places_left(self) -> int:
@@ -173,16 +173,16 @@ class GroupBuffer:
                     group.take()
             if group.state is GroupState.TAKEN:
                 self.taken.append(group)
-                return group.judged()
+                return group.to_judged_group()
         return None
 
-    def stepped(self) -> tuple[JudgedGroup, ...]:
+    def end_step(self) -> tuple[JudgedGroup, ...]:
         """Close the open batch after its step and push: the version rises by one, and there is room again.
 
         Returns the batch.
         """
         batch, taken = self.batch, self.taken
-        self.ledger.stepped(taken)
+        self.ledger.end_step(taken)
         self.taken = []
         for group in taken:
             with self._moving(group):
@@ -231,7 +231,7 @@ class GroupBuffer:
             self.untaken.add(group)
         if group.state in (GroupState.TRAINED, GroupState.DROPPED):
             del self.groups[group.group_id]
-            self.ledger.ended(group)
+            self.ledger.end_group(group)
             self._room.set()
         if before in OPEN and group.state not in OPEN:
             self.news.set()
@@ -241,7 +241,7 @@ class GroupBuffer:
         """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step. Returns whether it did."""
         if self.ledger.num_resampled >= self._config.max_zero_advantage_groups:
             return False
-        if not has_zero_advantages(group.judged(), self._config.algorithm):
+        if not has_zero_advantages(group.to_judged_group(), self._config.algorithm):
             return False
         self.ledger.num_resampled += 1
         group.drop("zero_advantage")

@@ -49,14 +49,14 @@ class GroupLedger:
         """Indices of the prompts whose groups were in flight when the run stopped."""
         return sorted(prompt_index for prompt_index in self.recovered if prompt_index < self.next_prompt_index)
 
-    def opening(self, prompt_index: int) -> RecoveredGroup:
+    def open_group(self, prompt_index: int) -> RecoveredGroup:
         """Count the group of a prompt as submitted. Returns its work from before a resume, if any."""
         self.next_prompt_index = max(self.next_prompt_index, prompt_index + 1)
         self._submitted += 1
         kept = self.recovered.pop(prompt_index, None)
         return kept or RecoveredGroup(group_id=f"{self._config.group_prefix}{prompt_index:06d}")
 
-    def stepped(self, batch: Sequence[Group]) -> None:
+    def end_step(self, batch: Sequence[Group]) -> None:
         """Count a batch that was trained and pushed: the version rises by one."""
         oldest = max(self.version - group.version for group in batch)
         self.max_staleness_trained = max(self.max_staleness_trained, oldest)
@@ -65,7 +65,7 @@ class GroupLedger:
         self._trained += len(batch)
         self.num_resampled = 0
 
-    def ended(self, group: Group) -> None:
+    def end_group(self, group: Group) -> None:
         if group.state is GroupState.DROPPED:
             self._dropped[group.cause] += 1
         end = group.end(self.version)

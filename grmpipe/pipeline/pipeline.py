@@ -87,7 +87,7 @@ class Pipeline:
             parts, config, self._buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
         )
         if self._valuer is not None:
-            self._valuer.watch(lambda: [group.rollouts for group in self._buffer.untaken.rolled_out()])
+            self._valuer.watch(lambda: [group.rollouts for group in self._buffer.untaken.list_rolled_out()])
         playing = self._producer.playing.meter
         if config.policy_judges:
             push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
@@ -145,7 +145,7 @@ class Pipeline:
 
     def hold_judging(self) -> AbstractContextManager[None]:
         """Context: no judge task begins, and the deadlines of groups stand still."""
-        return self._producer.judging_gate.held()
+        return self._producer.judging_gate.hold()
 
     async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Bring a model that judges to weights of `steps` more optimizer steps: `Producer.change_judge`."""
@@ -174,5 +174,5 @@ class Pipeline:
             self._valuer.groups_changed()
 
     async def _stepped(self, report: StepReport) -> None:
-        self.counters.waited(report.stalls)
+        self.counters.add_stalls(report.stalls)
         await self.after_step(report)

@@ -117,7 +117,7 @@ class Producer:
         group.set_deadline(self._clock.now())
         await self.expiring.put(group)
         await self._open_session(group, kept)
-        missing = group.missing_rollouts()
+        missing = group.list_missing_rollouts()
         slots.keep(len(missing))
         for sibling in missing:
             await self.playing.put((group, sibling))
@@ -156,7 +156,7 @@ class Producer:
                 rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._clock.now()))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
-            self._fail(group, cause_of(error), str(error))
+            self._fail(group, find_cause(error), str(error))
             return
         except EpisodeFailed as error:
             self._counters.step.envs.episode_failed(error.failures)
@@ -183,7 +183,7 @@ class Producer:
     async def _judge(self, item: tuple[Group, JudgeSession, JudgeTask]) -> None:
         group, session, judge_task = item
         await self._parts.judge_guard.until_fit(self._clock)
-        await self.judging_gate.passed()
+        await self.judging_gate.wait_until_free()
         if group.session is not session:  # the group ended, or is judged again
             return
         if judge_task.members and not group.lacks_verdicts(judge_task.members):
@@ -209,9 +209,9 @@ class Producer:
         then those that lack fewer verdicts, then older ones. One more degree of urgency overtakes `groups_per_batch`
         groups. A turn of a rollout that still goes on comes after all verdicts of its batch.
         """
-        goes_on = judge_task.turn is not None and not set(group.missing_rollouts()).isdisjoint(judge_task.members)
+        goes_on = judge_task.turn is not None and not set(group.list_missing_rollouts()).isdisjoint(judge_task.members)
         batches_ahead = self._buffer.admission.batches_ahead(group.opened_at, self._buffer.version) + goes_on
-        urgency = batches_ahead * group.size + len(group.missing_verdicts())
+        urgency = batches_ahead * group.size + len(group.list_missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
     async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
@@ -219,14 +219,14 @@ class Producer:
         judge tasks in progress are aborted, the verdicts of groups that still lack some are voided, and these groups
         are judged again.
         """
-        with self.judging_gate.held():
+        with self.judging_gate.hold():
             aborted = self._num_judging
-            for group in being_judged(self._buffer.groups.values()):
+            for group in list_being_judged(self._buffer.groups.values()):
                 self.judging.cancel(group.group_id)
             report = await change()
             self.judge_version += steps
             voided = 0
-            for group in being_judged(self._buffer.groups.values()):
+            for group in list_being_judged(self._buffer.groups.values()):
                 voided += group.void_verdicts()
                 await self._open_session(group, RecoveredGroup(group_id=group.group_id, rollouts=tuple(group.rollouts)))
             self._counters.step.aborted += aborted
@@ -273,13 +273,13 @@ def are_valid(reports: Mapping[int, JudgeReport], judge_version: int, *, is_whol
     return versions <= {judge_version} or by_one_before
 
 
-def being_judged(groups: Iterable[Group]) -> list[Group]:
+def list_being_judged(groups: Iterable[Group]) -> list[Group]:
     """Open groups that a judge task has begun on, sorted by id."""
     begun = (group for group in groups if group.is_open and group.judging_begun)
     return sorted(begun, key=lambda group: group.group_id)
 
 
-def cause_of(error: EngineRefused | RolloutAborted) -> str:
+def find_cause(error: EngineRefused | RolloutAborted) -> str:
     """The cause of dropping a group for this error."""
     if isinstance(error, RequestKillsEngines):
         return KILLED_ENGINES

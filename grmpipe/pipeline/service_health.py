@@ -114,7 +114,7 @@ class ServiceHealth:
             if self._logged_cause != self.cause:
                 self._logged_cause = self.cause
                 log.warning("%s pauses for %.0f s: %s", self._work, left_s, self.cause)
-            with clock.paused():
+            with clock.pause():
                 await asyncio.sleep(left_s)
 
     def _raise_if_stopped(self) -> None:

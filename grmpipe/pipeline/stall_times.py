@@ -84,7 +84,7 @@ class StallTracker:
     # -- the learner -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def wanting(self, places: int, version: int) -> Iterator[None]:
+    def track_wait(self, places: int, version: int) -> Iterator[None]:
         """Context: the learner waits for a group, and the batch of `version` has `places` places left."""
         self._wanted = (places, version)
         self._look()
@@ -95,7 +95,7 @@ class StallTracker:
             self._learner.enter(None)
 
     @contextmanager
-    def learning(self, makes_room: bool) -> Iterator[None]:
+    def track_learner(self, makes_room: bool) -> Iterator[None]:
         """Context: the learner works. `makes_room`: whether the end of this step will admit new groups."""
         self._learner.enter("work")
         idle_s = -self._learner.seconds("work") + self.engines.busy_s
@@ -107,7 +107,7 @@ class StallTracker:
             self._training_s += max(0.0, idle_s) if makes_room else 0.0
 
     @contextmanager
-    def pushing(self) -> Iterator[None]:
+    def track_push(self) -> Iterator[None]:
         self._learner.enter("weights")
         try:
             yield

@@ -62,7 +62,7 @@ class UntakenGroups:
         first = min(groups, key=lambda group: group.prompt_index, default=None)
         return first if first is not None and first.state is GroupState.READY else None
 
-    def rolled_out(self) -> Iterator[Group]:
+    def list_rolled_out(self) -> Iterator[Group]:
         """Groups with all their rollouts, those with all verdicts before the others."""
         for state in (GroupState.READY, GroupState.JUDGING):
             for alike in self._groups[state].values():

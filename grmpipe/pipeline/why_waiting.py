@@ -22,7 +22,7 @@ def why_waiting(buffer: GroupBuffer, group_id: str, now_s: float) -> str:
     return f"{group.state.value}: {why}"
 
 
-def pending(buffer: GroupBuffer, now_s: float) -> str:
+def describe_pending(buffer: GroupBuffer, now_s: float) -> str:
     """The groups that are not in the open batch, those due first before the others, each with its reason."""
     waiting = [group for group in buffer.groups.values() if group.state is not GroupState.TAKEN]
     waiting.sort(key=lambda group: group.opened_at)
@@ -46,7 +46,7 @@ def _why_open(group: Group, left_s: float) -> str:
         doing = "the policy has begun" if group.started else "no token yet"
     else:
         doing = "the judge has begun" if group.judging_begun else "the judge has not begun"
-    rollouts, verdicts = _listed(group.missing_rollouts()), _listed(group.missing_verdicts())
+    rollouts, verdicts = _listed(group.list_missing_rollouts()), _listed(group.list_missing_verdicts())
     return f"rollouts missing: {rollouts}; verdicts missing: {verdicts}; {doing}; {left_s:.0f} s to its deadline"
 
 

@@ -18,7 +18,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.eval_recorder import EvalRecorder
-from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, missing_signal_of_run
+from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, describe_run_signal
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
@@ -157,7 +157,7 @@ class Observers:
         requests to models that judge, and where the files are.
         """
         write_report(run_dir)
-        signal = missing_signal_of_run(list(read_what_can_be(run_dir / "metrics.jsonl")))
+        signal = describe_run_signal(list(read_what_can_be(run_dir / "metrics.jsonl")))
         if signal is not None:
             log.info("%s", signal)
         for text in (requests := self.requests.totals.texts):

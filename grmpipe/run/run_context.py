@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.observe.changes import changes_of
-from grmpipe.observe.summary import Status, Summary, with_requests, written
+from grmpipe.observe.changes import read_changes
+from grmpipe.observe.summary import Status, Summary, with_requests, write_summary
 from grmpipe.run.loop_watchdog import watched_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.run_watcher import RunWatcher
@@ -131,14 +131,14 @@ async def run_session(
                 watcher=watcher or RunWatcher(),
             )
             run = make_run(prepared, session)
-            observers.show_changes(changes := changes_of(run_dir))
-            async with observers.progress.shown():
+            observers.show_changes(changes := read_changes(run_dir))
+            async with observers.progress.show():
                 summary = await run_to_end(run, run_dir, is_new=resumed is None)
         finally:
             observers.close()
         judging = with_requests(summary.judging, observers.requests.totals)
         summary = replace(summary, judging=judging, changes=changes, journal_failures=observers.journal_failures)
-        summary = written(with_objective(summary, config.objective), run_dir / SUMMARY)
+        summary = write_summary(with_objective(summary, config.objective), run_dir / SUMMARY)
         observers.show_end(run_dir, run.rows, summary.bottleneck)
         return summary
 

@@ -12,7 +12,7 @@ from grmpipe.config.io.resume_rules import NEW_RUN
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import is_made
-from grmpipe.judge.prompt import path_of
+from grmpipe.judge.prompt import find_template
 from models.stored_files import compute_checksum
 
 IDENTITY_FILE = "run.json"
@@ -117,6 +117,6 @@ def templates_of(judge: JudgeConfig) -> dict[str, Path]:
 
 def template_file(key: str, template: str) -> Path:
     try:
-        return path_of(key, template)
+        return find_template(key, template)
     except ValueError:  # it is missing
         return Path(template)

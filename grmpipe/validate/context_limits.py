@@ -11,7 +11,7 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.forms import Form
-from grmpipe.judge.grm import BYTES_PER_TOKEN, estimated_tokens
+from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Prompt
@@ -114,7 +114,7 @@ def check_judge(
         messages = template.render(prompt, *empty, principles="" if ahead else None)
         if grm is not None:
             return len(grm.renderer.render(messages)) + extra_tokens
-        return sum(estimated_tokens(message.content) for message in messages) + extra_tokens
+        return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
     what, cut = "question with an answer of rollout.max_new_tokens", ""
     if truncates:

@@ -15,7 +15,7 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import disjoint, find_place, identify_prompt, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.function_judge import FunctionJudge
-from grmpipe.judge.kinds.labels import JudgingTasks, rule_of
+from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
 from grmpipe.judge.kinds.rule import RuleBrokenError
 from grmpipe.types import Prompt
 from grmpipe.validate.sections import section
@@ -171,7 +171,7 @@ def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:
             f"the prompt has no reference, and the rule {judge.rule} needs one; "
             "add the field reference, or type judge=generative"
         )
-    rule_of(judge)("", prompt.reference)
+    find_rule(judge)("", prompt.reference)
 
 
 def check_amount(config: RunConfig, num_prompts: int) -> None:

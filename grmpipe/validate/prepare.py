@@ -16,7 +16,7 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
-from grmpipe.judge.kinds.labels import rule_of
+from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
@@ -68,7 +68,7 @@ class Prepared:
     @property
     def is_right(self) -> Rule:
         """The rule that only metrics use, unless the user makes it the judge."""
-        return rule_of(self.config.truth)
+        return find_rule(self.config.truth)
 
     @property
     def models(self) -> tuple[Model, ...]:

@@ -12,7 +12,7 @@ import msgspec
 from grmpipe.observe.journal import decode_line
 from grmpipe.observe.recorder import decode_judged
 from grmpipe.observe.records import decode, decode_report, decode_rollout
-from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, said, score_of, shown_turns
+from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Verdict
 from grmpipe.viewer.ingest import place_of_key
 from grmpipe.viewer.queries import RolloutRow
@@ -57,11 +57,11 @@ class Sibling:
 
     @property
     def opening(self) -> list[ShownMessage]:
-        return [said(message) for message in self.rollout.opening] if self.rollout is not None else []
+        return [show_message(message) for message in self.rollout.opening] if self.rollout is not None else []
 
     @property
     def turns(self) -> list[ShownTurn]:
-        return [*shown_turns(self.rollout.turns, self.verdict)] if self.rollout is not None else []
+        return [*show_turns(self.rollout.turns, self.verdict)] if self.rollout is not None else []
 
     def critiques_on(self, turn: int | None) -> list[Critique]:
         """turn: from 1; None: those on the whole rollout."""
@@ -118,17 +118,17 @@ def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]
             yield Critique(text=own.principles.text, score=None, judge="principles of the group")
     for other, report in reports.items():
         for name, part in (report.own_reports if report is not None else {}).items():
-            yield from (shown(one, sibling, name) for one in part.judgements if sibling in one.siblings)
+            yield from (show_judgement(one, sibling, name) for one in part.judgements if sibling in one.siblings)
             if other == sibling:
-                yield from (shown_failure(failure, name) for failure in part.failures)
+                yield from (show_failure(failure, name) for failure in part.failures)
 
 
-def shown(one: Judgement, sibling: int, judge: str) -> Critique:
+def show_judgement(one: Judgement, sibling: int, judge: str) -> Critique:
     turn = None if one.turn is None else one.turn + 1
-    return Critique(text=one.completion.text, score=score_of(one, sibling), judge=judge, turn=turn)
+    return Critique(text=one.completion.text, score=get_score(one, sibling), judge=judge, turn=turn)
 
 
-def shown_failure(failure: Failed, judge: str) -> Critique:
+def show_failure(failure: Failed, judge: str) -> Critique:
     text = f"\n\n{failure.completion.text}" if isinstance(failure, FailedJudgement) else ""
     turn = None if failure.turn is None else failure.turn + 1
     return Critique(text=f"failed: {words(failure)}{text}", score=None, judge=judge, turn=turn)

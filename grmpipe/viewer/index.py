@@ -67,7 +67,7 @@ class RunIndex:
         """Read what is new; the progress after each piece, and at the beginning. Raises OSError, sqlite3.Error."""
         self._remove_if_void()
         with contextlib.closing(self._open()) as connection:
-            sizes = {name: size_of(self.run_dir / name) for name in reversed(JOURNALS)}
+            sizes = {name: read_size(self.run_dir / name) for name in reversed(JOURNALS)}
             yield self._progress(connection, sizes)
             for name in JOURNALS:
                 for _ in self._read_journal(connection, name, sizes[name]):
@@ -76,7 +76,7 @@ class RunIndex:
     def progress(self) -> IndexProgress:
         """How far the index is. Raises sqlite3.Error before the first `follow`."""
         with contextlib.closing(self.read()) as connection:
-            return self._progress(connection, {name: size_of(self.run_dir / name) for name in JOURNALS})
+            return self._progress(connection, {name: read_size(self.run_dir / name) for name in JOURNALS})
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,8 @@ class RunIndex:
             facts = dict(connection.execute("SELECT name, value FROM facts"))
             journals = connection.execute("SELECT name, offset, after, inode FROM journals").fetchall()
             return (facts.get("format"), facts.get("run_id")) == (FORMAT, run_id(self.run_dir)) and all(
-                inode == inode_of(self.run_dir / name) and mark_holds(self.run_dir / name, Mark(offset=at, after=after))
+                inode == read_inode(self.run_dir / name)
+                and mark_holds(self.run_dir / name, Mark(offset=at, after=after))
                 for name, at, after, inode in journals
             )
         return False
@@ -128,7 +129,7 @@ class RunIndex:
             piece = whole_lines(path, begin, size) if begin < size else b""
             if piece:
                 unreadable += ingest.lines(begin, piece)
-                values = (name, begin + len(piece), ascii_text(piece[-TAIL_BYTES:]), inode_of(path), unreadable)
+                values = (name, begin + len(piece), ascii_text(piece[-TAIL_BYTES:]), read_inode(path), unreadable)
                 connection.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?, ?, ?)", values)
             connection.commit()
             if not piece:
@@ -143,14 +144,14 @@ def run_id(run_dir: Path) -> str:
     return ""
 
 
-def size_of(path: Path) -> int:
+def read_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def inode_of(path: Path) -> int:
+def read_inode(path: Path) -> int:
     try:
         return path.stat().st_ino
     except OSError:

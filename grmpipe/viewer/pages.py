@@ -46,12 +46,12 @@ def make_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown_text, "short": known, "percent": percent}
+    environment.filters |= {"shown": show_text, "short": format_known, "percent": percent}
     environment.globals |= {"link": link, "means_rows": MEANS_ROWS}
     return environment
 
 
-def shown_text(text: object) -> str:
+def show_text(text: object) -> str:
     """Text that control characters can't hide or reorder."""
     whole = str(text)
     if len(whole) > MAX_CHARS:
@@ -60,7 +60,7 @@ def shown_text(text: object) -> str:
     return readable(whole)
 
 
-def known(value: float | None) -> str:
+def format_known(value: float | None) -> str:
     return "–" if value is None else short(value)
 
 
@@ -83,7 +83,7 @@ def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
         by_step = figures.means_by_step(connection)
         return {
             "state": run.state(),
-            "charts": present(judge_and_truth(by_step), *curves_of(run)),
+            "charts": present(judge_and_truth(by_step), *draw_curves(run)),
             "metrics": found,
             "found": present(*(chart(name, [Series(name="", points=run.series(name))]) for name in names(run, found))),
             "by_step": by_step,
@@ -100,7 +100,7 @@ def names(run: ViewedRun, part: str) -> list[str]:
     return sorted(every)[:SHOWN_METRICS]
 
 
-def curves_of(run: ViewedRun) -> list[Chart | None]:
+def draw_curves(run: ViewedRun) -> list[Chart | None]:
     """Charts of metrics.jsonl. Steps with an alarm are marked."""
     charts, ringing = [], [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     for title, curves in CURVES.items():
@@ -213,7 +213,7 @@ def compare(a: ViewedRun, b: ViewedRun) -> dict[str, object]:
         ]
         charts.append(chart(title, series))
     with contextlib.closing(a.index.read()) as of_a, contextlib.closing(b.index.read()) as of_b:
-        prompts = queries.shared_prompts(of_a, of_b, SHOWN_PROMPTS)
+        prompts = queries.find_shared_prompts(of_a, of_b, SHOWN_PROMPTS)
     return {"a": a, "b": b, "charts": present(*charts), "differences": config_differences(a, b), "prompts": prompts}
 
 

@@ -218,7 +218,7 @@ def read_prompt(connection: sqlite3.Connection, prompt_id: str, limit: int) -> l
     return [RolloutRow(**dict(row)) for row in rows]
 
 
-def shared_prompts(a: sqlite3.Connection, b: sqlite3.Connection, limit: int) -> list[tuple[str, str]]:
+def find_shared_prompts(a: sqlite3.Connection, b: sqlite3.Connection, limit: int) -> list[tuple[str, str]]:
     """Prompts that both runs answered, as id and question: where their rewards differ most first."""
     query = (
         "SELECT prompt_id, max(question) AS question, avg(reward) AS reward FROM rollouts "

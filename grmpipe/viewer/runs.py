@@ -12,19 +12,19 @@ import yaml
 
 from grmpipe.config.keys.redact import environment_secrets, mask
 from grmpipe.config.run_config import ConfigError
-from grmpipe.observe.changes import changes_of
+from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.run_files import (
     NEVER_ENDED,
     config_text,
-    listed,
-    masked,
+    find_numbers,
+    find_title,
+    get_list,
+    mask_text,
     number,
-    numbers_of,
     read_bytes,
     read_object,
-    title_of,
 )
 from grmpipe.run_dir.directory import holds_run
 from grmpipe.types import Metrics
@@ -63,11 +63,11 @@ class ViewedRun:
     def state(self) -> RunState:
         secrets, summary, metrics = environment_secrets(), read_object(self.run_dir / "summary.json"), self.metrics
         return RunState(
-            title=title_of(self.run_dir, self.config),
+            title=find_title(self.run_dir, self.config),
             status=str(summary.get("status", NEVER_ENDED)),
-            failure=masked(summary.get("failure"), secrets),
-            alarms=[mask(str(alarm), secrets) for alarm in listed(summary, "alarms")],
-            changes=[mask(change, secrets) for change in changes_of(self.run_dir)],
+            failure=mask_text(summary.get("failure"), secrets),
+            alarms=[mask(str(alarm), secrets) for alarm in get_list(summary, "alarms")],
+            changes=[mask(change, secrets) for change in read_changes(self.run_dir)],
             steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
         )
 
@@ -91,7 +91,7 @@ class RunState:
 @functools.lru_cache(maxsize=8)
 def read_metrics(path: Path, size: int, changed_ns: int) -> tuple[Metrics, ...]:
     """size, changed_ns: of the file, to read it again once it grew."""
-    return tuple(line for line in map(numbers_of, read_what_can_be(path)) if "step" in line)
+    return tuple(line for line in map(find_numbers, read_what_can_be(path)) if "step" in line)
 
 
 def find_runs(folder: Path) -> dict[str, ViewedRun]:
@@ -147,14 +147,16 @@ def check_readable(runs: Mapping[str, ViewedRun]) -> None:
 def flat_config(run: ViewedRun) -> dict[str, str]:
     """Dotted key -> value as text. Empty if config.yaml isn't there or no YAML."""
     try:
-        return dict(flattened("", yaml.safe_load(run.config) or {}))
+        return dict(flatten_fields("", yaml.safe_load(run.config) or {}))
     except yaml.YAMLError:
         return {}
 
 
-def flattened(prefix: str, value: object) -> list[tuple[str, str]]:
+def flatten_fields(prefix: str, value: object) -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
-        return [one for key, own in value.items() for one in flattened(f"{prefix}.{key}" if prefix else str(key), own)]
+        return [
+            one for key, own in value.items() for one in flatten_fields(f"{prefix}.{key}" if prefix else str(key), own)
+        ]
     return [(prefix, "null" if value is None else str(value))]
 
 

@@ -129,7 +129,7 @@ def read_request(body: bytes) -> tuple[ChatRequest, tuple[str, ...]]:
     return request, tuple(sorted(name for name in asked if fields[name] is not None and fields[name] is not False))
 
 
-def messages_of(entries: Sequence[Message | Json | _Message]) -> tuple[Message, ...]:
+def parse_messages(entries: Sequence[Message | Json | _Message]) -> tuple[Message, ...]:
     """Messages as they are, or from OpenAI's form. A tool's result gets the name of the tool that its call has. Raises
     ChatRefused.
     """
@@ -188,10 +188,10 @@ def chunks_json(reply: ChatReply, model: str, created_s: int, *, with_usage: boo
         yield head | {"choices": [], "usage": _usage(reply)}
 
 
-def reply_of(completion: Json) -> ChatReply:
+def parse_reply(completion: Json) -> ChatReply:
     """The reply in a response of ours."""
     choice, usage = completion["choices"][0], completion["usage"]
-    (message,) = messages_of([choice["message"]])
+    (message,) = parse_messages([choice["message"]])
     return ChatReply(
         role=message.role,
         content=message.content,
@@ -211,7 +211,7 @@ def error_json(text: str, code: str) -> dict[str, Any]:
     return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def refusal_of(error: Json) -> ChatRefused:
+def parse_refusal(error: Json) -> ChatRefused:
     """The refusal in a response of ours."""
     code = error["error"]["code"]
     return ChatRefused(code if code in STATUS else "invalid_request", error["error"]["message"])

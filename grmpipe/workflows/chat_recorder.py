@@ -25,7 +25,7 @@ from grmpipe.envs.play import (
 )
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
-from grmpipe.workflows.recorded_calls import RecordedCall, continued_call
+from grmpipe.workflows.recorded_calls import RecordedCall, find_continued_call
 from models.chat.long_texts import count_chars, off_loop_if_long
 from models.types import (
     Completion,
@@ -150,7 +150,7 @@ class EpisodeChat:
         self._check_open()
         prompted = await self._prompted(messages, tools)
         self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
-        params = asked_params(self._recorder.params, options)
+        params = merge_params(self._recorder.params, options)
         room = room_in(self.limits.context_tokens, prompted.prompt_ids, params.max_new_tokens)
         number = self._num_started
         self._num_started += 1
@@ -158,7 +158,9 @@ class EpisodeChat:
         params = replace(params, seed=self._request.seed + number, max_new_tokens=room)
         completion = await self._sampled(prompted.prompt_ids, number, params)
         reply = self._recorded(number, messages, tools, prompted, completion, window_is_bound=window_is_bound)
-        return replace(reply, logprobs=logprobs_of(self._recorder.renderer, completion)) if options.logprobs else reply
+        return (
+            replace(reply, logprobs=list_logprobs(self._recorder.renderer, completion)) if options.logprobs else reply
+        )
 
     def _check_open(self) -> None:
         """Raises ChatRefused if the episode has ended, or used up its turns or its time."""
@@ -180,7 +182,7 @@ class EpisodeChat:
         try:
             if tools:
                 renderer.parse("", tools)  # an unknown format is refused before anything is sampled
-            if (parent := continued_call(self.calls, messages, tools)) is not None:
+            if (parent := find_continued_call(self.calls, messages, tools)) is not None:
                 new = messages[len(parent.conversation) :]
                 try:
                     extend = partial(renderer.extend, new, tools, ended=not parent.completion.stop_text)
@@ -249,7 +251,7 @@ class EpisodeChat:
         *,
         window_is_bound: bool,
     ) -> ChatReply:
-        parsed = parsed_for_workflow(self._recorder.renderer, completion, tools)
+        parsed = parse_for_workflow(self._recorder.renderer, completion, tools)
         reply = ChatReply(
             role="assistant",
             content=parsed.content,
@@ -279,7 +281,7 @@ class EpisodeChat:
         return replace(call, call_id=f"call_{self._num_tool_calls}")
 
 
-def asked_params(params: SamplingParams, options: CallOptions) -> SamplingParams:
+def merge_params(params: SamplingParams, options: CallOptions) -> SamplingParams:
     """The run's parameters, with what the call asks for. Raises ChatRefused."""
     if "" in options.stop:
         raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
@@ -301,7 +303,7 @@ def room_in(window: int, prompt_ids: Sequence[int], asked: int) -> int:
     return room
 
 
-def parsed_for_workflow(renderer: Renderer, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
+def parse_for_workflow(renderer: Renderer, completion: Completion, tools: tuple[ToolSpec, ...]) -> ParsedTurn:
     """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
     text.
     """
@@ -309,7 +311,7 @@ def parsed_for_workflow(renderer: Renderer, completion: Completion, tools: tuple
     return parsed if parsed.tool_calls else replace(parsed, content=completion.answer)
 
 
-def logprobs_of(renderer: Renderer, completion: Completion) -> tuple[TokenLogprob, ...]:
+def list_logprobs(renderer: Renderer, completion: Completion) -> tuple[TokenLogprob, ...]:
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return tuple(
         TokenLogprob(token=renderer.decode_special([token_id]), logprob=logprob) for token_id, logprob in pairs

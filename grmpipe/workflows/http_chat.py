@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import httpx
 
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
-from grmpipe.workflows.chat_json import message_json, refusal_of, reply_of, tool_json
+from grmpipe.workflows.chat_json import message_json, parse_refusal, parse_reply, tool_json
 from grmpipe.workflows.policy import ChatEndpoint
 from models.types import Message, ToolSpec
 
@@ -39,8 +39,8 @@ class HttpChat:
         except httpx.TransportError as error:
             raise ChatRefused("policy_unavailable", f"the gateway doesn't answer: {error}") from error
         if response.status_code != httpx.codes.OK:
-            raise refusal_of(response.json())
-        return reply_of(response.json())
+            raise parse_refusal(response.json())
+        return parse_reply(response.json())
 
     async def close(self) -> None:
         await self._client.aclose()

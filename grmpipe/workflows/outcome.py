@@ -12,7 +12,7 @@ COMPLETION_ID = "chatcmpl-"  # what every completion id begins with
 Rewards = dict[str, dict[str, float]]  # completion id -> rewards by name
 
 
-def rewards_of(returned: object, completion_ids: Sequence[str], owner: str = "the workflow") -> Rewards:
+def read_rewards(returned: object, completion_ids: Sequence[str], owner: str = "the workflow") -> Rewards:
     """The rewards by turn. completion_ids: of all turns, in their order in the rollout. owner: the user's code.
 
     None: no reward; a number: the last turn's `outcome`. A mapping holds, in any mixture, name -> number: rewards of

@@ -24,9 +24,9 @@ from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
-from grmpipe.workflows.outcome import Rewards, plain_rewards, rewards_of
+from grmpipe.workflows.outcome import Rewards, plain_rewards, read_rewards
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.recorded_calls import RecordedCall, in_line, turns_of
+from grmpipe.workflows.recorded_calls import RecordedCall, in_line, make_turns
 from grmpipe.workflows.server import Gateway, check_gateway_installed
 
 log = logging.getLogger(__name__)
@@ -86,13 +86,13 @@ class WorkflowPlayer:
         policy = Policy(session.chat, lambda: self._gateway.admit(session))
         task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
         try:
-            ending = await self._ending(contained(self._solver.solve(task, policy), self._owner), session)
+            ending = await self._ending(run_contained(self._solver.solve(task, policy), self._owner), session)
         finally:
             session.end()
             self._gateway.dismiss(session)
             await policy.close()
         took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
-        return replace(rollout_of(request, prompt, session, ending, self._owner), took_s=took_s)
+        return replace(make_rollout(request, prompt, session, ending, self._owner), took_s=took_s)
 
     async def close(self) -> None:
         await self._solver.close()
@@ -139,7 +139,7 @@ def workflow_player(config: EnvConfig) -> WorkflowPlayer:
     )
 
 
-async def contained(doing: Awaitable[object], owner: str) -> object:
+async def run_contained(doing: Awaitable[object], owner: str) -> object:
     """What a workflow returns. It runs in a task of its own, which passes on what would end the process."""
     with call_guarded(owner, (Exception, asyncio.CancelledError)):
         return await doing
@@ -182,7 +182,7 @@ def _ended_itself(
         raise fault from error
 
 
-def rollout_of(
+def make_rollout(
     request: RolloutRequest, prompt: Prompt, session: EpisodeChat, ending: Ending, owner: str = WORKFLOW
 ) -> Rollout:
     """The recorded calls as a rollout. Raises EnvFault if there are none, or for rewards that are no numbers."""
@@ -193,12 +193,12 @@ def rollout_of(
     if ending.fault is not None:
         line[-1].faults += (ending.fault.kind,)
     completion_ids = [call.reply.completion_id for call in line]
-    rewards: Rewards = rewards_of(plain_rewards(ending.returned, owner), completion_ids, owner)
-    reason = ending.reason or truncation_of(line[-1])
+    rewards: Rewards = read_rewards(plain_rewards(ending.returned, owner), completion_ids, owner)
+    reason = ending.reason or find_truncation(line[-1])
     return Rollout(
         group_id=request.group_id,
         sibling=request.sibling,
-        turns=tuple(turns_of(line, rewards)),
+        turns=tuple(make_turns(line, rewards)),
         status="truncated" if reason else "finished",
         reason=reason,
         attempt=request.attempt,
@@ -207,7 +207,7 @@ def rollout_of(
     )
 
 
-def truncation_of(last: RecordedCall) -> TruncationReason:
+def find_truncation(last: RecordedCall) -> TruncationReason:
     """What cut the last turn."""
     if last.completion.finish_reason != "length":
         return ""

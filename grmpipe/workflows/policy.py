@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grmpipe.workflows.chat import CallOptions, ChatReply
-from grmpipe.workflows.chat_json import messages_of, tools_of_json
+from grmpipe.workflows.chat_json import parse_messages, tools_of_json
 from models.types import Message, ToolSpec
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Policy:
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         options = CallOptions(max_tokens=max_tokens, stop=stops, logprobs=logprobs)
-        return await self._chat(messages_of(messages), tools_of_json(tools), options)
+        return await self._chat(parse_messages(messages), tools_of_json(tools), options)
 
     @cached_property
     def endpoint(self) -> ChatEndpoint:

@@ -83,10 +83,10 @@ def failure(code: int, errors: str) -> Exception:
     if code > DIED_BY_SIGNAL or code < 0:
         number = -code if code < 0 else code - DIED_BY_SIGNAL
         return EnvFault(f"the program died by signal {number}: {shown}", "died")
-    return RaisedElsewhere(f"the program exited with {code}: {shown}", raised_in(errors))
+    return RaisedElsewhere(f"the program exited with {code}: {shown}", find_exception(errors))
 
 
-def raised_in(errors: str) -> list[str]:
+def find_exception(errors: str) -> list[str]:
     """The exception that ended a Python program, by the last line of its traceback."""
     traced = errors.rpartition("Traceback (most recent call last)")[1]
     named = EXCEPTION.match(errors.splitlines()[-1]) if traced else None

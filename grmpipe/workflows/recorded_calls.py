@@ -45,7 +45,7 @@ class RecordedCall:
         return self.messages if self.parent is None else self.messages[len(self.parent.conversation) :]
 
 
-def continued_call(
+def find_continued_call(
     calls: Sequence[RecordedCall], messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
 ) -> RecordedCall | None:
     """The call whose conversation is the longest beginning of the messages. A cut completion has no end of turn, so
@@ -84,7 +84,7 @@ def in_line(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     return [call for chain in sorted(chains, key=lambda chain: chain[-1].number) for call in chain]
 
 
-def turns_of(line: Sequence[RecordedCall], rewards: Mapping[str, Mapping[str, float]]) -> Iterator[Turn]:
+def make_turns(line: Sequence[RecordedCall], rewards: Mapping[str, Mapping[str, float]]) -> Iterator[Turn]:
     """The turns of calls in one line. rewards: completion id -> rewards by name."""
     for place, call in enumerate(line):
         continues = place > 0 and call.parent is line[place - 1]

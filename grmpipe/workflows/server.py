@@ -25,7 +25,7 @@ from grmpipe.workflows.chat_json import (
     chunks_json,
     completion_json,
     error_json,
-    messages_of,
+    parse_messages,
     read_request,
     tools_of_json,
 )
@@ -111,13 +111,13 @@ class Gateway:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        chat, overridden = read_request(await body_of(request))
+        chat, overridden = read_request(await read_body(request))
         self._report(overridden)
-        reply = await session.chat(messages_of(chat.messages), tools_of_json(chat.tools), chat.options)
+        reply = await session.chat(parse_messages(chat.messages), tools_of_json(chat.tools), chat.options)
         created_s = int(time.time())
         if not chat.stream:
             return as_json(completion_json(reply, chat.model, created_s))
-        return await streamed(request, list(chunks_json(reply, chat.model, created_s, with_usage=chat.with_usage)))
+        return await stream_chunks(request, list(chunks_json(reply, chat.model, created_s, with_usage=chat.with_usage)))
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session_of(request)
@@ -130,7 +130,7 @@ class Gateway:
         _, _, rest = key.strip().partition("-")
         public, _, given = rest.partition("-")
         secret, session = self._sessions.get(public, (self._ended.get(public), None))
-        if kind.lower() != "bearer" or secret is None or not hmac.compare_digest(secret.encode(), bytes_of(given)):
+        if kind.lower() != "bearer" or secret is None or not hmac.compare_digest(secret.encode(), to_bytes(given)):
             raise WrongKey
         if session is None:
             raise ChatRefused("session_ended", "the episode of this key has ended: its policy answers no more")
@@ -145,12 +145,12 @@ class Gateway:
             )
 
 
-def bytes_of(text: str) -> bytes:
+def to_bytes(text: str) -> bytes:
     """A part of a header as it was sent: aiohttp reads bytes that are no UTF-8 as half characters."""
     return text.encode("utf-8", "surrogateescape")
 
 
-async def body_of(request: web.Request) -> bytes:
+async def read_body(request: web.Request) -> bytes:
     """The body. Raises HTTPRequestTimeout if it doesn't come within REQUEST_S."""
     from aiohttp import web
 
@@ -198,7 +198,7 @@ def as_json(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-async def streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+async def stream_chunks(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -20,7 +20,7 @@ from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.worker_process import Order, Raised, Returned, line_of, read_answer
+from grmpipe.workflows.worker_process import Order, Raised, Returned, read_answer, to_line
 from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class WorkerPool:
             await asyncio.shield(worker.end())
             raise
         self._idle.append(worker)
-        return returned(answer)
+        return take_returned(answer)
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.end() for worker in self._all))
@@ -94,7 +94,7 @@ class Worker:
     async def answer(self, order: Order) -> Returned | Raised:
         """Raises EnvFault if the process dies, or says what isn't understood."""
         try:
-            self._writer.write(line_of(order))
+            self._writer.write(to_line(order))
             await self._writer.drain()
             line = await self._reader.readline()
             if line:
@@ -115,7 +115,7 @@ class Worker:
         return (await self._output).decode(errors="replace").strip()[-500:]
 
 
-def returned(answer: Returned | Raised) -> object:
+def take_returned(answer: Returned | Raised) -> object:
     """What the workflow returned. Raises what it raised."""
     if isinstance(answer, Returned):
         return answer.value

@@ -55,7 +55,7 @@ read_order = msgspec.json.Decoder(Order).decode
 read_answer = msgspec.json.Decoder(Returned | Raised).decode
 
 
-def line_of(message: Order | Returned | Raised) -> bytes:
+def to_line(message: Order | Returned | Raised) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -63,7 +63,7 @@ def serve(line: socket.socket) -> None:
     """Answer every order until the run closes the socket."""
     with line.makefile("rb") as orders:
         for order in orders:
-            line.sendall(line_of(run_to_end(answer(read_order(order)))))
+            line.sendall(to_line(run_to_end(answer(read_order(order)))))
 
 
 async def answer(order: Order) -> Returned | Raised:

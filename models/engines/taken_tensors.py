@@ -22,7 +22,7 @@ class Taken:
             model = outline_causal_lm(model_path)
         except ValueError:
             return Taken({}, {})
-        return Taken(*CheckpointNames(model).taken())
+        return Taken(*CheckpointNames(model).list_engine_tensors())
 
     def own_name(self, tensor: WeightTensor) -> str:
         """The engine's name of a tensor. Raises ValueError for one that doesn't fit."""

@@ -155,7 +155,7 @@ def _chosen(
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     # Few logits are cheaper to keep than to compute again.
     if isinstance(head, OutputHead) and (wanted.fp32_logits or len(before_R) * head.out_features > wanted.chunk_logits):
-        with head.asked_for(wanted):
+        with head.return_logprobs(wanted):
             chosen_R2 = forward()
         return chosen_R2[:, LOGPROB], chosen_R2[:, ENTROPY]
     return compute_chosen_logprobs(forward(), wanted)

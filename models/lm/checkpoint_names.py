@@ -61,7 +61,7 @@ class CheckpointNames:
         whole = self.shapes(name, shape)
         return last.items() <= whole.items() and len(whole) == shape[0] * len(last)
 
-    def taken(self) -> tuple[Shapes, dict[str, str]]:
+    def list_engine_tensors(self) -> tuple[Shapes, dict[str, str]]:
         """The tensors that an engine started from such a checkpoint takes: name -> shape, and name -> first name. A
         tied tensor has several names.
         """

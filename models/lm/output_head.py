@@ -31,7 +31,7 @@ class OutputHead(nn.Linear):
     _wanted: Wanted | None = None
 
     @contextmanager
-    def asked_for(self, wanted: Wanted) -> Iterator[None]:
+    def return_logprobs(self, wanted: Wanted) -> Iterator[None]:
         """Context: the head, and so its model, returns log-probs and entropies ([1, R, 2]) in place of logits."""
         self._wanted = wanted
         try:

@@ -72,7 +72,7 @@ class WeightStream:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
-    def unsharded(self, index: int) -> UnshardedBucket:
+    def unshard_bucket(self, index: int) -> UnshardedBucket:
         """One bucket, one whole tensor at a time. A collective: every rank reads all its tensors, or drains it."""
         bucket = self._buckets[index]
         return UnshardedBucket(

@@ -89,7 +89,7 @@ class LoadEstimate:
         self._in_hand[name] += tokens
         return tokens
 
-    def ended(self, num_new: int) -> None:
+    def record_end(self, num_new: int) -> None:
         """A request ended with `num_new` tokens."""
         mean = float(num_new) if self._mean_new is None else self._mean_new
         self._mean_new = mean + WEIGHT_OF_LATEST * (num_new - mean)

@@ -76,7 +76,7 @@ class RoleLoad:
         hand.last_begun_s = hand.changed_s
         ask.begun_s, ask.rows_s_at_begin = hand.changed_s, hand.rows_s
 
-    def ended(self, name: str, ask: InFlightRequest, num_tokens: int | None) -> None:
+    def record_end(self, name: str, ask: InFlightRequest, num_tokens: int | None) -> None:
         """The request left the engine. num_tokens: sampled there; None if it failed."""
         hand = self._settled(name)
         del hand.requests[id(ask)]
@@ -87,7 +87,7 @@ class RoleLoad:
         hand.num_rows -= 1
         seconds = hand.changed_s - ask.begun_s
         if num_tokens is not None and seconds > 0:
-            self.rates.sampled(num_tokens, seconds, (hand.rows_s - ask.rows_s_at_begin) / seconds)
+            self.rates.record_speed(num_tokens, seconds, (hand.rows_s - ask.rows_s_at_begin) / seconds)
 
     def idle_s(self, name: str) -> float:
         """Seconds for which an engine has had no request."""

@@ -55,7 +55,7 @@ class RateLimits:
         turn = self._waiting.join(priority, num_tokens)
         self._let_out()
         try:
-            await self._waiting.passed(turn, lambda: self._take(-1, -num_tokens))
+            await self._waiting.wait_for_turn(turn, lambda: self._take(-1, -num_tokens))
         except asyncio.CancelledError:
             self._let_out()
             raise

@@ -151,8 +151,8 @@ class Router:
                 continue
             whole = partial.whole(part, self._continuation)
             if whole.finish_reason != "abort":
-                self.load.rates.ended(whole.num_tokens)
-                self._estimate.ended(whole.num_tokens)
+                self.load.rates.record_end(whole.num_tokens)
+                self._estimate.record_end(whole.num_tokens)
                 if context.trajectory_id:
                     self._estimate.keeps(name, context.trajectory_id, len(prompt_ids) + len(whole.token_ids))
             return whole
@@ -199,7 +199,7 @@ class Router:
             num_tokens = part.num_tokens
             member.heard_s = now_s()
         finally:
-            self.load.ended(name, ask, num_tokens)
+            self.load.record_end(name, ask, num_tokens)
             if not self.load[name]:
                 self._emptied.set()
                 self.members.on_change()

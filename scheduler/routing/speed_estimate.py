@@ -27,12 +27,12 @@ class RateEstimator:
     _line: tuple[float, float] | None = None  # of `step`, until the next measurement: a balancer asks often
     _step_now_s: float | None = None
 
-    def ended(self, num_tokens: int) -> None:
+    def record_end(self, num_tokens: int) -> None:
         """A request ended with `num_tokens` tokens."""
         self._lengths.append(num_tokens)
         self._sorted = []
 
-    def sampled(self, num_tokens: int, seconds: float, rows: float) -> None:
+    def record_speed(self, num_tokens: int, seconds: float, rows: float) -> None:
         """After its first token, an engine took `seconds` for `num_tokens` tokens, with `rows` rows on average."""
         if num_tokens > 1 and seconds > 0:
             self._steps.append((max(rows, 1.0), seconds / (num_tokens - 1)))

@@ -44,7 +44,7 @@ class ElasticRole:
     bring_current:  brings a new engine up to date before its first request.
     max_rows:       of one engine.
     sleeps:         its engines share a device's memory: an inactive engine frees it.
-    nothing_pushed: context in which no engine of the role is pushed to.
+    block_pushes: context in which no engine of the role is pushed to.
     memory_still:   context in which no learner on these devices takes memory: vLLM's sleep fails if less is free after
                     it.
     """
@@ -53,7 +53,7 @@ class ElasticRole:
     bring_current: BringCurrent = need_no_weights
     max_rows: int = 1 << 30
     sleeps: bool = False
-    nothing_pushed: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+    block_pushes: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
     def activate(self, name: str, engine: Engine) -> None:
@@ -246,7 +246,7 @@ class ElasticPool:
         if sleeper is None and not self._swaps:
             return
         try:
-            async with elastic.nothing_pushed():
+            async with elastic.block_pushes():
                 if sleeper is not None:
                     async with elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
                         await sleep_engine(name, sleeper)

@@ -136,7 +136,7 @@ class WeightSync:
         self._source, self._probe_ids = source, tuple(probe_ids)
 
     @asynccontextmanager
-    async def nothing_pushed(self) -> AsyncIterator[None]:
+    async def block_pushes(self) -> AsyncIterator[None]:
         """Context in which no push runs. Remove an engine that leaves from `engines` before."""
         async with self._turn:
             yield

@@ -51,7 +51,7 @@ def carried(transport: str, sender_device: str, receiver_device: str, links: Any
     sender.connect(links[0])
     expected, came = {name: tensor.cpu() for name, tensor in model.state_dict().items()}, {}
     for index in range(stream.num_buckets):
-        bucket: WeightBucket = sender.post(index, stream.unsharded(index))
+        bucket: WeightBucket = sender.post(index, stream.unshard_bucket(index))
         assert all(tensor.checksum.startswith(ON_DEVICE) for tensor in bucket.tensors)
         buckets.put(bucket)
         sender.deliver(index)

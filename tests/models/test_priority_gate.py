@@ -62,7 +62,7 @@ def test_gate_reports_the_amount_of_the_next_waiter() -> None:
         second.cancel()
         assert gate.first_amount == 7
         gate.let_one()
-        await gate.passed(first)
+        await gate.wait_for_turn(first)
         assert gate.first_amount is None
 
     asyncio.run(main())

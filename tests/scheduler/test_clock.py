@@ -16,7 +16,7 @@ def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_o
 
         async def pause(after_s: float, for_s: float) -> None:
             await asyncio.sleep(after_s)
-            with clock.paused():
+            with clock.pause():
                 await asyncio.sleep(for_s)
 
         async with asyncio.TaskGroup() as tasks:
@@ -32,7 +32,7 @@ def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_o
 def test_now_does_not_change_during_a_pause() -> None:
     async def go() -> None:
         clock = ActiveClock()
-        with clock.paused():
+        with clock.pause():
             before = clock.now()
             await asyncio.sleep(5)
             assert clock.now() == before
@@ -64,7 +64,7 @@ def test_time_limit_excludes_pauses_before_it_and_within_it(work_s: float, in_ti
 
         async def pause(after_s: float, for_s: float) -> None:
             await asyncio.sleep(after_s)
-            with clock.paused():
+            with clock.pause():
                 await asyncio.sleep(for_s)
 
         async with asyncio.TaskGroup() as tasks:
@@ -90,7 +90,7 @@ def test_a_limit_that_has_struck_is_left_alone_by_later_pauses() -> None:
                 try:
                     await asyncio.sleep(5)
                 finally:
-                    with clock.paused():
+                    with clock.pause():
                         await asyncio.sleep(1)
 
     run_virtually(go)

@@ -13,7 +13,7 @@ from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork,
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
-from grmpipe.judge.grm import estimated_tokens
+from grmpipe.judge.grm import estimate_tokens
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.run.features.cotrain.grm_settings import grm_algorithm
 from grmpipe.types import Prompt
@@ -71,7 +71,7 @@ def learner_flops(facts: RunFacts) -> float | None:
         return None
     model, num_forward = footprint.flops(config.policy.lora), policy_passes(config).num_forward
     group = pack_group(facts)
-    return config.train.groups_per_batch * (model.training(group) + num_forward * model.forward(group))
+    return config.train.groups_per_batch * (model.count_training(group) + num_forward * model.forward(group))
 
 
 def pack_group(facts: RunFacts, *, shares: bool | None = None) -> PackedSizes:
@@ -209,7 +209,7 @@ def judge_questions(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[tuple
 def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
     if sized.model is not None:
         return len(sized.model.renderer.render(messages))
-    return sum(estimated_tokens(message.content) for message in messages)
+    return sum(estimate_tokens(message.content) for message in messages)
 
 
 def scorer_tokens(facts: RunFacts) -> dict[str, float]:

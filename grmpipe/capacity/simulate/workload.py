@@ -14,10 +14,10 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.kinds.labels import LabelReward, rule_of
+from grmpipe.judge.kinds.labels import LabelReward, find_rule
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.prompt import path_of
+from grmpipe.judge.prompt import find_template
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.types import Judge, Prompt, Rollout
@@ -106,7 +106,7 @@ def make_generative_judge(
     if judge.kind == "rule":
         return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
     if judge.kind == "label":
-        return PointwiseAdapter(LabelReward(rule_of(judge)))
+        return PointwiseAdapter(LabelReward(find_rule(judge)))
     assert judge.model in grms, "an external GRM can't be simulated"
     renderer = CountingRenderer(workload.chars_per_token[judge.model])
     here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)
@@ -119,4 +119,4 @@ def with_writable_form(judge: JudgeConfig) -> JudgeConfig:
     """
     if judge.parser in WRITTEN:
         return judge
-    return replace(judge, template=str(path_of("template", judge.template)), parser="boxed")
+    return replace(judge, template=str(find_template("template", judge.template)), parser="boxed")

@@ -86,7 +86,7 @@ class Cascade:
             return group.decision(
                 self.name, sibling, lambda: self._decide(group, f"{group.group_id}/{sibling}", [first])
             )
-        if (siblings := group.siblings_of(self)) is None or (firsts := group.outcomes(self.first, siblings)) is None:
+        if (siblings := group.find_siblings(self)) is None or (firsts := group.outcomes(self.first, siblings)) is None:
             return None
         return group.decision(self.name, None, lambda: self._decide(group, group.group_id, firsts))
 
@@ -112,7 +112,7 @@ class Cascade:
         made = {sibling: one for (cascade, sibling), one in group.decisions.items() if cascade == self.name}
         found: dict[EventKey, CascadeEvent] = {}
         for sibling, decision in made.items():
-            siblings = group.siblings_of(self) if sibling is None else [sibling]
+            siblings = group.find_siblings(self) if sibling is None else [sibling]
             assert siblings is not None, "it has decided"
             found[self.name, sibling, "decided"] = self._decided(group, siblings, decision)
             if decision == "audit" and (audited := self._audited(group, siblings)) is not None:
@@ -120,7 +120,7 @@ class Cascade:
         return found
 
     def _decided(self, group: KnownGroup, siblings: Sequence[int], decision: Decision) -> CascadeEvent:
-        firsts = [group.settled(self.first, sibling) for sibling in siblings]
+        firsts = [group.get_settled(self.first, sibling) for sibling in siblings]
         return CascadeEvent(
             cascade=self.name,
             rollouts=len(siblings),
@@ -130,7 +130,9 @@ class Cascade:
 
     def _audited(self, group: KnownGroup, siblings: Sequence[int]) -> CascadeEvent | None:
         """The audit of some siblings. None while the second judge hasn't answered for one of them."""
-        pairs = [(group.settled(self.first, sibling), group.settled(self.then, sibling)) for sibling in siblings]
+        pairs = [
+            (group.get_settled(self.first, sibling), group.get_settled(self.then, sibling)) for sibling in siblings
+        ]
         if any(good is None for _, good in pairs):
             return None
         both = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.verdict import added, mixed, outcome
+from grmpipe.judge.verdict import mix_verdicts, outcome, sum_spans
 from grmpipe.types import RewardSpan, Rollout, Verdict
 
 ROUNDING = 1e-9  # of a reward
@@ -30,10 +30,10 @@ def on_scale(verdict: Verdict, scale: Scale, breakdown: Mapping[str, float]) -> 
     return replace(verdict, score=scale.score_of(verdict.score), score_std=spread, breakdown=breakdown)
 
 
-def weighted_mean(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
-    """The weighted mean of components (see `mixed`), without those that their own juries missed."""
+def average_components(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
+    """The weighted mean of components (see `mix_verdicts`), without those that their own juries missed."""
     absent = tuple(name for verdict in verdicts.values() for name in verdict.absent)
-    return replace(mixed(verdicts, weights), breakdown={}, absent=absent)
+    return replace(mix_verdicts(verdicts, weights), breakdown={}, absent=absent)
 
 
 def whole(rollout: Rollout, reward: float, behind: Sequence[Verdict], spread: float) -> Verdict:
@@ -57,7 +57,7 @@ def share_of_passes(rewards: Sequence[float], pass_at: float) -> float:
 # -- normalised by the group (GDPO, arXiv 2601.05242) ----------------------------------------------------------------
 
 
-def normalised(
+def average_normalised(
     group: Sequence[Mapping[str, Verdict]],
     mine: Mapping[str, Verdict],
     weights: Mapping[str, float],
@@ -70,8 +70,8 @@ def normalised(
     the score stay those of the plain weighted mean.
     """
     moved = {name: by_group(verdict, [one[name] for one in group], min_group_std) for name, verdict in mine.items()}
-    plain = weighted_mean(mine, weights)
-    return replace(plain, normalised=weighted_mean(moved, weights).rewards)
+    plain = average_components(mine, weights)
+    return replace(plain, normalised=average_components(moved, weights).rewards)
 
 
 def by_group(verdict: Verdict, group: Sequence[Verdict], min_group_std: float) -> Verdict:
@@ -84,7 +84,7 @@ def by_group(verdict: Verdict, group: Sequence[Verdict], min_group_std: float) -
     rewards = [one.outcome for one in group]
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     if spread <= ROUNDING:
-        return replace(verdict, rewards=added(replace(span, value=0.0) for span in verdict.rewards))
+        return replace(verdict, rewards=sum_spans(replace(span, value=0.0) for span in verdict.rewards))
     mean = statistics.fmean(rewards)
     share = 0.0 if any(len(one.rewards) > 1 for one in group) else 1.0
 

@@ -74,17 +74,17 @@ def without_bounds(judge: Judge) -> Judge:
     return replace(judge, bounds=ShareBounds(limited=False)) if isinstance(judge, ComposedJudge) else judge
 
 
-def bounds_of(judge: Judge) -> ShareBounds:
+def get_bounds(judge: Judge) -> ShareBounds:
     """The bounds of a run's cascades; those of a single judge are used by none."""
     return judge.bounds if isinstance(judge, ComposedJudge) else ShareBounds()
 
 
-def skill_of(judge: Judge) -> MeasuredSkill:
+def get_skill(judge: Judge) -> MeasuredSkill:
     """The measured skill of a run's judges; of a single one it is used by none."""
     return judge.skill if isinstance(judge, ComposedJudge) else MeasuredSkill()
 
 
-def members_of(judge: Judge) -> Mapping[str, Judge]:
+def get_members(judge: Judge) -> Mapping[str, Judge]:
     """Each of several judges by its name; empty for a single one."""
     return judge.judges if isinstance(judge, ComposedJudge) else {}
 

@@ -96,7 +96,7 @@ class KnownGroup:
             self._settled[part.name, sibling] = outcome
         return outcome
 
-    def settled(self, part: RewardPart, sibling: int) -> Verdict | Failed | None:
+    def get_settled(self, part: RewardPart, sibling: int) -> Verdict | Failed | None:
         """The outcome, if it has been found. Unlike `outcome` it never lets a cascade decide."""
         return self._settled.get((part.name, sibling))
 
@@ -109,7 +109,7 @@ class KnownGroup:
             found.append(outcome)
         return found
 
-    def siblings_of(self, part: RewardPart) -> list[int] | None:
+    def find_siblings(self, part: RewardPart) -> list[int] | None:
         """The siblings whose verdict needs a part: what a gate vetoes needs nothing behind it. None while that isn't
         known of one.
         """
@@ -166,7 +166,7 @@ class Answered:
         return next(iter(self.failures.values()), None)
 
 
-def answered(group: KnownGroup, parts: Sequence[RewardPart], sibling: int) -> Answered | Unsettled:
+def collect_outcomes(group: KnownGroup, parts: Sequence[RewardPart], sibling: int) -> Answered | Unsettled:
     """The outcomes of all parts. While some are pending, the judges that all of them need: they are asked together."""
     verdicts: dict[str, Verdict] = {}
     failures: dict[str, Failed] = {}

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import Scale
 from grmpipe.judge.composition.combine import (
+    average_components,
+    average_normalised,
     in_reward_units,
-    normalised,
     reaches,
-    weighted_mean,
     whole,
 )
-from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, RewardPart, Unsettled, answered
-from grmpipe.judge.verdict import failed
+from grmpipe.judge.composition.outcome import Answered, KnownGroup, Outcome, RewardPart, Unsettled, collect_outcomes
+from grmpipe.judge.verdict import make_failure
 from grmpipe.types import Failed, Rollout, Verdict
 
 
@@ -37,7 +37,7 @@ class JudgePart:
         if verdict is None:
             return Unsettled(asks=(self.name,))
         if isinstance(verdict, Failed):
-            return named(self.name, verdict)
+            return name_part(self.name, verdict)
         return in_reward_units(verdict, self.scale)
 
     def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
@@ -59,24 +59,24 @@ class Mix:
     min_group_std: float = 0.0
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
-        found = answered(group, self.parts, sibling)
+        found = collect_outcomes(group, self.parts, sibling)
         if isinstance(found, Unsettled):
             return found
         if (failure := found.first_failure) is not None:
             return failure
-        return self._normalised(group, found) if self.by_group else weighted_mean(found.verdicts, self.weights)
+        return self._normalised(group, found) if self.by_group else average_components(found.verdicts, self.weights)
 
     def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
         return True
 
     def _normalised(self, group: KnownGroup, mine: Answered) -> Outcome:
         """Waits for all siblings. Those without a verdict are in no mean."""
-        siblings = [answered(group, self.parts, sibling) for sibling in range(group.size)]
+        siblings = [collect_outcomes(group, self.parts, sibling) for sibling in range(group.size)]
         known = [found for found in siblings if isinstance(found, Answered)]
         if len(known) < group.size:
             return Unsettled()
         valid = [found.verdicts for found in known if not found.failures]
-        return normalised(valid, mine.verdicts, self.weights, self.min_group_std)
+        return average_normalised(valid, mine.verdicts, self.weights, self.min_group_std)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class RouteBySource:
         source = group.prompt.source
         part = self.by_source.get(source, self.default)
         if part is None:
-            return failed("refused", f"{self.name}: no judge for prompts of the source {source!r}")
+            return make_failure("refused", f"{self.name}: no judge for prompts of the source {source!r}")
         return group.outcome(part, sibling)
 
     def needs(self, part: RewardPart, group: KnownGroup, sibling: int) -> bool | None:
@@ -118,7 +118,7 @@ class Jury:
     by_skill: bool = False
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
-        found = answered(group, self.parts, sibling)
+        found = collect_outcomes(group, self.parts, sibling)
         if isinstance(found, Unsettled):
             return found
         if (voters := self._voters(group)) is None:
@@ -142,11 +142,11 @@ class Jury:
         names = [part.name for part in self.parts]
         if self.quorum == len(names):
             return frozenset(names)
-        if (siblings := group.siblings_of(self)) is None:
+        if (siblings := group.find_siblings(self)) is None:
             return None
         given: list[frozenset[str]] = []
         for sibling in siblings:
-            if isinstance(found := answered(group, self.parts, sibling), Unsettled):
+            if isinstance(found := collect_outcomes(group, self.parts, sibling), Unsettled):
                 return None
             given.append(frozenset(found.verdicts))
         failing = [name for name in names if not all(name in one for one in given)]
@@ -168,7 +168,7 @@ class Jury:
         if len(found.verdicts) >= self.quorum:
             chosen = ", ".join(part.name for part in self.parts if part.name in voters)
             why = f"the group is judged by {chosen}, who gave most of its siblings a verdict"
-        return named(self.name, replace(failure, detail=f"{why}; {failure.detail}"))
+        return name_part(self.name, replace(failure, detail=f"{why}; {failure.detail}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +206,9 @@ class Gate:
         return isinstance(gate, Verdict) and reaches(gate.outcome, self.min_reward)
 
 
-def named(name: str, failure: Failed) -> Failed:
+def name_part(name: str, failure: Failed) -> Failed:
     """A failure without its evidence, with the name of the part that failed in front of its detail."""
-    return failed(failure.cause, f"{name}: {failure.detail}", failure.attempts)
+    return make_failure(failure.cause, f"{name}: {failure.detail}", failure.attempts)
 
 
 # -- votes of a jury -------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ JuryVote = Callable[[Mapping[str, Verdict], Mapping[str, float], Rollout], Verdi
 
 
 def vote_by_mean(members: Mapping[str, Verdict], skill: Mapping[str, float], rollout: Rollout) -> Verdict:
-    return weighted_mean(members, dict.fromkeys(members, 1.0))
+    return average_components(members, dict.fromkeys(members, 1.0))
 
 
 def vote_on_rewards(choose: Callable[[Sequence[float]], float]) -> JuryVote:
@@ -235,5 +235,5 @@ def vote_by_accuracy(members: Mapping[str, Verdict], skill: Mapping[str, float],
     weights = {name: skill[name] for name in members if skill.get(name, 0.0) > 0}
     if not weights or not skill.keys() >= members.keys():
         return vote_by_mean(members, skill, rollout)
-    verdict = weighted_mean({name: members[name] for name in weights}, weights)
+    verdict = average_components({name: members[name] for name in weights}, weights)
     return replace(verdict, num_judgements=sum(verdict.num_judgements for verdict in members.values()))

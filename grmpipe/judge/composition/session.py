@@ -12,7 +12,7 @@ from grmpipe.judge.composition.outcome import KnownGroup, RewardPart, Unsettled,
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import NOT_TAKEN
-from grmpipe.judge.verdict import only_finite, unjudged
+from grmpipe.judge.verdict import only_finite, report_failures
 from grmpipe.types import (
     CascadeEvent,
     Failed,
@@ -198,9 +198,11 @@ class CompositionSession:
         in_order = {judge: own[judge] for judge in self._composed.judges if judge in own}
         by_judge = {judge: with_evidence(report, self._late.pop(judge, [])) for judge, report in in_order.items()}
         if isinstance(outcome, Failed) and not by_judge:
-            return unjudged(outcome)
+            return report_failures(outcome)
         reports = list(by_judge.values())
-        verdict = outcome if isinstance(outcome, Failed) else shown(outcome, sibling, self._group, self._composed)
+        verdict = (
+            outcome if isinstance(outcome, Failed) else show_verdict(outcome, sibling, self._group, self._composed)
+        )
         audit = next((report.audit for report in reports if report.audit is not None), None)
         whole = JudgeReport(verdict=verdict, audit=audit, by_judge=by_judge, cascades=self._new_events())
         return with_evidence(whole, reports)
@@ -213,9 +215,9 @@ class CompositionSession:
         return tuple(new.values())
 
 
-def shown(verdict: Verdict, sibling: int, group: KnownGroup, composed: ComposedJudge) -> Verdict:
+def show_verdict(verdict: Verdict, sibling: int, group: KnownGroup, composed: ComposedJudge) -> Verdict:
     """A verdict as people read it: on the first judge's scale, with the reward of every part."""
-    settled = {part.name: group.settled(part, sibling) for part in walk(composed.root) if part is not composed.root}
+    settled = {part.name: group.get_settled(part, sibling) for part in walk(composed.root) if part is not composed.root}
     breakdown = {name: one.outcome for name, one in settled.items() if isinstance(one, Verdict)}
     return on_scale(verdict, composed.scale, breakdown)
 

@@ -16,7 +16,7 @@ class MeasuredSkill:
     def __init__(self) -> None:
         self._accuracy: dict[str, float] = {}
 
-    def measured(self, accuracy: Mapping[str, float]) -> None:
+    def take_accuracies(self, accuracy: Mapping[str, float]) -> None:
         """Take the accuracies of an evaluation; of judges that it didn't measure the earlier ones hold."""
         self._accuracy |= accuracy
 

@@ -51,11 +51,11 @@ AFTER = re.compile(rf"\s*(?:\\?%|°|{UNIT}|(?<=\s)[A-Za-z]{{2,}})?(?:[ /.]+[A-Za
 NO_UNIT = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|log|ln|exp|sqrt|pi|mod|and|or|to|not)(?![A-Za-z])")
 
 
-def answer_of(text: str) -> Fraction | None:
+def find_answer(text: str) -> Fraction | None:
     """The number that the text gives as its answer. None if there is none or it isn't clear."""
     if BOXED in text:
         return only_number(inside_of_last_box(text))
-    text = cleaned(text)
+    text = strip_typesetting(text)
     found = deque(NUMBER.finditer(text), maxlen=1)
     if not found:
         return None
@@ -63,7 +63,7 @@ def answer_of(text: str) -> Fraction | None:
     nearby = (max(0, last.start() - NEARBY), last.start())
     if PART_BEFORE.search(text, *nearby) or IN_A_ROW.search(text, *nearby) or PART_AFTER.match(text, last.end()):
         return None
-    value = value_of(last)
+    value = parse_number(last)
     return -value if value is not None and SIGN_APART.search(text, *nearby) and last[0][0] != "-" else value
 
 
@@ -89,7 +89,7 @@ def reference_answer(reference: str) -> Fraction:
 
 def only_number(text: str) -> Fraction | None:
     """The number of a text that is one number with allowed words around it. None for any other text."""
-    text = cleaned(text)
+    text = strip_typesetting(text)
     before = BEFORE.match(text)
     assert before is not None, "it may be empty"
     apart = MINUS_APART.match(text, before.end())
@@ -97,7 +97,7 @@ def only_number(text: str) -> Fraction | None:
     number = NUMBER.match(text, apart.end() if apart is not None and is_negative else before.end())
     if number is None or not AFTER.fullmatch(text, number.end()) or NO_UNIT.search(text):
         return None
-    value = value_of(number)
+    value = parse_number(number)
     return -value if value is not None and is_negative and number[0][0] != "-" else value
 
 
@@ -111,7 +111,7 @@ def inside_of_last_box(text: str) -> str:
     return ""
 
 
-def cleaned(text: str) -> str:
+def strip_typesetting(text: str) -> str:
     """The text without typesetting commands and without the powers of units."""
     if not any(mark in text for mark in MARKS):  # a fast path: most answers are plain text
         return text
@@ -120,7 +120,7 @@ def cleaned(text: str) -> str:
     return text
 
 
-def value_of(number: re.Match[str]) -> Fraction | None:
+def parse_number(number: re.Match[str]) -> Fraction | None:
     if len(number[0]) > MAX_LENGTH:
         return None
     if number["plain"] is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from grmpipe.config.raw_scores import EnvRewardConfig
-from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout
 
 COMPONENT = "env"  # the name of its reward in a breakdown
@@ -25,10 +25,10 @@ class EnvRewardJudge:
         if not given and self._config.missing is not None:
             given = {len(rollout.turns) - 1: self._config.missing}
         if not given:
-            return unjudged(failed("undecided", self._missing(rollout)))
+            return report_failures(make_failure("undecided", self._missing(rollout)))
         total = math.fsum(given.values())
         rewards = by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total)
-        return unvoted(rewards, total, {COMPONENT: total})
+        return report_score(rewards, total, {COMPONENT: total})
 
     def _missing(self, rollout: Rollout) -> str:
         wanted = f" called {' or '.join(self._config.weights)}" if self._config.weights else ""

@@ -11,7 +11,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.user_code import UserCodeError, call_guarded
 from grmpipe.judge.kinds.reward_function import GivenReward, reward_function
 from grmpipe.judge.pointwise_adapter import HandOver
-from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.types import Cause, JudgeReport, JudgeSession, Prompt, Rollout
 from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
@@ -79,11 +79,11 @@ class FunctionJudge:
                 return self._failed("out_of_range", words, prompt)
             parts[RAW], reward = reward, (reward - low) / (high - low)
             score = self._scale.score_of(reward)
-        return unvoted(outcome(rollout, reward), score, parts | {COMPONENT: reward})
+        return report_score(outcome(rollout, reward), score, parts | {COMPONENT: reward})
 
     def _failed(self, cause: Cause, words: str, prompt: Prompt) -> JudgeReport:
         # The first failure that isn't the function's own choice is for the console, the others are for run.log.
         level = logging.INFO if self._has_failed or cause == "abstained" else logging.WARNING
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"
-        return unjudged(failed(cause, f"prompt {prompt.prompt_id}: {words}"))
+        return report_failures(make_failure(cause, f"prompt {prompt.prompt_id}: {words}"))

@@ -18,7 +18,7 @@ from grmpipe.judge.kinds.rule import Rule, rule_named
 from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import outcome, unvoted
+from grmpipe.judge.verdict import outcome, report_score
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
 from models.types import Message
 
@@ -136,7 +136,7 @@ def label_rule(parser: Parser, scale: Scale) -> Rule:
     return is_right
 
 
-def rule_of(judge: JudgeConfig) -> Rule:
+def find_rule(judge: JudgeConfig) -> Rule:
     """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
     if judge.kind != "label":
         return rule_named(judge.rule, judge.key)
@@ -153,13 +153,13 @@ class LabelReward:
         assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
         right = rollout.status == "finished" and self._rule(rollout.answer, prompt.reference)
         reward, scale = RIGHT if right else WRONG, Scale()
-        return unvoted(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
+        return report_score(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
 
 
 Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task in rejection sampling
 
 
-def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, tuple[Rollout, ...]]:
+def keep_critiques(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, tuple[Rollout, ...]]:
     """The right critiques of a judging task, unless all of them are right."""
     if all(right):
         return "too_easy", ()
@@ -167,15 +167,17 @@ def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, t
     return ("kept", kept) if kept else ("none_right", ())
 
 
-def hinted(judging_task: Prompt) -> Prompt:
+def add_hint(judging_task: Prompt) -> Prompt:
     """The judging task with its label shown, in SPCT's words."""
     assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
     *before, message = judging_task.messages
-    hinted_message = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
+    hinted_message = Message(
+        role=message.role, content=f"{message.content}\n\n{describe_label(judging_task.reference)}"
+    )
     return dataclasses.replace(judging_task, messages=(*before, hinted_message))
 
 
-def hint_of(label: str) -> str:
+def describe_label(label: str) -> str:
     if match := BEST_LABEL.fullmatch(label):
         return f"The best response is: Response {match[1]}"
     return f"The true score is: {label.removeprefix('exactly ')}"

@@ -25,19 +25,19 @@ def means_the_same(text: str, reference: str) -> bool:
         raise RuntimeError("math_verify: its timeouts use signals, which only the main thread receives")
     from math_verify import verify
 
-    expected = parsed_reference(reference)
+    expected = parse_reference(reference)
     if not expected:
         raise ValueError(f"reference {reference[:80]!r} contains no mathematics; type judge.rule=contains_reference")
-    return bool(verify(list(expected), parsed(text), timeout_seconds=TIMEOUT_S))
+    return bool(verify(list(expected), parse_math(text), timeout_seconds=TIMEOUT_S))
 
 
 @lru_cache(maxsize=4096)
-def parsed_reference(reference: str) -> tuple[object, ...]:
+def parse_reference(reference: str) -> tuple[object, ...]:
     marked = any(mark in reference for mark in ("$", "\\boxed{", "\\(", "\\["))
-    return tuple(parsed(reference if marked else f"${reference}$"))
+    return tuple(parse_math(reference if marked else f"${reference}$"))
 
 
-def parsed(text: str) -> Sequence[object]:
+def parse_math(text: str) -> Sequence[object]:
     from math_verify import parse
 
     return parse(text, parsing_timeout=TIMEOUT_S)

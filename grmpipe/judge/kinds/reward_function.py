@@ -80,7 +80,7 @@ class RewardFunction:
         if name in ("response", "solution_str") or (name == "completion" and not prompt.is_chat):
             return rollout.turns[-1].completion.text if self.show_thoughts else rollout.answer
         if name == "completion":
-            return messages_of(rollout, thoughts=self.show_thoughts)
+            return to_messages(rollout, thoughts=self.show_thoughts)
         if name == "completion_ids":
             return [token_id for turn in rollout.turns for token_id in turn.completion.token_ids]
         if name == "prompt":
@@ -92,13 +92,13 @@ class RewardFunction:
     def read(self, given: object, count: int) -> list[GivenReward]:
         """One result for each of `count` responses. Raises BadValueError."""
         if not self.is_batch:
-            return [scored(given)]
+            return [read_reward(given)]
         if (as_list := getattr(given, "tolist", None)) is not None:  # an array of numpy or torch
             given = as_list()
         if not isinstance(given, list | tuple) or len(given) != count:
             what = f"{len(given)} values" if isinstance(given, list | tuple) else format_value(given)
             raise BadValueError(f"returned {what} for {count} responses; return a list with one value for each")
-        return [scored(one) for one in given]
+        return [read_reward(one) for one in given]
 
 
 # What a row of data has besides its columns, by a name of its own and by verl's.
@@ -141,7 +141,7 @@ def reward_function(path: str, key: str, *, show_thoughts: bool = False) -> Rewa
     )
 
 
-def scored(given: object) -> GivenReward:
+def read_reward(given: object) -> GivenReward:
     """What a function returned for a response. Raises BadValueError for what is no reward."""
     if given is None:
         return GivenReward(reward=None)
@@ -161,7 +161,7 @@ def reward_in(value: object) -> float:
     return number
 
 
-def messages_of(rollout: Rollout, *, thoughts: bool) -> list[dict[str, str]]:
+def to_messages(rollout: Rollout, *, thoughts: bool) -> list[dict[str, str]]:
     """The episode after the prompt, as chat messages."""
     found: list[dict[str, str]] = []
     for turn in rollout.turns:

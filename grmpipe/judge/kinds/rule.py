@@ -11,9 +11,9 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import RULES
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.keys.user_code import UserCodeError, call_guarded, describe_code, format_value, to_number
-from grmpipe.judge.kinds.answer import answer_of, reference_answer
+from grmpipe.judge.kinds.answer import find_answer, reference_answer
 from grmpipe.judge.kinds.math_rule import means_the_same as means_the_same
-from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.types import JudgeReport, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -26,18 +26,18 @@ def is_right(text: str, reference: str) -> bool:
 
     Raises ValueError for a reference that isn't one number.
     """
-    return answer_of(text) == reference_answer(reference)
+    return find_answer(text) == reference_answer(reference)
 
 
 def contains_reference(text: str, reference: str) -> bool:
     """Whether the reference occurs in the text as whole words, ignoring case and spacing: no "no" in "nothing"."""
-    words = words_of(reference)
+    words = normalise_words(reference)
     if not words:
         raise ValueError("reference is empty")
-    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", words_of(text)) is not None
+    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", normalise_words(text)) is not None
 
 
-def words_of(text: str) -> str:
+def normalise_words(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
@@ -84,14 +84,14 @@ class RuleJudge:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         if prompt.reference is None:
-            return unjudged(failed("refused", f"prompt {prompt.prompt_id} has no reference"))
+            return report_failures(make_failure("refused", f"prompt {prompt.prompt_id} has no reference"))
         try:
             grade = self._rule(rollout.answer, prompt.reference)
         except RuleBrokenError as error:
             # The first one is for the console, the others are for run.log.
             log.log(logging.INFO if self._has_broken else logging.WARNING, "no verdict: %s", error)
             self._has_broken = True
-            return unjudged(failed("broken", f"prompt {prompt.prompt_id}: {error}"))
+            return report_failures(make_failure("broken", f"prompt {prompt.prompt_id}: {error}"))
         except ValueError as error:
-            return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
-        return unvoted(outcome(rollout, grade), self._scale.score_of(grade), {"rule": grade})
+            return report_failures(make_failure("refused", f"prompt {prompt.prompt_id}: {error}"))
+        return report_score(outcome(rollout, grade), self._scale.score_of(grade), {"rule": grade})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.verdict import failed, outcome, unjudged, unvoted
+from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.chat.long_texts import count_chars, off_loop_if_long
 from models.chat.renderer import Renderer
@@ -47,32 +47,32 @@ class ScalarJudge:
                 count_chars(messages), partial(self._model.renderer.render_whole, messages)
             )
         except ValueError as error:  # a template may refuse some order of roles
-            return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
+            return report_failures(make_failure("refused", f"prompt {prompt.prompt_id}: {error}"))
         if 0 < self._model.context_tokens < len(token_ids):
             detail = f"a conversation of {len(token_ids)} tokens; the reward model reads {self._model.context_tokens}"
-            return unjudged(failed("too_long", detail))
+            return report_failures(make_failure("too_long", detail))
         raw_score = await self._raw_score(token_ids, priority)
-        return unjudged(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
+        return report_failures(raw_score) if isinstance(raw_score, Failed) else self._report(rollout, raw_score)
 
     async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
         try:
             async with self._places.enter(priority), asyncio.timeout(self._config.limits.timeout_s):
                 raw_score = await self._model.scorer.score(token_ids, priority)
         except TimeoutError:
-            return failed("timeout", f"no score within {self._config.limits.timeout_s:g} s", 1)
+            return make_failure("timeout", f"no score within {self._config.limits.timeout_s:g} s", 1)
         except EngineRefused as error:
-            return failed("refused", str(error), 1)
+            return make_failure("refused", str(error), 1)
         except EngineDied as error:
-            return failed("died", str(error), 1)
+            return make_failure("died", str(error), 1)
         if not math.isfinite(raw_score):
-            return failed("unparseable", f"the reward model gave {raw_score}: check its weights and its dtype", 1)
+            return make_failure("unparseable", f"the reward model gave {raw_score}: check its weights and its dtype", 1)
         return raw_score
 
     def _report(self, rollout: Rollout, raw_score: float) -> JudgeReport:
         """The reward, its place on the judge's scale as the score, and the raw score for people to read."""
         reward = self._config.scalar.reward_of(raw_score)
         breakdown = {COMPONENT: reward, RAW_SCORE: raw_score}
-        return unvoted(outcome(rollout, reward), self._config.scale.score_of(reward), breakdown)
+        return report_score(outcome(rollout, reward), self._config.scale.score_of(reward), breakdown)
 
 
 def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterator[Message]:

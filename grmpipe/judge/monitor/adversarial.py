@@ -41,14 +41,14 @@ async def probe_judge(judge: Judge, probes: Sequence[AdversarialProbe]) -> Metri
     reports = await asyncio.gather(
         *(judged(probe, f"fool-{i}-{j}", reply) for i, probe in enumerate(probes) for j, reply in enumerate(REPLIES))
     )
-    metrics = metrics_of("judge_monitor", reports)
+    metrics = compute_metrics("judge_monitor", reports)
     for name in dict.fromkeys(name for report in reports for name in report.by_judge):
         own = [report.by_judge[name] for report in reports if name in report.by_judge]
-        metrics |= metrics_of(f"judge_monitor/{name}", own)
+        metrics |= compute_metrics(f"judge_monitor/{name}", own)
     return metrics
 
 
-def metrics_of(area: str, reports: Sequence[JudgeReport]) -> Metrics:
+def compute_metrics(area: str, reports: Sequence[JudgeReport]) -> Metrics:
     if not reports:
         return {}
     verdicts = [report.verdict for report in reports if isinstance(report.verdict, Verdict)]

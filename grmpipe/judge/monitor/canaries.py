@@ -37,7 +37,7 @@ class Canary:
             return [rollout_of_messages(group_id, 0, messages)]
         return [rollout_of_text(group_id, i, text) for i, text in enumerate(self.texts)]
 
-    def scores_of(self, judge: str) -> Scores:
+    def get_scores(self, judge: str) -> Scores:
         """The first scores by a judge; under no name, those that make the reward."""
         return self.by_judge.get(judge, ()) if judge else self.scores
 
@@ -90,8 +90,8 @@ def with_first(canaries: Sequence[Canary], found: CanaryScores) -> tuple[Canary,
 
 def drifts(canaries: Sequence[Canary], found: CanaryScores) -> dict[str, CanaryDrift]:
     """Judge -> its drift. A judge that wasn't there at first has none."""
-    firsts = {judge: [canary.scores_of(judge) for canary in canaries] for judge in found}
-    return {judge: drift_of(firsts[judge], own) for judge, own in found.items() if all(firsts[judge])}
+    firsts = {judge: [canary.get_scores(judge) for canary in canaries] for judge in found}
+    return {judge: measure_drift(firsts[judge], own) for judge, own in found.items() if all(firsts[judge])}
 
 
 async def judge_canaries(judge: Judge, members: Mapping[str, Judge], canaries: Sequence[Canary]) -> CanaryScores:
@@ -115,14 +115,14 @@ async def judge_canary(judge: Judge, members: Mapping[str, Judge], group_id: str
             by_judge[name] = tuple(report.by_judge[name] for report in reports)
         else:
             by_judge[name] = await judge_group(member, canary.prompt, rollouts)
-    return {name: scores_of(own) for name, own in by_judge.items()}
+    return {name: read_scores(own) for name, own in by_judge.items()}
 
 
-def scores_of(reports: Sequence[JudgeReport]) -> Scores:
+def read_scores(reports: Sequence[JudgeReport]) -> Scores:
     return tuple(report.verdict.score if isinstance(report.verdict, Verdict) else None for report in reports)
 
 
-def drift_of(firsts: Sequence[Scores], scores: Sequence[Scores]) -> CanaryDrift:
+def measure_drift(firsts: Sequence[Scores], scores: Sequence[Scores]) -> CanaryDrift:
     """The drift from the first scores of each canary to those of now."""
     pairs = [
         (first, now)

@@ -55,7 +55,7 @@ class Limits:
             if (value := metrics.get(limit.metric)) is None:
                 continue
             self._never_read.discard(name)
-            if (breach := broken(limit, value)) is None:
+            if (breach := check_limit(limit, value)) is None:
                 self._exceeded.discard(name)
                 continue
             text = f"judge_monitor.limits.{name}: at step {step} {limit.metric} is {value:.4g}, {breach}"
@@ -93,7 +93,7 @@ def is_of_check(metric: str) -> bool:
     return area.split("/")[0] == "judge_monitor" and name in OF_CHECKS
 
 
-def broken(limit: LimitConfig, value: float) -> str | None:
+def check_limit(limit: LimitConfig, value: float) -> str | None:
     if limit.above is not None and value > limit.above:
         return f"above {limit.above:g}"
     if limit.below is not None and value < limit.below:

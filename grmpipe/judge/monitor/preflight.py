@@ -35,21 +35,21 @@ async def preflight_judgement(judge: Judge, config: JudgeConfig, prompts: Sequen
     A judge that gives no answer shows nothing about its parser: the run's failure gate handles that. The judged texts
     are the prompts' references, or a plain admission of not knowing if there is none.
     """
-    groups = await asyncio.gather(*(tried(judge, prompt) for prompt in prompts[:NUM_PROMPTS]))
+    groups = await asyncio.gather(*(try_prompt(judge, prompt) for prompt in prompts[:NUM_PROMPTS]))
     reports = [report for group in groups for report in group]
     failures = [failure for report in reports for failure in report.failures]
     useless = [failure for failure in failures if isinstance(failure, FailedJudgement)]
     if not useless or len(useless) < len(failures) or any(report.judgements for report in reports):
         return None
-    return explained(config, useless)
+    return explain_failures(config, useless)
 
 
-async def tried(judge: Judge, prompt: Prompt) -> tuple[JudgeReport, ...]:
+async def try_prompt(judge: Judge, prompt: Prompt) -> tuple[JudgeReport, ...]:
     texts = [prompt.reference or "I don't know."] * NUM_SIBLINGS
     return await judge_together(judge, prompt, f"dry-{prompt.prompt_id}", texts)
 
 
-def explained(config: JudgeConfig, failures: Sequence[Failed]) -> str:
+def explain_failures(config: JudgeConfig, failures: Sequence[Failed]) -> str:
     cause, count = Counter(failure.cause for failure in failures).most_common(1)[0]
     last = [failure for failure in failures if failure.cause == cause][-1]
     if cause == "truncated":

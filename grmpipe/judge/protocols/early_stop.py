@@ -83,7 +83,7 @@ class Noise:
     def add(self, scores: Sequence[float]) -> None:
         """Add the scores of one text."""
         if len(scores) > 1:
-            self._squares += squares_of(scores)
+            self._squares += sum_squares(scores)
             self._degrees += len(scores) - 1
 
     def standard_error(self, scores: Sequence[float]) -> float:
@@ -92,11 +92,11 @@ class Noise:
             return math.inf
         pooled = self._squares / self._degrees
         own_degrees = len(scores) - 1
-        variance = (self.PRIOR_DEGREES * pooled + squares_of(scores)) / (self.PRIOR_DEGREES + own_degrees)
+        variance = (self.PRIOR_DEGREES * pooled + sum_squares(scores)) / (self.PRIOR_DEGREES + own_degrees)
         return math.sqrt(variance / len(scores))
 
 
-def squares_of(scores: Sequence[float]) -> float:
+def sum_squares(scores: Sequence[float]) -> float:
     mean = statistics.fmean(scores)
     return math.fsum((score - mean) ** 2 for score in scores)
 

@@ -36,7 +36,7 @@ class GroupSession(ABC):
         """The GRM's prompt for whole rollouts next to each other, or why there is none."""
         if isinstance(principles, Failed):
             return principles
-        responses = [self._context.shown(self._prompt, self._rollouts[sibling]) for sibling in order]
+        responses = [self._context.show_rollout(self._prompt, self._rollouts[sibling]) for sibling in order]
         return await self._context.prompt(self._prompt, responses, principles)
 
     @abstractmethod

@@ -15,10 +15,10 @@ from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
-from grmpipe.judge.protocols.prompt_truncation import truncated_to_fit
+from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
 from grmpipe.judge.protocols.steps import Decode
-from grmpipe.judge.trajectory import Trajectory, trajectory_of
-from grmpipe.judge.verdict import Vote, best_indices, failed, mean, vote_named, weighted
+from grmpipe.judge.trajectory import Trajectory, make_trajectory
+from grmpipe.judge.verdict import Vote, average_weighted, best_indices, make_failure, mean, vote_named
 from grmpipe.types import Failed, Judgement, Prompt, Rollout
 from models.chat.long_texts import off_loop_if_long
 from models.types import EngineDied, EngineRefused
@@ -41,33 +41,33 @@ class JudgeContext:
     def scale(self) -> Scale:
         return self.config.scale
 
-    def shown(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
+    def show_rollout(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
         """What the judge sees of a rollout: `judge.format.show_thoughts`."""
-        return trajectory_of(prompt, rollout, thoughts=self.config.format.show_thoughts)
+        return make_trajectory(prompt, rollout, thoughts=self.config.format.show_thoughts)
 
     async def prompt(
         self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None
     ) -> GrmPrompt | Failed:
         """The GRM's prompt for some responses, or a failure: refused or too_long."""
 
-        asked = with_texts(prompt, self.client.grm.shown)
+        asked = with_texts(prompt, self.client.grm.escape_text)
 
         def render(shown: Sequence[Trajectory]) -> GrmPrompt:
-            spelt = [trajectory.changed(self.client.grm.shown) for trajectory in shown]
+            spelt = [trajectory.change_texts(self.client.grm.escape_text) for trajectory in shown]
             return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles))
 
         try:
             made = await off_loop_if_long(
                 sum(len(passage.text) for response in responses for passage in response.passages),
-                partial(truncated_to_fit, render, responses, self.client.room, self.config.format.truncation),
+                partial(truncate_to_fit, render, responses, self.client.room, self.config.format.truncation),
             )
         except ValueError as error:
-            return failed("refused", str(error))
+            return make_failure("refused", str(error))
         if isinstance(made, str):
-            return failed("too_long", f"{self.client.grm.name}: {made}")
+            return make_failure("too_long", f"{self.client.grm.name}: {made}")
         return made
 
-    async def counted(
+    async def select_for_vote(
         self, judgements: Sequence[Judgement], priority: int
     ) -> tuple[Sequence[Judgement], Vote] | Failed:
         """The judgements that enter the vote, and the vote over the scores that they give to one response."""
@@ -77,9 +77,9 @@ class JudgeContext:
         try:
             weights = await self.meta_rm.scores(judgements, priority)
         except (EngineDied, EngineRefused) as error:
-            return failed("died" if isinstance(error, EngineDied) else "refused", f"meta-RM: {error}", 1)
+            return make_failure("died" if isinstance(error, EngineDied) else "refused", f"meta-RM: {error}", 1)
         if self.config.vote == "weighted":
-            return judgements, lambda scores: weighted(scores, weights)
+            return judgements, lambda scores: average_weighted(scores, weights)
         count = self.config.votes.k_meta or max(1, self.config.num_judgements // 2)
         return [judgements[index] for index in best_indices(weights, count)], mean
 
@@ -89,4 +89,4 @@ class JudgeContext:
         if limit is None or spread <= limit:
             return None
         detail = f"the spread of the judgements is {spread:.2f} (std); judge.votes.abstain_above_std={limit:g}"
-        return failed("undecided", detail, 1)
+        return make_failure("undecided", detail, 1)

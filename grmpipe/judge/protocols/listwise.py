@@ -29,7 +29,7 @@ class ListwiseSession(GroupSession):
         verdicts = await self._verdicts(members, sampled, priority)
         reports = {sibling: JudgeReport(verdict=verdict) for sibling, verdict in verdicts.items()}
         evidence = replace(reports[first], judgements=sampled.judgements, failures=sampled.failures)
-        return reports | {first: self._principles.added_to(evidence)}
+        return reports | {first: self._principles.add_to(evidence)}
 
     async def _sample(
         self, members: Sequence[int], principles: str | Failed | None, priority: int
@@ -67,7 +67,7 @@ class ListwiseSession(GroupSession):
     ) -> dict[int, Verdict | Failed]:
         if not sampled.judgements:
             return dict.fromkeys(members, all_failed(sampled.failures))
-        counted = await self._context.counted(sampled.judgements, priority)
+        counted = await self._context.select_for_vote(sampled.judgements, priority)
         return {sibling: self._verdict(sibling, counted) for sibling in members}
 
     def _verdict(self, sibling: int, counted: tuple[Sequence[Judgement], Vote] | Failed) -> Verdict | Failed:

@@ -38,24 +38,24 @@ class Match:
         return result if is_lower else WON - result
 
 
-def pairs_of(size: int, kind: str) -> list[Pair]:
+def list_pairs(size: int, kind: str) -> list[Pair]:
     """The pairs to judge. `all`: n (n - 1) / 2. `ring`: each sibling meets the next one, n pairs (one for n = 2)."""
     if kind == "ring":
         return sorted({(min(a, b), max(a, b)) for a in range(size) if (b := (a + 1) % size) != a})
     return [(a, b) for a in range(size) for b in range(a + 1, size)]
 
 
-def vote_of(judgement: Judgement, lower: int) -> float:
+def read_vote(judgement: Judgement, lower: int) -> float:
     """The vote for the lower sibling of a pair, in either place."""
     mine = judgement.scores[judgement.siblings.index(lower)]
     (other,) = (score for sibling, score in zip(judgement.siblings, judgement.scores, strict=True) if sibling != lower)
     return WON if mine > other else TIED if mine == other else LOST
 
 
-def votes_of(judgements: Sequence[Judgement], lower: int) -> Votes:
+def read_votes(judgements: Sequence[Judgement], lower: int) -> Votes:
     """The votes for the lower sibling, by the order of showing."""
-    first = tuple(vote_of(judgement, lower) for judgement in judgements if judgement.siblings[0] == lower)
-    last = tuple(vote_of(judgement, lower) for judgement in judgements if judgement.siblings[0] != lower)
+    first = tuple(read_vote(judgement, lower) for judgement in judgements if judgement.siblings[0] == lower)
+    last = tuple(read_vote(judgement, lower) for judgement in judgements if judgement.siblings[0] != lower)
     return first, last
 
 
@@ -64,7 +64,7 @@ class PairwiseSession(GroupSession):
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         super().__init__(context, prompt, group_id, size)
-        self._pairs = pairs_of(size, context.config.split.pairs)
+        self._pairs = list_pairs(size, context.config.split.pairs)
         self._matches: dict[Pair, Match] = {}
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
@@ -80,7 +80,7 @@ class PairwiseSession(GroupSession):
     ) -> Mapping[int, JudgeReport]:
         lower, higher = judge_task.members
         sampled = await self._sample((lower, higher), principles, priority)
-        self._matches[lower, higher] = Match(votes=votes_of(sampled.judgements, lower), sampled=sampled)
+        self._matches[lower, higher] = Match(votes=read_votes(sampled.judgements, lower), sampled=sampled)
         final = [
             sibling for sibling in (lower, higher) if all(pair in self._matches for pair in self._pairs_with(sibling))
         ]
@@ -118,7 +118,7 @@ class PairwiseSession(GroupSession):
             left = [sum(index % 2 == place for index in indices_left) for place in (0, 1)]
             counts = [
                 OrderCounts(points=sum(votes), num_votes=len(votes), num_left=num_left_of_order)
-                for votes, num_left_of_order in zip(votes_of(judgements, lower), left, strict=True)
+                for votes, num_left_of_order in zip(read_votes(judgements, lower), left, strict=True)
             ]
             return winner_is_fixed(*counts)
 
@@ -134,7 +134,7 @@ class PairwiseSession(GroupSession):
             failures=tuple(failure for sampled in own for failure in sampled.failures),
             saved_tokens=sum(sampled.saved_tokens for sampled in own),
         )
-        return self._principles.added_to(report)
+        return self._principles.add_to(report)
 
     def _verdict(self, sibling: int, pairs: Sequence[Pair]) -> Verdict | Failed:
         judged = {pair: match for pair in pairs if (match := self._matches[pair]).counts}

@@ -13,7 +13,7 @@ from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import COMPONENT, mean, outcome_place, score_std, unjudged
+from grmpipe.judge.verdict import COMPONENT, mean, outcome_place, report_failures, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 from models.seeds import derive_seed, first_name
 
@@ -30,7 +30,7 @@ class ScoredParts:
     weights: tuple[float, ...]
     places: tuple[RewardSpan, ...]
 
-    def score_of(self, scores: Sequence[float]) -> float:
+    def weigh_scores(self, scores: Sequence[float]) -> float:
         return math.fsum(weight * score for weight, score in zip(self.weights, scores, strict=True))
 
 
@@ -43,7 +43,7 @@ class PointwiseSession(GroupSession):
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         """The parts that get scores, or the failure if there are none."""
-        shown = self._context.shown(self._prompt, rollout)
+        shown = self._context.show_rollout(self._prompt, rollout)
         return ScoredParts(shown=(shown,), weights=(1.0,), places=(outcome_place(rollout),))
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
@@ -56,7 +56,7 @@ class PointwiseSession(GroupSession):
         (sibling,) = judge_task.members
         rollout = self._rollouts[sibling]
         report = await self._judged(rollout, self.scored_parts_of(rollout), principles, priority)
-        return {sibling: self._principles.added_to(report)}
+        return {sibling: self._principles.add_to(report)}
 
     async def _judged(
         self,
@@ -68,15 +68,15 @@ class PointwiseSession(GroupSession):
     ) -> JudgeReport:
         """The report on some parts of a rollout. mark: of these parts, in the ids of requests."""
         if isinstance(principles, Failed):
-            return unjudged(principles)
+            return report_failures(principles)
         if isinstance(parts, Failed):
-            return unjudged(parts)
+            return report_failures(parts)
         asked_for = await self._context.prompt(self._prompt, parts.shown, principles)
         if isinstance(asked_for, Failed):
-            return unjudged(asked_for)
+            return report_failures(asked_for)
         sampled = await self._sample(rollout, parts, asked_for, priority, mark)
         if not sampled.judgements:
-            return unjudged(*sampled.failures)
+            return report_failures(*sampled.failures)
         verdict = await self._verdict(parts, sampled.judgements, priority)
         return JudgeReport(
             verdict=verdict,
@@ -101,7 +101,7 @@ class PointwiseSession(GroupSession):
             return await self._context.client.judgement(question, index, priority)
 
         sampled = await sample_judgements(ask, self._context.config.num_judgements, self._stop(rollout, parts))
-        self._context.noise.add([parts.score_of(judgement.scores) for judgement in sampled.judgements])
+        self._context.noise.add([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements])
         return sampled
 
     def _stop(self, rollout: Rollout, parts: ScoredParts) -> Stop:
@@ -111,7 +111,7 @@ class PointwiseSession(GroupSession):
             return IN_FULL
 
         def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
-            scores = [parts.score_of(judgement.scores) for judgement in judgements]
+            scores = [parts.weigh_scores(judgement.scores) for judgement in judgements]
             if not scores:
                 return False
             self._means[rollout.sibling] = mean(scores)
@@ -128,26 +128,26 @@ class PointwiseSession(GroupSession):
             return None
         return StopAudit(
             stopped_after=sampled.stopped_after or self._context.config.num_judgements,
-            stopped_score=mean([parts.score_of(judgement.scores) for judgement in sampled.enough]),
-            full_score=mean([parts.score_of(judgement.scores) for judgement in sampled.judgements]),
+            stopped_score=mean([parts.weigh_scores(judgement.scores) for judgement in sampled.enough]),
+            full_score=mean([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements]),
         )
 
     async def _verdict(self, parts: ScoredParts, judgements: Sequence[Judgement], priority: int) -> Verdict | Failed:
-        counted = await self._context.counted(judgements, priority)
+        counted = await self._context.select_for_vote(judgements, priority)
         if isinstance(counted, Failed):
             return counted
         chosen, vote = counted
-        spread = score_std([parts.score_of(judgement.scores) for judgement in chosen])
+        spread = score_std([parts.weigh_scores(judgement.scores) for judgement in chosen])
         if (abstained := self._context.abstention(spread)) is not None:
             return abstained
         votes = [vote(given) for given in zip(*(judgement.scores for judgement in chosen), strict=True)]
         rewards = [self._context.scale.reward_of(score) for score in votes]
-        reward = parts.score_of(rewards)
+        reward = parts.weigh_scores(rewards)
         shares = [weight * value for weight, value in zip(parts.weights, rewards, strict=True)]
         values = shares if len(parts.places) == len(shares) else [reward]
         return Verdict(
             rewards=tuple(replace(place, value=value) for place, value in zip(parts.places, values, strict=True)),
-            score=self._context.config.to_shown_score(parts.score_of(votes)),
+            score=self._context.config.to_shown_score(parts.weigh_scores(votes)),
             breakdown={COMPONENT: reward},
             score_std=spread,
             num_judgements=len(chosen),

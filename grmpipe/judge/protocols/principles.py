@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.prompt import PrinciplesPrompt, with_texts
-from grmpipe.judge.verdict import failed
+from grmpipe.judge.verdict import make_failure
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt
 from models.types import Completion
 
@@ -53,20 +53,20 @@ class Principles:
                 self._written = self._unreported = answer
         return self._written.answer.strip()
 
-    def added_to(self, report: JudgeReport) -> JudgeReport:
+    def add_to(self, report: JudgeReport) -> JudgeReport:
         """The report with the completion that wrote the principles, if no earlier report had it."""
         unreported, self._unreported = self._unreported, None
         return replace(report, principles=unreported)
 
     async def _write(self, template: PrinciplesPrompt, priority: int) -> Completion | Failed:
         try:
-            asked = with_texts(self._prompt, self._client.grm.shown)
+            asked = with_texts(self._prompt, self._client.grm.escape_text)
             asked_for = self._client.grm.prompt(template.render(asked))
         except ValueError as error:
-            return failed("refused", str(error))
+            return make_failure("refused", str(error))
         room = self._client.room_for_principles
         if room is not None and asked_for.num_tokens > room:
-            return failed("too_long", f"principles: {asked_for.num_tokens} tokens; the limit is {room}")
+            return make_failure("too_long", f"principles: {asked_for.num_tokens} tokens; the limit is {room}")
         name = f"{self._group_id}/principles/{self._num_tries}"
         self._num_tries += 1
         return await self._client.text(name, self._group_id, asked_for, priority)

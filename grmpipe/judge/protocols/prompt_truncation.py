@@ -18,7 +18,7 @@ OBSERVATION_CHARS = 200  # what an observation keeps before turns are left out
 FEWEST_TURNS = 2  # the first and the last one
 
 
-def truncated_to_fit(
+def truncate_to_fit(
     render: Rendered, responses: Sequence[Trajectory], room: int | None, truncation: str
 ) -> GrmPrompt | str:
     """The prompt in at most `room` tokens, or the reason in words why there is none.
@@ -80,7 +80,7 @@ def with_short_observations(response: Trajectory, num_kept: int) -> Trajectory:
         passages=tuple(
             part
             for passage in response.passages
-            for part in (shortened(passage, num_kept) if passage.voice == "environment" else (passage,))
+            for part in (shorten_passage(passage, num_kept) if passage.voice == "environment" else (passage,))
         )
     )
 
@@ -100,12 +100,12 @@ def without_middle_turns(response: Trajectory, num_kept: int) -> Trajectory:
 def with_short_texts(response: Trajectory, num_kept: int) -> Trajectory:
     """Every text with at most this many characters."""
     if len(response.passages) == 1 and response.is_of_policy:
-        return response.changed(lambda text: without_middle(text, num_kept))
-    parts = (part for passage in response.passages for part in shortened(passage, num_kept))
+        return response.change_texts(lambda text: without_middle(text, num_kept))
+    parts = (part for passage in response.passages for part in shorten_passage(passage, num_kept))
     return Trajectory(passages=tuple(parts))
 
 
-def shortened(passage: Passage, num_kept: int) -> tuple[Passage, ...]:
+def shorten_passage(passage: Passage, num_kept: int) -> tuple[Passage, ...]:
     """A passage without its middle, and in its place a note; the passage itself if the note would be longer."""
     text, voice, turn = passage.text, passage.voice, passage.turn
     left_out = f"[... {len(text) - num_kept} characters of the {voice} left out ...]"

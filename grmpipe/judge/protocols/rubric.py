@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
-from grmpipe.judge.verdict import failed, outcome_place
+from grmpipe.judge.verdict import make_failure, outcome_place
 from grmpipe.types import Failed, Rollout
 
 
@@ -15,8 +15,8 @@ class RubricSession(PointwiseSession):
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         rubric = self._prompt.rubric
         if not rubric:
-            return failed("refused", f"prompt {self._prompt.prompt_id} has no rubric")
+            return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
         total = math.fsum(criterion.weight for criterion in rubric)
         weights = tuple(criterion.weight / total for criterion in rubric)
-        shown = self._context.shown(self._prompt, rollout)
+        shown = self._context.show_rollout(self._prompt, rollout)
         return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))

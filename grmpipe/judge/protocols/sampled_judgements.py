@@ -47,34 +47,34 @@ async def sample_judgements(
             if len(results) == len(tasks):
                 wave = num_judgements if stop.auditing else stop.wave if tasks else stop.first
                 indices = range(len(tasks), min(num_judgements, len(tasks) + wave))
-                tasks += [group.create_task(answered(ask, index)) for index in indices]
+                tasks += [group.create_task(ask_one(ask, index)) for index in indices]
             results.append(await tasks[len(results)])
             num_left = num_judgements - len(results)
             undecided = stopped_after is None and num_left > 0 and len(results) >= stop.first
-            if undecided and stop.enough(judgements_of(results), num_left):
+            if undecided and stop.enough(list_judgements(results), num_left):
                 stopped_after = len(results)
         for task in tasks[len(results) :]:
             task.cancel()
-    return gathered(results, stopped_after=stopped_after, num_unasked=num_judgements - len(tasks))
+    return gather_results(results, stopped_after=stopped_after, num_unasked=num_judgements - len(tasks))
 
 
-async def answered(ask: Callable[[int], Awaitable[Results]], index: int) -> Results:
+async def ask_one(ask: Callable[[int], Awaitable[Results]], index: int) -> Results:
     return await ask(index)
 
 
-def gathered(
+def gather_results(
     results: Sequence[Results], *, stopped_after: int | None = None, num_unasked: int = 0
 ) -> SampledJudgements:
-    judgements = judgements_of(results)
+    judgements = list_judgements(results)
     lengths = [judgement.completion.num_tokens for judgement in judgements]
     return SampledJudgements(
         judgements=judgements,
         failures=tuple(result for some in results for result in some if isinstance(result, Failed)),
-        enough=judgements_of(results[:stopped_after]),
+        enough=list_judgements(results[:stopped_after]),
         stopped_after=stopped_after,
         saved_tokens=round(num_unasked * statistics.fmean(lengths)) if lengths else 0,
     )
 
 
-def judgements_of(results: Sequence[Results]) -> tuple[Judgement, ...]:
+def list_judgements(results: Sequence[Results]) -> tuple[Judgement, ...]:
     return tuple(result for some in results for result in some if isinstance(result, Judgement))

@@ -26,7 +26,7 @@ class ResponseStep:
     text: str
 
 
-def steps_of(
+def split_steps(
     rollout: Rollout, step_end: str, max_steps: int, decode: Decode, *, thoughts: bool = False
 ) -> tuple[ResponseStep, ...]:
     """The steps of a rollout: at least one per turn that has tokens; `max_steps` counts within a turn.
@@ -41,7 +41,7 @@ def steps_of(
             text = completion.text if thoughts else completion.answer
             steps.append(ResponseStep(turn=index, start=0, end=len(token_ids), text=text))
             continue
-        cuts = [begin + cut for cut in cuts_of(token_ids[begin:], step_end, decode)[: max_steps - 1]]
+        cuts = [begin + cut for cut in find_cuts(token_ids[begin:], step_end, decode)[: max_steps - 1]]
         texts = [decode(token_ids[start:end]) for start, end in itertools.pairwise([begin, *cuts, len(token_ids)])]
         texts[0] = texts[0].lstrip("\n") if begin else texts[0]
         steps += [
@@ -51,7 +51,7 @@ def steps_of(
     return tuple(steps)
 
 
-def cuts_of(token_ids: Sequence[int], step_end: str, decode: Decode) -> list[int]:
+def find_cuts(token_ids: Sequence[int], step_end: str, decode: Decode) -> list[int]:
     """Indices where one step ends and another begins: never at the end of the tokens, never before a step without a
     word.
     """

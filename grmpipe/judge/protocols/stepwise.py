@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
-from grmpipe.judge.protocols.steps import ResponseStep, steps_of
-from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, opening_of, replies_of
+from grmpipe.judge.protocols.steps import ResponseStep, split_steps
+from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_opening, show_replies
 from grmpipe.types import Failed, RewardSpan, Rollout
 
 
@@ -17,7 +17,7 @@ class StepwiseSession(PointwiseSession):
         context = self._context
         assert context.decode is not None
         config = context.config
-        steps = steps_of(
+        steps = split_steps(
             rollout, config.split.step_end, config.split.max_steps, context.decode, thoughts=config.format.show_thoughts
         )
         share = 1 / len(steps)
@@ -32,10 +32,10 @@ class StepwiseSession(PointwiseSession):
     def _shown(self, rollout: Rollout, steps: Sequence[ResponseStep]) -> Iterator[Trajectory]:
         """Each step; the first one after the environment's opening, the last one of a turn with the replies to it."""
         for number, step in enumerate(steps):
-            opening = opening_of(self._prompt, rollout) if number == 0 else ()
+            opening = show_opening(self._prompt, rollout) if number == 0 else ()
             begins_turn = number == 0 or steps[number - 1].turn != step.turn
             branch = branch_at(rollout, step.turn) if begins_turn else ()
             ends_turn = number + 1 == len(steps) or steps[number + 1].turn != step.turn
-            after = replies_of(rollout, step.turn) if ends_turn else ()
+            after = show_replies(rollout, step.turn) if ends_turn else ()
             text = Passage(voice="policy", text=step.text, turn=step.turn)
             yield Trajectory(passages=(*opening, *branch, text, *after))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
-from grmpipe.judge.trajectory import Passage, Trajectory, opening_of, turn_of
-from grmpipe.judge.verdict import COMPONENT, failed, mixed
+from grmpipe.judge.trajectory import Passage, Trajectory, show_opening, show_turn
+from grmpipe.judge.verdict import COMPONENT, make_failure, mix_verdicts
 from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, Verdict
 
 JudgedTurn = tuple[int, int, int]  # sibling, attempt, turn
@@ -33,7 +33,7 @@ class TurnwiseSession(PointwiseSession):
     def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
         """Add what is known of a rollout that goes on. Returns a task for each turn that has none."""
         self._so_far[so_far.sibling] = so_far
-        lacking = [turn for turn in turns_of(so_far) if turn not in self._queued]
+        lacking = [turn for turn in list_turns(so_far) if turn not in self._queued]
         self._queued |= set(lacking)
         return [JudgeTask(members=(so_far.sibling,), turn=turn) for _, _, turn in lacking]
 
@@ -42,7 +42,7 @@ class TurnwiseSession(PointwiseSession):
         first one does the work.
         """
         self._rollouts[rollout.sibling] = self._so_far[rollout.sibling] = rollout
-        turns = turns_of(rollout)
+        turns = list_turns(rollout)
         self._queued |= set(turns)
         if all(turn in self._by_turn for turn in turns):
             return (JudgeTask(members=(rollout.sibling,)),)
@@ -68,13 +68,13 @@ class TurnwiseSession(PointwiseSession):
     def _parts_of(self, rollout: Rollout, turn: int) -> ScoredParts:
         """The turn, after what came before it."""
         thoughts = self._context.config.format.show_thoughts
-        earlier = [one for before in range(turn) for one in turn_of(rollout, before, thoughts=thoughts)]
-        history = (*opening_of(self._prompt, rollout), *earlier) or (FIRST,)
+        earlier = [one for before in range(turn) for one in show_turn(rollout, before, thoughts=thoughts)]
+        history = (*show_opening(self._prompt, rollout), *earlier) or (FIRST,)
         num_tokens = len(rollout.turns[turn].completion.token_ids)
         return ScoredParts(
             shown=(
                 Trajectory(passages=history),
-                Trajectory(passages=tuple(turn_of(rollout, turn, thoughts=thoughts))),
+                Trajectory(passages=tuple(show_turn(rollout, turn, thoughts=thoughts))),
             ),
             weights=(1.0,),
             places=(RewardSpan(turn=turn, start=0, end=num_tokens, value=0.0, share=1.0),),
@@ -85,34 +85,34 @@ class TurnwiseSession(PointwiseSession):
         rollout = self._rollouts.get(sibling)
         if rollout is None or sibling in self._reported:
             return {}
-        turns = turns_of(rollout)
+        turns = list_turns(rollout)
         if not all(turn in self._by_turn for turn in turns):
             return {}
         self._reported.add(sibling)
-        return {sibling: self._principles.added_to(joined([self._by_turn[turn] for turn in turns]))}
+        return {sibling: self._principles.add_to(join_reports([self._by_turn[turn] for turn in turns]))}
 
 
-def turns_of(rollout: Rollout) -> list[JudgedTurn]:
+def list_turns(rollout: Rollout) -> list[JudgedTurn]:
     return [(rollout.sibling, rollout.attempt, turn) for turn in range(len(rollout.turns))]
 
 
-def joined(reports: Sequence[JudgeReport]) -> JudgeReport:
+def join_reports(reports: Sequence[JudgeReport]) -> JudgeReport:
     """The report on a rollout, from those on its turns."""
     by_turn = list(enumerate(reports))
     return JudgeReport(
-        verdict=verdict_of(reports),
+        verdict=average_turns(reports),
         judgements=tuple(replace(one, turn=turn) for turn, report in by_turn for one in report.judgements),
         failures=tuple(replace(one, turn=turn) for turn, report in by_turn for one in report.failures),
     )
 
 
-def verdict_of(reports: Sequence[JudgeReport]) -> Verdict | Failed:
+def average_turns(reports: Sequence[JudgeReport]) -> Verdict | Failed:
     """The mean over the turns, or the failure of the first turn that has no score."""
     verdicts: dict[str, Verdict] = {}
     for turn, report in enumerate(reports):
         if isinstance(report.verdict, Failed):
             failure = report.verdict
-            return failed(failure.cause, f"turn {turn}: {failure.detail}", failure.attempts)
+            return make_failure(failure.cause, f"turn {turn}: {failure.detail}", failure.attempts)
         verdicts[str(turn)] = report.verdict
-    mean = mixed(verdicts, dict.fromkeys(verdicts, 1.0))
+    mean = mix_verdicts(verdicts, dict.fromkeys(verdicts, 1.0))
     return replace(mean, breakdown={COMPONENT: mean.outcome})

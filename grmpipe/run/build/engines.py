@@ -226,7 +226,7 @@ def elastic_pools(
                     bring_current=bring_current[role],
                     max_rows=roles.engine_on_slot(role).max_rows,
                     sleeps=roles.served[role].is_time_shared,
-                    nothing_pushed=syncs[role].nothing_pushed if role in syncs else nullcontext,
+                    block_pushes=syncs[role].block_pushes if role in syncs else nullcontext,
                     memory_still=memory_still if name in learns_in else nullcontext,
                 )
                 for role in next(iter(slots.values()))

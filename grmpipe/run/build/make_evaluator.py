@@ -11,7 +11,7 @@ from grmpipe.config.task_settings import EvaluateConfig
 from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
-from grmpipe.judge.composition.composed_judge import members_of, skill_of, with_own_bounds
+from grmpipe.judge.composition.composed_judge import get_members, get_skill, with_own_bounds
 from grmpipe.observe.progress import Progress
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
@@ -31,7 +31,7 @@ def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progres
         pass_reward=pass_reward_of(config),
         by_model=config.judging.by_model,
         compares=config.judging.compares,
-        skill=skill_of(judge),
+        skill=get_skill(judge),
         progress=progress,
     )
 
@@ -70,7 +70,7 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
     name, sources = config.judging.main, {prompt.source for prompt in prompts}
     sees_all = all(name in config.rewards.always_asked(source) for source in sources)
     compares = name in config.judging.generative and config.main_judge.protocol_kind.compares
-    return name if name in members_of(judge) and sees_all and not compares else None
+    return name if name in get_members(judge) and sees_all and not compares else None
 
 
 def pass_reward_of(config: RunConfig) -> float | None:

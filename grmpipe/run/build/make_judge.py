@@ -13,7 +13,7 @@ from grmpipe.judge.grm import Grm
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
-from grmpipe.judge.kinds.labels import LabelReward, rule_of
+from grmpipe.judge.kinds.labels import LabelReward, find_rule
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
@@ -92,7 +92,7 @@ def env_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
 
 
 def label_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(LabelReward(rule_of(judge)))
+    return PointwiseAdapter(LabelReward(find_rule(judge)))
 
 
 def custom_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:

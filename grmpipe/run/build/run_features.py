@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.judge.composition.composed_judge import members_of, without_bounds
+from grmpipe.judge.composition.composed_judge import get_members, without_bounds
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.judge_health import JudgeHealth
@@ -131,7 +131,7 @@ def make_judge_monitor(
 ) -> JudgeMonitor:
     config, main = prepared.config, prepared.config.main_judge
     assert isinstance(parts.judge_guard, JudgeHealth)
-    generative, members = config.judging.generative, members_of(running.judge)
+    generative, members = config.judging.generative, get_members(running.judge)
     learning = {POLICY, *config.trained_grms, *running.policy_updates.versions}
     changing = {name for name, one in generative.items() if one.model in learning}
     monitored = MonitoredJudge(

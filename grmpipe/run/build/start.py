@@ -74,10 +74,10 @@ class RunComponents(Serving):
 
 async def start(prepared: Prepared, observers: Observers, run_dir: Path) -> RunComponents:
     """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
-    with observers.progress.during(f"starting: {MACHINES}"):
+    with observers.progress.show_while(f"starting: {MACHINES}"):
         cluster = await start_cluster(prepared.config, prepared.placement)
     async with ended_on_failure(cluster):
-        with observers.progress.during(starting_text(cluster)):
+        with observers.progress.show_while(starting_text(cluster)):
             return await start_on(cluster, prepared, observers.timeline, run_dir, observers.requests.of_model)
 
 

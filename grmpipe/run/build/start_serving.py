@@ -77,10 +77,10 @@ async def start_evaluation(ready: PreparedEvaluation, observers: Observers, run_
     """Start all processes of an evaluation. On failure ends what was started."""
     config, prepared, events = ready.config, ready.prepared, observers.timeline
     is_local = bool(ready.models or config.judging.scorer_roles)
-    with observers.progress.during(f"starting: {MACHINES}"):
+    with observers.progress.show_while(f"starting: {MACHINES}"):
         cluster = await start_cluster(config, prepared.placement) if is_local else InProcessCluster(prepared.placement)
     async with ended_on_failure(cluster):
-        with observers.progress.during(starting_text(cluster)):
+        with observers.progress.show_while(starting_text(cluster)):
             served = await start_routers(cluster, prepared, events, ready.models)
             maintenance = make_maintenance(prepared, served, None, {}, events)
             requests, plays = observers.requests.of_model, bool(ready.prompt_sets)

@@ -19,7 +19,7 @@ from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, drifts, judge_canaries, with_first
 from grmpipe.judge.monitor.limits import Exceeded, Limits
-from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import Unfit
@@ -131,7 +131,7 @@ class JudgeMonitor(RunFeature):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _check(self, step: int) -> Metrics:
-        with asking_for("monitoring"):
+        with set_purpose("monitoring"):
             metrics = await probe_judge(self._monitored.judge, self._probes())
         if self._canaries:
             metrics |= await self._check_canaries(step)
@@ -151,7 +151,7 @@ class JudgeMonitor(RunFeature):
         return metrics
 
     async def _judge_canaries(self, canaries: Sequence[Canary]) -> CanaryScores:
-        with asking_for("monitoring"):
+        with set_purpose("monitoring"):
             return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
 
     def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, reading
-from grmpipe.judge.composition.composed_judge import members_of
+from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, read_anchor
+from grmpipe.judge.composition.composed_judge import get_members
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.eval_recorder import EvalRecorder
@@ -118,7 +118,7 @@ class PeriodicEval(RunFeature):
         for one in self.readings:
             self.ringing = self._alarm.record(one) is not None
         self._evaluator.episodes += EnvCounts.restored(state.get("episodes", {}))
-        self._evaluator.skill.measured(state.get("judge_accuracy", {}))
+        self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
             self._evaluator.start.update(read_records(self._start, answer_of))
 
@@ -150,7 +150,7 @@ class PeriodicEval(RunFeature):
         on_anchors = self._on_anchors(evaluated.rollouts)
         if self._evaluator.compares and not self._evaluator.start:
             on_anchors = self._keep_start(on_anchors)
-        if (found := reading(step, on_anchors)) is not None:
+        if (found := read_anchor(step, on_anchors)) is not None:
             self._sound_alarm(found)
         return evaluated.metrics
 
@@ -161,7 +161,7 @@ class PeriodicEval(RunFeature):
 
     def _keep_start(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
         """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
-        alike = dict.fromkeys((REWARD, *members_of(self._evaluator.judge)), 0.5)
+        alike = dict.fromkeys((REWARD, *get_members(self._evaluator.judge)), 0.5)
         self._evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
         replace_journal(self._start, (answer_record(one.prompt.prompt_id, one.rollout) for one in judged))
         return [replace(one, rewards=alike) for one in judged]

@@ -17,8 +17,8 @@ from typing import Any
 
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, flips, rank_correlation
 from grmpipe.judge.judge_in_time import judge_in_time
-from grmpipe.judge.purpose import asking_for
-from grmpipe.judge.verdict import failed, unjudged
+from grmpipe.judge.purpose import set_purpose
+from grmpipe.judge.verdict import make_failure, report_failures
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
 from grmpipe.observe.records import encode_report
@@ -174,7 +174,7 @@ class WatchingJudges(RunFeature):
         """Start the workers with the first step."""
         if self._workers:
             return
-        with asking_for("monitoring"):
+        with set_purpose("monitoring"):
             for watcher in self._watchers.values():
                 self._queues[watcher.name] = asyncio.Queue(watcher.num_queued)
                 self._workers += [asyncio.create_task(self._watch(watcher)) for _ in range(watcher.at_once)]
@@ -187,7 +187,7 @@ class WatchingJudges(RunFeature):
                 reports = await judge_in_time(watcher.judge, group.prompt, group.rollouts, limit, LAST)
             except Exception as error:  # of a judge that only watches: it never ends a run
                 log.exception("the judge %s that watches failed on group %s", watcher.name, group.group_id)
-                broken = unjudged(failed("died", repr(error), attempts=1))
+                broken = report_failures(make_failure("died", repr(error), attempts=1))
                 reports = (broken,) * len(group.rollouts)
             self._step[watcher.name] += WatchCounts.of(group, reports)
             self._write(watcher.name, step, group, reports)

@@ -16,9 +16,9 @@ from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluat
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.verdict import mean, vote_named
-from grmpipe.observe.progress import Progress, counts_text, joined, left_at_pace, left_text
+from grmpipe.observe.progress import Progress, counts_text, join_parts, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
@@ -36,7 +36,7 @@ async def evaluate_judge(
 ) -> JudgeEvaluation:
     """Judge all items, write evaluation.json, print the table. counters: get the reports."""
     config = ready.measured
-    with asking_for("evaluation"):
+    with set_purpose("evaluation"):
         judge = running.judge_for(ready.prepared.under(config))
         judged = await judge_items(judge, running.meta_rm, ready.items, config, progress)
     for report in (report for one in judged for report in one.reports):
@@ -66,7 +66,7 @@ async def judge_items(
             )
 
     running: list[asyncio.Task[JudgedItem]] = []
-    with progress.during(functools.partial(describe_items, running)):
+    with progress.show_while(functools.partial(describe_items, running)):
         async with raise_first_failure() as tasks:
             running += [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
     return [task.result() for task in running]
@@ -76,7 +76,7 @@ def describe_items(running: Sequence[asyncio.Task[JudgedItem]], took_s: float) -
     """The line on an evaluation in progress, after `took_s` seconds."""
     done = sum(task.done() for task in running)
     left = left_text(left_at_pace(done, len(running), took_s))
-    return joined("evaluation of the judge", counts_text("items", done, len(running)), left)
+    return join_parts("evaluation of the judge", counts_text("items", done, len(running)), left)
 
 
 async def weights_of(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:

@@ -30,9 +30,9 @@ class CountedAnswers:
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
         self.journal.rollout(prompt, rollout, sample, right)
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         self.counters.report(report)
-        self.journal.judged(rollout, report)
+        self.journal.record_verdict(rollout, report)
 
 
 async def evaluate_policy(

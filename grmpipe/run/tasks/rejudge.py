@@ -12,7 +12,7 @@ from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, w
 from grmpipe.evaluation.verdict_comparison import Comparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.judge_in_time import judge_in_time
-from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.recorder import JUDGEMENTS, load_verdicts
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
@@ -85,14 +85,14 @@ class RejudgeRun(Run[PreparedRejudging]):
         rejudging = GroupJudging(self._prepared, without_bounds(running.judge_for(self._prepared.prepared)), self._done)
         in_order = iter(list(enumerate(missing)))
         at_once = max(1, self._config.judging.max_concurrency // self._config.train.group_size)
-        with asking_for("evaluation"):
+        with set_purpose("evaluation"):
             async with raise_first_failure() as tasks:
                 for _ in range(min(at_once, len(missing))):
                     tasks.create_task(rejudging.judge_each(in_order))
 
     def _done(self, group: JudgedGroup, reports: Sequence[JudgeReport]) -> None:
         for rollout, report in zip(group.rollouts, reports, strict=True):
-            self._observers.recorder.judged(rollout, report)
+            self._observers.recorder.record_verdict(rollout, report)
 
     def _compare(self) -> None:
         stored, failures = self._prepared.stored, Counter[str]()

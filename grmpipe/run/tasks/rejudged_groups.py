@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout
-from grmpipe.judge.kinds.labels import rule_of
+from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.pipeline.interfaces import RolloutKey
 from grmpipe.pipeline.trained_rollouts import check_truth
 from grmpipe.run_dir.recorded_run import RecordedGroups
@@ -37,7 +37,7 @@ def compare_batch(
     """The groups of a step. Those that no step trained have no advantages."""
     old, new = [run.group(group_id) for group_id in group_ids], [again.group(group_id) for group_id in group_ids]
     before, after = ({}, {}) if step is None else (estimate_advantages(old, config), estimate_advantages(new, config))
-    right = check_truth(old, rule_of(config.truth))
+    right = check_truth(old, find_rule(config.truth))
     for one, other in zip(old, new, strict=True):
         rollouts = tuple(
             ComparedRollout(

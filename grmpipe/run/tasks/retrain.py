@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grmpipe.judge.kinds.labels import rule_of
+from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.recorder import GROUPS, TRAINED
@@ -128,8 +128,8 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         step = self._steps_done
         group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
-        right = check_truth(groups, rule_of(self._config.truth))
-        self._observers.recorder.trained(describe_trained(step, groups, advantages, right, times={}))
+        right = check_truth(groups, find_rule(self._config.truth))
+        self._observers.recorder.record_training(describe_trained(step, groups, advantages, right, times={}))
         self._observers.trackers.log(step, group_metrics | truth_metrics(right) | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))

@@ -21,7 +21,7 @@ import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.judge.kinds.labels import Fate, hinted, kept_of, without_hint
+from grmpipe.judge.kinds.labels import Fate, add_hint, keep_critiques, without_hint
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary
@@ -164,11 +164,11 @@ class Sampling:
         rollouts = await asyncio.gather(
             *(self._ask(judging_task, index) for index in range(self._settings.num_samples))
         )
-        fate, kept = kept_of(rollouts, [self._is_right(judging_task, rollout) for rollout in rollouts])
+        fate, kept = keep_critiques(rollouts, [self._is_right(judging_task, rollout) for rollout in rollouts])
         if fate != "none_right" or not self._settings.hint:
             return fate, kept
         try:
-            hinted_rollout = await self._ask(hinted(judging_task), self._settings.num_samples)
+            hinted_rollout = await self._ask(add_hint(judging_task), self._settings.num_samples)
         except EngineRefused:  # no room for the hint
             return fate, ()
         if not self._is_right(judging_task, hinted_rollout):

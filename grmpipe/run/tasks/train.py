@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.judge.composition.composed_judge import bounds_of, members_of, with_own_bounds
-from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, tried
-from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.composition.composed_judge import get_bounds, get_members, with_own_bounds
+from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, try_prompt
+from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.consumer import Interrupted
@@ -67,7 +67,7 @@ class TrainingRun(Run[Prepared]):
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
         self._running = running = await start(self._prepared, self._observers, self._run_dir)
         if (resumed := self._session.resumed) is not None:
-            with self._observers.progress.during(f"starting: loads {resumed.name}"):
+            with self._observers.progress.show_while(f"starting: loads {resumed.name}"):
                 for model in running.trained:
                     await model.ranks.load(str(resumed / model.learner_role))
         self._observers.note(f"ready after {self.since_start_s:.0f} s; files in {self._run_dir}")
@@ -98,9 +98,9 @@ class TrainingRun(Run[Prepared]):
         for feature in features.each:
             feature.restore(self._state.features.get(feature.name, {}))
         progress = self._observers.progress
-        with asking_for("preflight"), progress.during("starting: the judge's first verdicts"):
+        with set_purpose("preflight"), progress.show_while("starting: the judge's first verdicts"):
             await try_judge(self._prepared, running.judge, is_new=self._session.resumed is None)
-        with progress.during("starting: the engines get the learner's weights"):
+        with progress.show_while("starting: the engines get the learner's weights"):
             await parts.push_weights(pipeline_state.version)
             await cotrainings.push()
             await running.policy_updates.begin(pipeline_state.version)
@@ -110,7 +110,7 @@ class TrainingRun(Run[Prepared]):
         pipeline_state = replace(pipeline_state, judge_version=judging_version)
 
         async def after_step(report: StepReport) -> None:
-            with progress.during(f"after step {report.step}"):
+            with progress.show_while(f"after step {report.step}"):
                 await self._after_step(report, running, pipeline, features)
             step_progress.next_step(report.stalls.steps_s)
 
@@ -125,8 +125,8 @@ class TrainingRun(Run[Prepared]):
         running.maintenance.stops(pipeline.clock)
         pipeline.counters.restore(self._state.totals, self._state.open_counts)
         for work in kept.values():
-            pipeline.counters.recovered(work.uncounted)
-        bounds_of(running.judge).go_on(pipeline.counters.total_so_far().cascades)
+            pipeline.counters.add_recovered(work.uncounted)
+        get_bounds(running.judge).go_on(pipeline.counters.total_so_far().cascades)
         periodic_eval, version = features.periodic_eval, pipeline_state.version
         if not periodic_eval.initial:
             await periodic_eval.first(version, lambda: features.judge_monitor.first(version, periodic_eval.seen))
@@ -145,7 +145,7 @@ class TrainingRun(Run[Prepared]):
         periodic_eval = features.periodic_eval
 
         async def flow() -> None:
-            with self._observers.progress.during(step_progress.describe):
+            with self._observers.progress.show_while(step_progress.describe):
                 await pipeline.run()
             await periodic_eval.last(pipeline.version)
             self._report_alarms(features)
@@ -179,7 +179,7 @@ class TrainingRun(Run[Prepared]):
         counts = pipeline.counters.close_step()
         right = check_truth(report.groups, self._prepared.is_right)
         trained = describe_trained(report.step, report.groups, report.advantages, right, report.times)
-        self._observers.recorder.trained(trained)
+        self._observers.recorder.record_training(trained)
         metrics = step_metrics(report, counts, pipeline.ledger, right, self._config.algorithm)
         for feature in features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
@@ -194,7 +194,7 @@ class TrainingRun(Run[Prepared]):
             evaluate=lambda: features.periodic_eval.asked_for(report.step),
             checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
         )
-        with self._observers.progress.during(""):  # who watches may print
+        with self._observers.progress.show_while(""):  # who watches may print
             await self._session.watcher.after_step(report.step, metrics, controls)
         for feature in features.each:
             feature.next_step()
@@ -286,7 +286,7 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
     """
     config, prompts = prepared.config, prepared.prompts
     first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]
-    judge, members = with_own_bounds(judge), members_of(judge)
+    judge, members = with_own_bounds(judge), get_members(judge)
     asking = {**config.judging.generative, **config.judging.scalar}
     outside = [name for name, one in asking.items() if one.model in config.judging.remote_roles]
     try:
@@ -295,6 +295,6 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
                 raise ConfigError(problem)
             outside = [name for name in outside if name not in config.judging.generative]
         for name in outside:
-            await tried(members.get(name, judge), first[0])
+            await try_prompt(members.get(name, judge), first[0])
     except EngineDenied as error:
         raise ConfigError(str(error)) from error

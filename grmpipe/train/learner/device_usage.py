@@ -37,7 +37,7 @@ class DeviceUsage:
         """Count a pass over a micro-batch. That of an idle rank counts as nothing."""
         if micro_batch.loss_mask_E.any():
             sizes = sizes_of(micro_batch)
-            self._flops += (self._model.training(sizes) if gradients else self._model.forward(sizes)) / self._cp
+            self._flops += (self._model.count_training(sizes) if gradients else self._model.forward(sizes)) / self._cp
 
     def read(self) -> Metrics:
         """Metrics of this rank; what its device doesn't report is left out."""

@@ -28,7 +28,7 @@ class ExpertReplay:
         self._records = router_replay == "old_logprobs"
         self._device = device
         self._context = context
-        self._routers = Routers.of(model) if self.replays else Routers.found(model)
+        self._routers = Routers.of(model) if self.replays else Routers.find_in(model)
         self.begin_batch()
 
     def begin_batch(self) -> None:
@@ -54,7 +54,7 @@ class ExpertReplay:
         """
         if not self._records or self._routers is None:
             return OldPass(logprobs_T=run())
-        with self._routers.recorded() as recording:
+        with self._routers.record_routing() as recording:
             logprobs_T = run()
         whole_TLK = self._whole(recording.experts_TLK.int(), num_tokens)
         return OldPass(logprobs_T=logprobs_T, experts_TLK=whole_TLK.to(self._routers.shape.dtype).cpu().numpy())
@@ -62,7 +62,7 @@ class ExpertReplay:
     @contextmanager
     def counted(self, *, idle: bool) -> Iterator[None]:
         """Context: the tokens of forward passes count as the experts' load, but for those of an idle rank."""
-        with nullcontext() if self._load is None or idle else self._load.counted():
+        with nullcontext() if self._load is None or idle else self._load.count_experts():
             yield
 
     def balance(self) -> Metrics:

@@ -43,7 +43,7 @@ class WeightSender:
 
     def bucket(self, index: int) -> WeightBucket | None:
         """Unshard one bucket of the weights and post it. None on a rank that doesn't send."""
-        bucket = self._stream.unsharded(index)
+        bucket = self._stream.unshard_bucket(index)
         try:
             return self._transport.post(index, bucket) if self._transport is not None else None
         finally:

@@ -73,7 +73,7 @@ class Row:
     def pending_id(self) -> int:
         return self.token_ids[-1] if self.token_ids else self.siblings.prompt_ids[-1]
 
-    def parked(self) -> ParkedRow:
+    def park(self) -> ParkedRow:
         """What stays of it in its slot."""
         return ParkedRow(
             trajectory_id=self.trajectory_id,
@@ -326,7 +326,7 @@ class RunningBatch:
             row.experts_TLK = self._slots.read_experts(row.index, row.position)
             row.siblings.running.remove(row)
             if row.trajectory_id and row.finish_reason is not None and row.prompt_epoch == self._weights_epoch:
-                self.parked.park(row.parked())  # keys and values are all of the present weights
+                self.parked.park(row.park())  # keys and values are all of the present weights
             row.index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]
         holes = [index for index, row in enumerate(self._running[:num_left]) if row.index < 0]

@@ -100,7 +100,7 @@ class ModuleDecoder:
             layer.aim(places.flatten(), rows, seen_NHQT.shape[-1])
         if self._routers is None:
             return self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
-        with self._routers.recorded() as recording:
+        with self._routers.record_routing() as recording:
             logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
         self._slots.write_experts(places.flatten(), recording.experts_TLK)
         return logits

@@ -42,7 +42,7 @@ class SglangWeights:
         self._sent: dict[str, str] = {}  # since `begin`
         self._last_sent: dict[str, str] = {}
         self._same_machine = same_machine
-        self._taken = Taken(*CheckpointNames(outline_causal_lm(model_path)).taken())
+        self._taken = Taken(*CheckpointNames(outline_causal_lm(model_path)).list_engine_tensors())
         self._link: GroupLink | None = None
         self._open = self._stuck = False
         self._checksums: dict[str, str] = {}

@@ -78,7 +78,7 @@ class AdapterInbox(WorkerInbox):
 
     @torch.no_grad()
     def receive_weights(self, update_info: PlainBucket) -> None:
-        bucket = update_info.restored()
+        bucket = update_info.restore_bucket()
         if isinstance(bucket.payload, ModelFiles):
             raise ValueError("weights: an engine with adapters keeps its base weights; set lora.sync=merged")
         for tensor in bucket.tensors:

@@ -26,7 +26,7 @@ class PlainBucket:
     tensors: list[dict[str, Any]]
     payload: dict[str, Any]
 
-    def restored(self) -> WeightBucket:
+    def restore_bucket(self) -> WeightBucket:
         return WeightBucket(
             tensors=msgspec.convert(self.tensors, tuple[WeightTensor, ...]),
             payload=msgspec.convert(self.payload, SmallPayload),

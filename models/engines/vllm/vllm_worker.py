@@ -69,7 +69,7 @@ class Inbox(WorkerInbox):
 
     @torch.no_grad()
     def receive_weights(self, update_info: PlainBucket) -> None:
-        bucket = update_info.restored()
+        bucket = update_info.restore_bucket()
         if isinstance(bucket.payload, ModelFiles):
             self._load(self._stored(bucket.payload.path))
             self._application.read_from_files()

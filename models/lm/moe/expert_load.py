@@ -54,7 +54,7 @@ class ExpertLoad:
         self._num_tokens = 0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def count_experts(self) -> Iterator[None]:
         """Context: forward passes count, with the experts that a replay chose if there is one. Leave it before the
         backward pass, which may run the forward pass again.
         """

@@ -93,13 +93,13 @@ class Routers:
         return Routers(tuple(named.values()), shape)
 
     @staticmethod
-    def found(model: nn.Module) -> Routers | None:
+    def find_in(model: nn.Module) -> Routers | None:
         """The routers of a model; None for a dense one, and for routers of unknown families."""
         kinds = {_kind(module) for module in find_routers(model).values()}
         return Routers.of(model) if kinds and kinds <= ROUTERS.keys() else None
 
     @contextmanager
-    def recorded(self) -> Iterator[Recording]:
+    def record_routing(self) -> Iterator[Recording]:
         """Context: each forward pass is recorded."""
         recording = Recording(len(self._routers))
         with self.hook(recording.note):

@@ -128,7 +128,7 @@ def test_a_learners_operations_are_those_of_its_mfu(num_adapters: int) -> None:
     flops = token_flops(1000, num_adapters=num_adapters)
     model = ModelFlops(layer_weights=1000, head_weights=0, attention={}, adapter_weights=num_adapters)
     token = PackedSizes(lengths_S=[1], prefixes_S=[0], head_rows=0)
-    assert (flops.training, flops.forward) == (model.training(token), model.forward(token))
+    assert (flops.training, flops.forward) == (model.count_training(token), model.forward(token))
 
 
 def test_each_copy_of_a_model_steps_all_of_its_values() -> None:

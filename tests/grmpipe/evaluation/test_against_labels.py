@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import JudgedItem, Recount, evaluate, outcome_of
+from grmpipe.evaluation.against_labels import JudgedItem, Recount, decide_outcome, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
@@ -69,15 +69,15 @@ def report(sibling: int, *scores: float, unparseable: int = 0) -> JudgeReport:
      ({0: 9, 1: 1}, "failed"), ({1: 1, 2: 1}, "failed"), ({}, "failed")],
 )  # fmt: skip
 def test_the_best_must_stand_strictly_above_all_others(scores: dict[int, float], outcome: str) -> None:
-    assert outcome_of(ranked("a", "b", "c"), scores) == outcome
+    assert decide_outcome(ranked("a", "b", "c"), scores) == outcome
 
 
 @pytest.mark.parametrize(
     ("score", "outcome"), [(8.0, "right"), (7.5, "right"), (8.49, "right"), (8.5, "wrong"), (7.4, "wrong")]
 )
 def test_a_score_is_right_if_it_rounds_to_the_label(score: float, outcome: str) -> None:
-    assert outcome_of(scored(8), {0: score}) == outcome
-    assert outcome_of(scored(8), {}) == "failed"
+    assert decide_outcome(scored(8), {0: score}) == outcome
+    assert decide_outcome(scored(8), {}) == "failed"
 
 
 def test_failed_items_stay_in_the_denominator_and_are_counted_by_cause() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from configs import judge_config
 
-from grmpipe.judge.grm import RemoteGrm, estimated_tokens
+from grmpipe.judge.grm import RemoteGrm, estimate_tokens
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
@@ -177,7 +177,7 @@ def test_an_endpoint_that_hangs_is_given_up_in_time(bench: Any) -> None:
 
 def test_only_a_known_window_holds_a_question_back(bench: Any) -> None:
     question = "Q: What is 6 x 2?\nA:\n> 12"
-    for window, num_asked in ((0, 1), (estimated_tokens(question) + 160, 1), (estimated_tokens(question) + 159, 0)):
+    for window, num_asked in ((0, 1), (estimate_tokens(question) + 160, 1), (estimate_tokens(question) + 159, 0)):
         judge, endpoint, _ = outside(lambda text: "Score: 9", window)
         report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
         assert len(endpoint.asked) == num_asked
@@ -185,4 +185,4 @@ def test_only_a_known_window_holds_a_question_back(bench: Any) -> None:
 
 
 def test_a_token_is_estimated_at_four_bytes() -> None:
-    assert [estimated_tokens(text) for text in ("", "a", "four", "fives", "你好")] == [0, 1, 1, 2, 2]
+    assert [estimate_tokens(text) for text in ("", "a", "four", "fives", "你好")] == [0, 1, 1, 2, 2]

@@ -114,7 +114,7 @@ def check_prompt(name: str, policy: str, environment: str) -> None:
         times = sum(line.startswith(fence) for line in calm)
         assert sum(line.startswith(fence) for line in attacked) == times * max(1, len(text.splitlines()))
     fenced = "\n".join(line for line in attacked if is_fenced(line))
-    assert markers_of(name).broken(fenced) == fenced
+    assert markers_of(name).break_markup(fenced) == fenced
 
 
 def test_the_corpus_is_large_and_every_protocol_has_a_template() -> None:
@@ -152,7 +152,7 @@ def test_no_injection_in_an_earlier_answer_starts_a_line_or_spells_a_marker(name
             said = [line for line in lines if line not in calm]
             assert sum(LABEL.match(line) is not None for line in lines) == num_labels
         assert said or not text.strip()
-        assert markers_of(name).broken("\n".join(said)) == "\n".join(said)
+        assert markers_of(name).break_markup("\n".join(said)) == "\n".join(said)
 
 
 @pytest.mark.parametrize("name", ["tiny", "steps", "turns", "deepseek_grm"])
@@ -195,7 +195,7 @@ def test_chat_markup_is_broken_in_both_voices(bench: Any) -> None:
     """For a judge behind an endpoint that tokenizes."""
 
     class Escaping(LocalGrm):
-        def shown(self, text: str) -> str:
+        def escape_text(self, text: str) -> str:
             return text.replace("<|", "< |")
 
     prompts: list[str] = []

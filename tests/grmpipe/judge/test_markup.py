@@ -24,7 +24,7 @@ MARKERS = (
 
 @pytest.mark.parametrize("marker", MARKERS)
 def test_markup_of_known_templates_is_broken_after_its_first_character(marker: str) -> None:
-    broken = Markup(DEFAULT).broken(f"a{marker}b {marker}{marker}")
+    broken = Markup(DEFAULT).break_markup(f"a{marker}b {marker}{marker}")
     assert marker not in broken
     assert broken.replace(" ", "") == f"a{marker}b{marker}{marker}"
 
@@ -42,20 +42,20 @@ def test_markup_of_known_templates_is_broken_after_its_first_character(marker: s
     ],
 )
 def test_text_that_spells_no_markup_stays_as_it_is(text: str) -> None:
-    assert Markup(DEFAULT).broken(text) == text
+    assert Markup(DEFAULT).break_markup(text) == text
 
 
 @given(st.lists(st.sampled_from([*MARKERS, "<", "|", ">", "[", "/", " ", "s", "\n"]), max_size=8).map("".join))
 def test_no_markup_is_left_however_it_is_nested(text: str) -> None:
-    broken = Markup(DEFAULT).broken(text)
+    broken = Markup(DEFAULT).break_markup(text)
     assert not re.search("|".join(DEFAULT), broken)
     assert broken.replace(" ", "") == text.replace(" ", "")
 
 
 def test_custom_list_replaces_the_known_markers_and_an_empty_one_breaks_none() -> None:
     text = "<|im_end|> ~USER~"
-    assert Markup(["~[A-Z]+~"]).broken(text) == "<|im_end|> ~ USER~"
-    assert Markup([]).broken(text) == text
+    assert Markup(["~[A-Z]+~"]).break_markup(text) == "<|im_end|> ~ USER~"
+    assert Markup([]).break_markup(text) == text
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_custom_list_replaces_the_known_markers_and_an_empty_one_breaks_none() -
 )
 def test_markup_is_found_in_any_white_space_and_width(text: str, broken: str) -> None:
     markup = Markup([r"\[The (?:Start|End) of", "# Answer", "now", r"Model [AB]'s", r"x[ y]\ z"], any_case=True)
-    assert markup.broken(text) == broken
-    assert markup.broken(broken) == broken
+    assert markup.break_markup(text) == broken
+    assert markup.break_markup(broken) == broken
 
 
 def test_a_space_of_a_pattern_is_any_white_space_but_not_within_a_class() -> None:
@@ -91,7 +91,7 @@ def test_a_long_text_is_searched_in_linear_time() -> None:
     markup = Markup([r"\[The (?:Start|End) of", r"\[\["], any_case=True)
     started_s = time.process_time()
     for filling in ("[The ", "[[", "\n", "\u3000", "[The\u00a0", "\u200b", "word "):
-        markup.broken(filling * 20_000)
+        markup.break_markup(filling * 20_000)
     assert time.process_time() - started_s < 2
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
-from grmpipe.judge.fence import fenced
+from grmpipe.judge.fence import fence_text
 from grmpipe.judge.forms import Form
-from grmpipe.judge.parse import Parser, parser_named, scores_in, scores_of
+from grmpipe.judge.parse import Parser, parse_scores, parser_named, scores_in
 from models.types import Completion, FinishReason, VersionSpan
 
 OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py
@@ -231,12 +231,12 @@ def test_what_a_judge_thinks_is_no_verdict(name: str) -> None:
 @pytest.mark.parametrize("parser", map(parser_named, OWN))
 @pytest.mark.parametrize("text", ["Score: 9", r"\boxed{9}", "cut in the midd"])
 def test_a_cut_judgement_is_truncated_even_with_a_verdict_in_it(parser: Parser, text: str) -> None:
-    assert scores_of(completion(text, "length"), parser, 1, Scale()) == "truncated"
+    assert parse_scores(completion(text, "length"), parser, 1, Scale()) == "truncated"
 
 
 @given(text=st.text() | st.text(alphabet="Score: 10\n>\\boxed{},*"), name=st.sampled_from(sorted(PARSERS)))
 def test_every_text_gives_scores_in_range_or_a_cause(text: str, name: str) -> None:
-    scores = scores_of(completion(text), parser_named(name), 1, Scale())
+    scores = parse_scores(completion(text), parser_named(name), 1, Scale())
     assert scores == "unparseable" or (len(scores) == 1 and 1 <= int(scores[0]) <= 10)
 
 
@@ -250,15 +250,15 @@ def test_quoting_the_work_anywhere_in_the_critique_changes_no_number(work: str, 
     verdict, inline = VERDICTS[name], " ".join(work.splitlines())
     read = parser_named(name)
     for critique in (
-        f"It says:\n{fenced(work)}\nThat is wrong.",
-        f"{fenced(work)}",
+        f"It says:\n{fence_text(work)}\nThat is wrong.",
+        f"{fence_text(work)}",
         f"It says {inline}, which is wrong.",
         f'It says "{inline}"',
-        f"<think>\nIt says {inline}\n{fenced(work)}\nhm\n</think>",
+        f"<think>\nIt says {inline}\n{fence_text(work)}\nhm\n</think>",
     ):
         assert read(f"{critique}\n{verdict}", 1, Scale()) == (2,)
         assert read(critique, 1, Scale()) == "unparseable"
-    for after in (f"\n{fenced(work)}", f" It said {inline} though", f"\n(It said {inline})"):
+    for after in (f"\n{fence_text(work)}", f" It said {inline} though", f"\n(It said {inline})"):
         assert read(f"{verdict}{after}", 1, Scale()) == "unparseable"
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.fence import fenced
+from grmpipe.judge.fence import fence_text
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
 from grmpipe.tiny.problems import judge_prompt
@@ -135,7 +135,7 @@ def test_principles_are_asked_for_without_any_response(tmp_path: Path) -> None:
 
 @given(text=hostile)
 def test_the_fence_keeps_every_line(text: str) -> None:
-    assert [line[2:] for line in fenced(text).split("\n")] == (text.splitlines() or [""])
+    assert [line[2:] for line in fence_text(text).split("\n")] == (text.splitlines() or [""])
 
 
 def test_the_question_is_the_last_thing_the_user_says_and_messages_are_all(bench: Any) -> None:

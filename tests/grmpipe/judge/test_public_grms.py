@@ -24,7 +24,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.conversation_template import ConversationTemplate
 from grmpipe.judge.fence import TextGuard
-from grmpipe.judge.parse import parser_named, scores_of
+from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Criterion, Prompt, Verdict
@@ -234,7 +234,7 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
 def read(name: str, text: str, finish_reason: FinishReason = "stop") -> object:
     config = judge_config(**conf_of(name))
     num_scores = 1 if config.protocol == "pointwise" else 2
-    return scores_of(completion(text, finish_reason), parser_named(config.parser), num_scores, config.scale)
+    return parse_scores(completion(text, finish_reason), parser_named(config.parser), num_scores, config.scale)
 
 
 def test_each_format_has_golden_answers_and_a_judge() -> None:

@@ -17,11 +17,11 @@ from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.parse import parser_named, scores_of
+from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.protocols.steps import steps_of
+from grmpipe.judge.protocols.steps import split_steps
 from grmpipe.pipeline.counters import FlowCounters, flow_metrics
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn
 from models.chat.thinking import ThinkingMarkers, with_thought
@@ -123,12 +123,12 @@ def test_a_rule_reads_the_answer_only(bench: Any, text: str, score: int) -> None
 
 def test_a_thought_belongs_to_the_first_step_of_its_answer(bench: Any) -> None:
     text = "<think>\na\nb\n</think>\n\nfirst\nsecond"
-    steps = steps_of(thinking_rollout(bench, text), "\n", 9, characters)
+    steps = split_steps(thinking_rollout(bench, text), "\n", 9, characters)
     assert [(step.start, step.end, step.text) for step in steps] == [
         (0, text.index("second"), "first\n"),
         (text.index("second"), len(text), "second"),
     ]
-    with_thoughts = steps_of(thinking_rollout(bench, text), "\n", 9, characters, thoughts=True)
+    with_thoughts = split_steps(thinking_rollout(bench, text), "\n", 9, characters, thoughts=True)
     assert [step.text for step in with_thoughts] == ["<think>\n", "a\n", "b\n", "</think>\n\n", "first\n", "second"]
 
 
@@ -145,7 +145,7 @@ def test_a_thought_belongs_to_the_first_step_of_its_answer(bench: Any) -> None:
     ],
 )
 def test_a_verdict_stands_after_the_thought(markers: ThinkingMarkers, text: str, scores: object) -> None:
-    assert scores_of(marked(written(text), markers), parser_named("score_line"), 1, Scale()) == scores
+    assert parse_scores(marked(written(text), markers), parser_named("score_line"), 1, Scale()) == scores
 
 
 OTHER = ThinkingMarkers(open="[THINK]", close="[/THINK]")
@@ -158,7 +158,7 @@ PIECES = st.lists(
 @given(pieces=PIECES, name=st.sampled_from(sorted(PARSERS)), markers=st.sampled_from([THINK, IN_PROMPT, OTHER]))
 def test_a_pattern_matches_what_is_read_after_a_thought(pieces: str, name: str, markers: ThinkingMarkers) -> None:
     text = pieces.replace("{open}", markers.open).replace("{close}", markers.close)
-    read = scores_of(marked(written(text), markers), parser_named(name), 1, Scale()) != "unparseable"
+    read = parse_scores(marked(written(text), markers), parser_named(name), 1, Scale()) != "unparseable"
     assert (re.fullmatch(judgement_pattern(name, Scale(), 1, markers), text) is not None) == read
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.fence import LEGEND, fenced, in_fences, plain
+from grmpipe.judge.fence import LEGEND, fence_text, in_fences, plain
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.trajectory import BRANCH, EDITED, Passage, Trajectory, of_text, trajectory_of
+from grmpipe.judge.trajectory import BRANCH, EDITED, Passage, Trajectory, make_trajectory, of_text
 from grmpipe.types import Criterion, Prompt, Rollout, Turn
 from models.types import Completion, Message, ToolCall, VersionSpan
 
@@ -55,7 +55,7 @@ CALCULATED = episode((CALL, [" 41"]), ("Answer: 41", []))
 
 
 def shown(prompt: Prompt, rollout: Rollout) -> str:
-    return in_fences(trajectory_of(prompt, rollout, thoughts=False))
+    return in_fences(make_trajectory(prompt, rollout, thoughts=False))
 
 
 def test_lines_of_policy_and_environment_have_their_own_fences(bench: Any) -> None:
@@ -90,14 +90,14 @@ def test_an_assistants_message_that_the_agent_wrote_is_shown_before_its_branch_a
 
 
 def test_a_rollout_without_an_environment_is_shown_as_its_text(bench: Any) -> None:
-    alone = trajectory_of(bench.prompt(), bench.rollout("It is\n12."), thoughts=False)
-    assert (alone, in_fences(alone), plain(alone)) == (of_text("It is\n12."), fenced("It is\n12."), "It is\n12.")
+    alone = make_trajectory(bench.prompt(), bench.rollout("It is\n12."), thoughts=False)
+    assert (alone, in_fences(alone), plain(alone)) == (of_text("It is\n12."), fence_text("It is\n12."), "It is\n12.")
 
 
 @pytest.mark.parametrize("thoughts", [True, False])
 def test_thoughts_of_every_turn_are_shown_only_if_asked_for(bench: Any, thoughts: bool) -> None:
     rollout = episode((CALL, [" 41"]), ("Answer: 41", []), thought="<think>hm</think>")
-    text = plain(trajectory_of(bench.prompt(), rollout, thoughts=thoughts))
+    text = plain(make_trajectory(bench.prompt(), rollout, thoughts=thoughts))
     assert text.count("hm") == (2 if thoughts else 0)
     assert text.replace("<think>hm</think>", "") == FENCED
 
@@ -106,7 +106,7 @@ def test_the_opening_is_the_environments_word_and_the_question_stays_the_prompts
     prompt = bench.prompt("What is 6 x 2?")
     rollout = episode(("go", []), opening=(Message(role="system", content="A dark room."), *prompt.messages))
     assert shown(prompt, rollout) == "| A dark room.\n> go"
-    (message,) = JudgePrompt.load("tiny").render(prompt, trajectory_of(prompt, rollout, thoughts=False))
+    (message,) = JudgePrompt.load("tiny").render(prompt, make_trajectory(prompt, rollout, thoughts=False))
     assert message.content == "Q: What is 6 x 2?\nA:\n| A dark room.\n> go"
 
 
@@ -127,7 +127,7 @@ def messages_of(name: str, response: Trajectory | str) -> list[str]:
 def test_every_shipped_template_says_whose_the_fences_are_only_if_there_is_an_environment(
     bench: Any, name: str
 ) -> None:
-    text = "\n".join(messages_of(name, trajectory_of(bench.prompt(), CALCULATED, thoughts=False)))
+    text = "\n".join(messages_of(name, make_trajectory(bench.prompt(), CALCULATED, thoughts=False)))
     assert FENCED in text
     explains = LEGEND in text or 'begins with "| " is what tools or the environment said' in text
     assert explains != name.startswith("tiny")
@@ -153,7 +153,7 @@ def test_a_text_without_a_fence_cannot_claim_to_have_fences() -> None:
 
 def test_siblings_in_a_models_own_format_are_all_fenced_if_one_has_an_environment(bench: Any) -> None:
     prompt = bench.prompt()
-    with_tools, without = trajectory_of(prompt, CALCULATED, thoughts=False), of_text("Answer: 12")
+    with_tools, without = make_trajectory(prompt, CALCULATED, thoughts=False), of_text("Answer: 12")
     template = JudgePrompt.load("deepseek_grm", protocol="listwise")
     (message,) = template.render(prompt, with_tools, without)
     assert f"{LEGEND}\n{FENCED}\n" in message.content and f"{LEGEND}\n> Answer: 12\n" in message.content

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grmpipe.algorithm.rewards import place_rewards
-from grmpipe.judge.verdict import best_indices, majority, mean, median, mixed, score_std, total, weighted
+from grmpipe.judge.verdict import average_weighted, best_indices, majority, mean, median, mix_verdicts, score_std, total
 from grmpipe.types import RewardSpan, Verdict
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
@@ -47,9 +47,9 @@ def test_first_of_equally_trusted_judgements_are_kept() -> None:
 
 
 def test_weights_move_the_mean_and_none_at_all_leave_it() -> None:
-    assert weighted((1, 9), (3, 1)) == 3
-    assert weighted((1, 9), (0, 0)) == 5
-    assert weighted((1, 9), (0, 1)) == 9
+    assert average_weighted((1, 9), (3, 1)) == 3
+    assert average_weighted((1, 9), (0, 0)) == 5
+    assert average_weighted((1, 9), (0, 1)) == 9
 
 
 def test_the_majority_takes_what_most_gave_and_the_middle_of_a_tie() -> None:
@@ -66,7 +66,7 @@ def test_every_span_keeps_its_share_in_a_mix_with_a_mean_of_steps(bench: Any) ->
     )
     blank = Verdict(rewards=steps, score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
     ruled = replace(blank, rewards=(RewardSpan(turn=0, start=0, end=12, value=1.0),))
-    spans = mixed({"steps": blank, "rule": ruled}, {"steps": 3.0, "rule": 1.0}).rewards
+    spans = mix_verdicts({"steps": blank, "rule": ruled}, {"steps": 3.0, "rule": 1.0}).rewards
     assert [(span.end, span.value, span.share) for span in spans] == [
         (4, 0.25, 0.25), (8, 0.0, 0.25), (12, pytest.approx(0.125), 0.25), (12, 0.25, 0.25),
     ]  # fmt: skip
@@ -82,6 +82,6 @@ def test_a_mixture_of_steps_and_of_rewards_by_turn_has_shares_that_sum_to_one() 
 
     steps = verdict(*(RewardSpan(turn=turn, start=0, end=2, value=0.25, share=0.5) for turn in (0, 1)))
     by_turn = verdict(*(RewardSpan(turn=turn, start=0, end=2, value=1.0) for turn in (0, 1, 2)))
-    spans = mixed({"steps": steps, "env": by_turn}, {"steps": 1.0, "env": 1.0}).rewards
+    spans = mix_verdicts({"steps": steps, "env": by_turn}, {"steps": 1.0, "env": 1.0}).rewards
     assert math.fsum(span.share or 0.0 for span in spans) == pytest.approx(1)
     assert math.fsum(span.value for span in spans) == pytest.approx((0.5 + 3.0) / 2)

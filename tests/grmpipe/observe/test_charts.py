@@ -17,7 +17,7 @@ from grmpipe.observe.charts import (
     Series,
     chart,
     short,
-    thinned,
+    thin_points,
     ticks,
 )
 
@@ -67,7 +67,7 @@ def test_marked_steps_become_bands_and_none_lies_outside() -> None:
 
 
 def test_many_points_become_means_of_neighbours_and_the_last_one_stays() -> None:
-    few = thinned([(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)])
+    few = thin_points([(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)])
     assert len(few) <= MAX_POINTS
     assert few[0] == (4.5, 0.5)
     assert few[-1] == (10 * MAX_POINTS - 1, 1.0)

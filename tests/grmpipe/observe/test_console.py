@@ -16,7 +16,7 @@ from rich.console import Console
 
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole
-from grmpipe.observe.gauges import SEVERAL_JUDGES, failures_by_cause, missing_signal_of_run
+from grmpipe.observe.gauges import SEVERAL_JUDGES, describe_run_signal, failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.run.observers import Observers, files_of
 from grmpipe.trackers.tracker import SampleRow
@@ -294,5 +294,5 @@ def test_a_run_whose_groups_teach_nothing_says_so_at_its_end(
 
 
 def test_a_few_groups_without_a_signal_are_no_news() -> None:
-    assert missing_signal_of_run([{"train/zero_advantage_share": 0.4}, {"eval/true_accuracy": 0.5}]) is None
-    assert missing_signal_of_run([]) is None
+    assert describe_run_signal([{"train/zero_advantage_share": 0.4}, {"eval/true_accuracy": 0.5}]) is None
+    assert describe_run_signal([]) is None

@@ -40,7 +40,7 @@ def evaluate(recorder: EvalRecorder, step: int | None, *names: str) -> None:
     answers = recorder.of_evaluation("held_out", step)
     for name in names:
         answers.rollout(PROMPT, answer(name), 0, 1.0)
-        answers.judged(answer(name), JudgeReport(verdict=VERDICT))
+        answers.record_verdict(answer(name), JudgeReport(verdict=VERDICT))
 
 
 @pytest.mark.parametrize("step", [None, 0, 30])
@@ -49,7 +49,7 @@ def test_an_answer_and_its_verdict_come_back_equal(tmp_path: Path, step: int | N
     recorder, report = EvalRecorder(tmp_path, "ours"), JudgeReport(verdict=verdict)
     evaluation = recorder.of_evaluation("held_out", step)
     evaluation.rollout(PROMPT, answer("g"), None, None)
-    evaluation.judged(answer("g"), report)
+    evaluation.record_verdict(answer("g"), report)
     assert list(load_eval_rollouts(tmp_path / EVAL_ROLLOUTS, run_id="ours")) == [
         EvalRollout(prompts="held_out", step=step, sample=None, right=None, prompt=PROMPT, rollout=answer("g"))
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.judge.logged_scorer import LoggedScorer
-from grmpipe.judge.purpose import asking_for
+from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestCounts, RequestJournal, read_totals
 from models.types import EngineDied, Usage
 
@@ -46,10 +46,10 @@ def test_requests_belong_to_the_purpose_of_the_task_that_asks(tmp_path: Path) ->
         grm.end_request(grm.begin_request(retry=False), Usage(prompt=1))
 
     async def go() -> None:
-        with asking_for("held_out"):
+        with set_purpose("held_out"):
             evaluation = [asyncio.create_task(ask()) for _ in range(3)]
         await asyncio.gather(ask(), ask(), *evaluation)
-        with asking_for("monitoring"):
+        with set_purpose("monitoring"):
             other.end_request(other.begin_request(retry=False), Usage(sampled=5))
 
     asyncio.run(go())

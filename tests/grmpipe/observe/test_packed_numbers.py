@@ -88,10 +88,10 @@ def both(tmp_path: Path) -> tuple[Path, Path]:
                 EvalRecorder(tmp_path / name, compact=compact),
             )
             recorder.rollout(0, PROMPT, rollouts[n])
-            recorder.judged(rollouts[n], reports[n])
+            recorder.record_verdict(rollouts[n], reports[n])
             answers = evaluations.of_evaluation("held_out", 1)
             answers.rollout(PROMPT, rollouts[n], n, 1.0)
-            answers.judged(rollouts[n], reports[n])
+            answers.record_verdict(rollouts[n], reports[n])
         recorder.group_ended(
             GroupEnd(group_id="g", prompt_index=0, prompt_id="p", outcome="trained", step=1, version=0)
         )
@@ -158,6 +158,6 @@ def test_long_answers_with_four_judgements_take_less_than_half_of_the_disk(tmp_p
     for compact in (True, False):
         recorder = Recorder(tmp_path / str(compact), compact=compact)
         recorder.rollout(0, PROMPT, answer)
-        recorder.judged(answer, judged)
+        recorder.record_verdict(answer, judged)
         sizes[compact] = [(tmp_path / str(compact) / name).stat().st_size for name in (ROLLOUTS, JUDGEMENTS)]
     assert sum(sizes[True]) < 0.5 * sum(sizes[False])

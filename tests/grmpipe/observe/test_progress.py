@@ -20,12 +20,12 @@ def lines_in_a_file(*stages: object) -> list[str]:
 
     async def run(rest: tuple[object, ...]) -> None:
         if rest:
-            with shown.during(rest[0]):  # type: ignore[arg-type]
+            with shown.show_while(rest[0]):  # type: ignore[arg-type]
                 await run(rest[1:])
         await asyncio.sleep(0.05)
 
     async def go() -> None:
-        async with shown.shown():
+        async with shown.show():
             await run(stages)
 
     asyncio.run(go())

@@ -170,7 +170,7 @@ def test_a_report_comes_back_equal(
     tmp_path_factory: pytest.TempPathFactory, rollout: Rollout, report: JudgeReport, compact: bool
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    Recorder(run_dir, compact=compact).judged(rollout, report)
+    Recorder(run_dir, compact=compact).record_verdict(rollout, report)
     ((who, back),) = load_verdicts(run_dir / "judgements.jsonl")
     assert (who, back) == ((rollout.group_id, rollout.sibling), report)
     assert type(back.verdict) is type(report.verdict)
@@ -308,7 +308,7 @@ def test_marks_stand_before_the_first_line_of_what_has_not_ended(tmp_path: Path)
     assert recorder.marks()["rollouts.jsonl"] == Mark()
     for name in ("ends", "stays", "later"):
         recorder.rollout(0, PROMPT, plain_rollout(name))
-        recorder.judged(plain_rollout(name), report)
+        recorder.record_verdict(plain_rollout(name), report)
     recorder.group_ended(GroupEnd(group_id="ends", prompt_index=0, prompt_id="p", outcome="trained", step=1))
     marks = recorder.marks()
     behind = load_rollouts(tmp_path / "rollouts.jsonl", since=marks["rollouts.jsonl"])
@@ -342,7 +342,7 @@ def test_the_disk_being_full_raises_nothing_counts_and_leaves_whole_lines(tmp_pa
     recorder = Recorder(tmp_path)
     report = JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=2))
     for _ in range(3):
-        recorder.judged(plain_rollout(), report)
+        recorder.record_verdict(plain_rollout(), report)
         recorder.rollout(0, PROMPT, plain_rollout())
     assert recorder.failures == {"judgements.jsonl": 3}
     assert len(list(load_rollouts(tmp_path / "rollouts.jsonl"))) == 3
@@ -409,7 +409,7 @@ def test_what_was_trained_comes_back_and_leaves_out_what_is_not_known(tmp_path: 
         group_id="g0", sibling=0, step=1, reward=0.5, advantage=-0.25, right=1.0, rollout_s=0.5, judging_s=2.0
     )
     lost = TrainedRollout(group_id="g0", sibling=1, step=1)
-    Recorder(tmp_path).trained([whole, lost])
+    Recorder(tmp_path).record_training([whole, lost])
     assert list(load_trained(tmp_path / "trained.jsonl")) == [whole, lost]
     assert list(read_journal(tmp_path / "trained.jsonl"))[1] == {"group_id": "g0", "sibling": 1, "step": 1}
 
@@ -417,13 +417,13 @@ def test_what_was_trained_comes_back_and_leaves_out_what_is_not_known(tmp_path: 
 def test_a_step_that_does_not_fit_the_disk_leaves_no_line_of_what_it_trained(tmp_path: Path) -> None:
     line = TrainedRollout(group_id="g0", sibling=0, step=1)
     recorder = Recorder(tmp_path)
-    recorder.trained([line])
+    recorder.record_training([line])
     size = (tmp_path / "trained.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2 * 3, limits[1]))
     try:
-        recorder.trained([line] * 3)
+        recorder.record_training([line] * 3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

@@ -14,7 +14,7 @@ import pytest
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
-from grmpipe.observe.run_files import NEVER_ENDED, config_text, ends_of, read_run, shown_turns
+from grmpipe.observe.run_files import NEVER_ENDED, config_text, read_ends, read_run, show_turns
 from grmpipe.observe.summary import (
     CascadeSummary,
     EvalSummary,
@@ -93,7 +93,7 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
         verdict = Verdict(rewards=rewards, score=score, breakdown={}, score_std=spread, num_judgements=1)
     recorder = Recorder(run_dir)
     recorder.rollout(0, prompt, rollout)
-    recorder.judged(
+    recorder.record_verdict(
         rollout, JudgeReport(verdict=verdict, judgements=(judgement,) if score is not None and critique else ())
     )
     recorder.close()
@@ -123,7 +123,7 @@ def record_of_two(run_dir: Path, group_id: str) -> None:
     )
     recorder = Recorder(run_dir)
     recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="asked"),)), rollout)
-    recorder.judged(rollout, report)
+    recorder.record_verdict(rollout, report)
     recorder.close()
 
 
@@ -157,7 +157,7 @@ def record_episode(run_dir: Path, said: str = "41") -> None:
     ]  # fmt: skip
     recorder = Recorder(run_dir)
     recorder.rollout(0, Prompt(prompt_id="p", messages=(Message(role="user", content="32 + 9?"),)), rollout)
-    recorder.judged(rollout, JudgeReport(verdict=verdict, judgements=tuple(judgements)))
+    recorder.record_verdict(rollout, JudgeReport(verdict=verdict, judgements=tuple(judgements)))
     recorder.close()
 
 
@@ -362,10 +362,10 @@ def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_p
 def test_long_journal_is_read_at_its_ends_and_no_line_twice(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(f'{{"line": {number}}}\n' for number in range(1000)) + '{"torn')
-    first, last = ([record["line"] for record in end] for end in ends_of(path, dict, 200))
+    first, last = ([record["line"] for record in end] for end in read_ends(path, dict, 200))
     assert first == [*range(len(first))] and 10 < len(first) < 30
     assert last == [*range(1000 - len(last), 1000)] and 10 < len(last) < 30
-    first, last = ([record["line"] for record in end] for end in ends_of(path, dict, 8000))
+    first, last = ([record["line"] for record in end] for end in read_ends(path, dict, 8000))
     assert [*first, *last] == [*range(1000)]
 
 
@@ -430,7 +430,7 @@ def test_a_summary_with_a_field_of_a_wrong_type_gives_a_page_without_that_field(
                 part = part[name]
             part[path[-1]] = wrong
             (tmp_path / "summary.json").write_text(json.dumps(record))
-            report_room.parts_of(read_run(tmp_path))
+            report_room.make_parts(read_run(tmp_path))
         if len(path) == 1:
             assert write_report(tmp_path), path
 
@@ -446,14 +446,14 @@ def turn_of(text: str, *replies: Message, rewritten: bool = False) -> Turn:
 
 
 def test_a_branch_of_an_episode_is_named() -> None:
-    first, branch = shown_turns([turn_of("x"), turn_of("x", rewritten=True)], None)
+    first, branch = show_turns([turn_of("x"), turn_of("x", rewritten=True)], None)
     assert (first.facts, branch.facts) == ([], ["a branch: it doesn't continue the turn before"])
 
 
 def test_the_history_of_a_branch_stands_before_it_with_what_the_agent_wrote_as_the_assistant() -> None:
     edited = Message(role="assistant", content="2!", tool_calls=(ToolCall(name="add", arguments={"a": 1}),))
     turns = [turn_of("2", edited, Message(role="user", content="b")), turn_of("c", rewritten=True)]
-    first, branch = shown_turns(turns, None)
+    first, branch = show_turns(turns, None)
     assert (first.replies, first.history) == ([], [])
     by = "assistant, as the agent wrote it, not the policy"
     assert [(one.by, one.text) for one in branch.history] == [(by, '2!\nadd({"a": 1})'), ("user", "b")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Summary, lookup, written
+from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Summary, lookup, write_summary
 
 SUMMARY = Summary(
     status="completed",
@@ -84,11 +84,11 @@ def test_a_summary_that_cannot_be_written_fails_the_run_behind_the_first_cause(
 ) -> None:
     (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
     run = replace(SUMMARY, status="failed" if failure else "completed", failure=failure)
-    told = written(run, tmp_path / "summary.json")
+    told = write_summary(run, tmp_path / "summary.json")
     assert told.status == "failed"
     assert told.failure is not None
     assert told.failure.splitlines() == [
         *([failure] if failure else []), f"{tmp_path}/summary.json could not be written: No space left on device"
     ]  # fmt: skip
     assert len(told.failure.splitlines()) == lines
-    assert written(run, tmp_path / "other.json") is run
+    assert write_summary(run, tmp_path / "other.json") is run

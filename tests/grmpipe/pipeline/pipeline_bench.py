@@ -76,7 +76,7 @@ class Journal:
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         self.rollouts.append(rollout)
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         self.verdicts[rollout.group_id, rollout.sibling] += 1
 
     def group_ended(self, end: GroupEnd) -> None:

@@ -111,7 +111,7 @@ def test_kept_work_is_counted_in_the_first_step_and_its_tokens_took_none_of_its_
     counters.step.report(of_two_judges())  # between the step and its checkpoint
     restored.restore(*(json.loads(json.dumps(saved)) for saved in (counters.total.saved(), counters.step.saved())))
     report, void = of_two_judges(), JudgeReport(verdict=VERDICT, judgements=(judgement(9),))
-    restored.recovered(UncountedWork(rollouts=(rollout(),), reports=(report,), void_reports=(void,)))
+    restored.add_recovered(UncountedWork(rollouts=(rollout(),), reports=(report,), void_reports=(void,)))
     assert flow_metrics(restored.step, seconds=2.0).items() >= {
         "rollout/finished": 1, "rollout/tokens": 5, "rollout/tokens_per_s": 0, "judge/asked": 10, "judge/tokens": 104,
         "judge/tokens_per_s": 0, "judge/cheap/tokens": 74, "judge/cheap/tokens_per_s": 0,
@@ -126,7 +126,7 @@ def test_kept_work_is_counted_in_the_first_step_and_its_tokens_took_none_of_its_
 
 def test_an_episode_from_before_a_resume_has_no_times_of_this_process() -> None:
     counters = FlowCounters()
-    counters.recovered(UncountedWork(rollouts=(dataclasses.replace(rollout(), took_s=2.0, boot_s=1.0),)))
+    counters.add_recovered(UncountedWork(rollouts=(dataclasses.replace(rollout(), took_s=2.0, boot_s=1.0),)))
     metrics = flow_metrics(counters.step, seconds=1.0)
     assert metrics["env/turns_mean"] == 1 and "env/boot_s_mean" not in metrics
 

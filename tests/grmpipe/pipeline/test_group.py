@@ -36,7 +36,7 @@ def test_all_verdicts_make_a_group_ready_and_its_version_is_the_lowest() -> None
         assert made.state is GroupState.JUDGING
         assert made.add_verdict(sibling, verdict(sibling))
     assert made.state is GroupState.READY
-    judged = made.judged()
+    judged = made.to_judged_group()
     assert [v.score for v in judged.verdicts if isinstance(v, Verdict)] == [0, 1, 2]
     assert judged.version == 0
 
@@ -71,6 +71,6 @@ def test_at_the_deadline_a_missing_rollout_drops_the_group_and_missing_verdicts_
     without_verdict.add_verdict(2, verdict())
     without_verdict.expire()
     assert without_verdict.state is GroupState.READY
-    missing = without_verdict.judged().verdicts[1]
+    missing = without_verdict.to_judged_group().verdicts[1]
     assert isinstance(missing, Failed)
     assert missing.cause == "timeout"

@@ -15,9 +15,9 @@ from grmpipe.pipeline.batch_progress import measure_batch
 from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
-from grmpipe.pipeline.producer import being_judged
+from grmpipe.pipeline.producer import list_being_judged
 from grmpipe.pipeline.stall_times import GroupSupply
-from grmpipe.pipeline.why_waiting import NUM_SHOWN, pending, why_waiting
+from grmpipe.pipeline.why_waiting import NUM_SHOWN, describe_pending, why_waiting
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 
@@ -33,7 +33,7 @@ class Journal:
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         self.rollouts.append((rollout.group_id, rollout.sibling))
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         assert rollout.group_id not in {end.group_id for end in self.ends}, "a line of a group that has ended"
         self.verdicts.append((rollout.group_id, rollout.sibling))
 
@@ -117,9 +117,9 @@ def test_a_group_goes_through_every_state_once_and_is_journalled_once() -> None:
     seen.append(group.state)
     bench.judge(group)
     seen.append(group.state)
-    assert bench.buffer.take() == group.judged()
+    assert bench.buffer.take() == group.to_judged_group()
     seen.append(group.state)
-    assert bench.buffer.stepped() == (group.judged(),)
+    assert bench.buffer.end_step() == (group.to_judged_group(),)
     seen.append(group.state)
     assert [state.name for state in seen] == ["ROLLING_OUT", "JUDGING", "READY", "TAKEN", "TRAINED"]
     assert bench.journal.rollouts == bench.journal.verdicts == [("g000000", 0), ("g000000", 1)]
@@ -171,9 +171,9 @@ def test_void_verdicts_are_asked_for_again() -> None:
     bench.roll_out(group)
     group.judging_begun = True
     bench.buffer.add_report(group, 0, report(1))
-    assert being_judged(bench.buffer.groups.values()) == [group]
+    assert list_being_judged(bench.buffer.groups.values()) == [group]
     assert group.void_verdicts() == 1
-    assert (group.state, being_judged(bench.buffer.groups.values())) == (GroupState.JUDGING, [])
+    assert (group.state, list_being_judged(bench.buffer.groups.values())) == (GroupState.JUDGING, [])
     bench.judge(group)
     assert group.state is GroupState.READY
 
@@ -209,13 +209,13 @@ def test_groups_are_rolled_out_from_their_last_rollout_until_a_batch_takes_them(
     for group in (judged, ready):
         bench.roll_out(group)
     bench.judge(ready)
-    assert [[found.group_id for found in group.rollouts] for group in bench.buffer.untaken.rolled_out()] == [
+    assert [[found.group_id for found in group.rollouts] for group in bench.buffer.untaken.list_rolled_out()] == [
         [ready.group_id] * 2,
         [judged.group_id] * 2,
     ]
     bench.buffer.take()
     bench.buffer.drop(judged, "judge_timeout")
-    assert not [*bench.buffer.untaken.rolled_out()]
+    assert not [*bench.buffer.untaken.list_rolled_out()]
 
 
 def test_a_deadline_moves_with_the_first_token_only() -> None:
@@ -280,7 +280,7 @@ def test_why_a_ready_group_waits_names_those_that_its_place_is_kept_for() -> Non
     older = [bench.open(), bench.open()]
     for _ in range(2):
         bench.buffer.take()
-    bench.buffer.stepped()
+    bench.buffer.end_step()
     young = bench.make_ready()
     assert bench.buffer.take() is None
     assert bench.why(young) == (
@@ -310,7 +310,7 @@ def test_why_a_group_is_gone_is_how_it_ended() -> None:
     bench = Bench(groups_per_batch=1)
     trained = bench.make_ready()
     bench.buffer.take()
-    bench.buffer.stepped()
+    bench.buffer.end_step()
     dropped = bench.open()
     bench.buffer.drop(dropped, "rollout_refused")
     assert bench.why(trained) == "trained: in step 1"
@@ -358,7 +358,7 @@ def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() 
     bench.roll_out(group)
     bench.judge(group)
     bench.buffer.take()
-    told = pending(bench.buffer, bench.now_s)
+    told = describe_pending(bench.buffer, bench.now_s)
     assert told.startswith("g000000 (rolling out: rollouts missing: 0, 1;")
     assert told.endswith("; 1 more")
     assert group.group_id not in told
@@ -403,7 +403,7 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
         for group in ready:
             assert len(taken) == batch or "places are for groups" in bench.why(group), "no place left idle"
         if len(taken) == batch:
-            assert [group.group_id for group in buffer.stepped()] == [group.group_id for group in taken]
+            assert [group.group_id for group in buffer.end_step()] == [group.group_id for group in taken]
             taken = []
         buffer.counts()
     assert buffer.counts().trained == 12 * batch
@@ -447,7 +447,7 @@ def filled(bench: Bench, order: random.Random) -> list[str]:
         bench.roll_out(group)
         bench.judge(group, alike=group.prompt_index % 3 == 0)
     assert bench.buffer.is_done_with(*OPEN)
-    bench.buffer.stepped()
+    bench.buffer.end_step()
     return taken
 
 
@@ -475,7 +475,7 @@ def test_a_ready_group_waits_for_those_of_earlier_prompts() -> None:
     assert second.state is GroupState.READY
     bench.roll_out(first)
     bench.judge(first)
-    assert [bench.buffer.take(), bench.buffer.take()] == [first.judged(), second.judged()]
+    assert [bench.buffer.take(), bench.buffer.take()] == [first.to_judged_group(), second.to_judged_group()]
 
 
 def test_nothing_is_settled_while_a_group_may_still_be_opened() -> None:
@@ -503,5 +503,5 @@ def test_a_group_in_the_open_batch_counts_whole_and_the_next_batch_begins_with_n
     bench.buffer.take()
     done = measure_batch(bench.buffer, "work")
     assert (done.rollouts, done.verdicts, done.siblings) == (2, 2, 2)
-    bench.buffer.stepped()
+    bench.buffer.end_step()
     assert measure_batch(bench.buffer, None).rollouts == 0

@@ -302,7 +302,7 @@ class Run:
             router=self.routers["policy"],
             bring_current=functools.partial(self.sync.catch_up, is_replacement=self.swaps),
             sleeps=sleeps,
-            nothing_pushed=self.sync.nothing_pushed,
+            block_pushes=self.sync.block_pushes,
         )
         stored = StoredWeights(path="grm", probe_ids=PROMPT_IDS, logprobs=(-1.0, -1.0), config=SyncConfig())
         frozen = stored.bring_current if self.swaps else need_no_weights
@@ -421,7 +421,7 @@ class Run:
         check_whole(f"{rollout.group_id}/{rollout.sibling}/t0", rollout.turns[0].completion)
         self.check_deadline(rollout.group_id)
 
-    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+    def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         self.check_deadline(rollout.group_id)
 
     def group_ended(self, end: GroupEnd) -> None:

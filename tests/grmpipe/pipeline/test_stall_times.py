@@ -19,7 +19,7 @@ def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_th
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=0)
         stalls.groups_changed(GroupSupply(oldest_rolling_out=0))
-        with stalls.wanting(1, 0):
+        with stalls.track_wait(1, 0):
             await asyncio.sleep(3)
             stalls.groups_changed(GroupSupply(num_judging=1))
             await asyncio.sleep(2)
@@ -35,7 +35,7 @@ def test_batch_that_lacks_a_rollout_waits_for_the_policy() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=0)
         stalls.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
-        with stalls.wanting(2, 0):
+        with stalls.track_wait(2, 0):
             await asyncio.sleep(4)
             stalls.groups_changed(GroupSupply(num_judging=2))
             await asyncio.sleep(1)
@@ -49,7 +49,7 @@ def test_groups_of_a_later_batch_cause_no_wait() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=1)
         stalls.groups_changed(GroupSupply(oldest_rolling_out=1, num_judging=1))
-        with stalls.wanting(1, 1):
+        with stalls.track_wait(1, 1):
             await asyncio.sleep(2)
         return stalls.close_step(2.0)
 
@@ -60,7 +60,7 @@ def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=1)
         stalls.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
-        with stalls.wanting(1, 1):
+        with stalls.track_wait(1, 1):
             await asyncio.sleep(2)
             stalls.groups_changed(GroupSupply(num_judging=1))  # the due group is dropped: now any group will do
             await asyncio.sleep(1)
@@ -73,14 +73,14 @@ def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts
 def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_makes_room() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=0)
-        with stalls.learning(makes_room=True):
+        with stalls.track_learner(makes_room=True):
             with stalls.engines:
                 await asyncio.sleep(2)
             await asyncio.sleep(3)
         await asyncio.sleep(5)  # between two calls of the learner: counts for none
-        with stalls.learning(makes_room=False):
+        with stalls.track_learner(makes_room=False):
             await asyncio.sleep(7)
-        with stalls.pushing():
+        with stalls.track_push():
             await asyncio.sleep(1)
         return stalls.close_step(18.0)
 
@@ -91,7 +91,7 @@ def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_m
 def test_a_closed_step_leaves_nothing_to_the_next() -> None:
     async def go() -> StallTimes:
         stalls = StallTracker(max_staleness=0)
-        with stalls.wanting(1, 0):
+        with stalls.track_wait(1, 0):
             await asyncio.sleep(1)
         stalls.close_step(1.0)
         return stalls.close_step(0.0)
@@ -101,10 +101,10 @@ def test_a_closed_step_leaves_nothing_to_the_next() -> None:
 
 def test_waits_add_up_over_a_resume_and_are_optional_in_a_checkpoint() -> None:
     counters, restored = FlowCounters(), FlowCounters()
-    counters.waited(StallTimes(steps_s=10.0, verdicts_s=4.0))
+    counters.add_stalls(StallTimes(steps_s=10.0, verdicts_s=4.0))
     counters.close_step()
     restored.restore(counters.total.saved(), {})
-    restored.waited(StallTimes(steps_s=5.0, verdicts_s=1.0))
+    restored.add_stalls(StallTimes(steps_s=5.0, verdicts_s=1.0))
     assert restored.total_so_far().stalls == StallTimes(steps_s=15.0, verdicts_s=5.0)
     old = {name: value for name, value in counters.total.saved().items() if name != "stalls"}
     restored.restore(old, {})

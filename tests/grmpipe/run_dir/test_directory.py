@@ -17,7 +17,7 @@ from grmpipe.config.io.yaml_io import build_config, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
 from grmpipe.config.train import TrainConfig
-from grmpipe.observe.changes import changes_of
+from grmpipe.observe.changes import read_changes
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest
@@ -286,7 +286,7 @@ def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_writ
     for _ in range(2):
         with RunLock(config) as lock:
             lock.open()
-    assert changes_of(Path("mine")) == (
+    assert read_changes(Path("mine")) == (
         "after step 0: judge.limits.timeout_s: 120.0 -> 600.0",
         "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
         "after step 0: train.lr: 0.0003 -> 0.0001",
@@ -305,7 +305,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
     leave_checkpoint(Path("mine"), 80)
     with RunLock(longer) as lock:
         lock.open()
-    assert changes_of(Path("mine")) == ("after step 80: train.num_steps: 80 -> 81",)
+    assert read_changes(Path("mine")) == ("after step 80: train.num_steps: 80 -> 81",)
     Path("mine/summary.json").unlink()
     with pytest.raises(ConfigError, match=r"^train\.num_steps: 79, but mine has completed 80; type 80 or more"):
         RunLock(shorter)

@@ -47,7 +47,7 @@ def record(run_dir: Path, steps: Sequence[Sequence[str]], group_size: int = 2) -
         prompt = Prompt(prompt_id=f"p{prompt_index}", messages=(Message(role="user", content="?"),))
         for sibling in reversed(range(group_size)):
             recorder.rollout(prompt_index, prompt, rollout(name, sibling))
-            recorder.judged(rollout(name, sibling), report(float(sibling)))
+            recorder.record_verdict(rollout(name, sibling), report(float(sibling)))
     for number, names in enumerate(steps, start=1):
         for name in names:
             recorder.group_ended(
@@ -93,7 +93,7 @@ def test_a_sibling_without_a_verdict_is_the_deadlines_failure(tmp_path: Path) ->
 def test_verdicts_of_an_older_grm_are_void_once_the_group_is_judged_again(tmp_path: Path) -> None:
     recorder = record(tmp_path, [["a"]], group_size=3)
     for sibling in (0, 2):
-        recorder.judged(rollout("a", sibling), report(5.0, grm_version=1))
+        recorder.record_verdict(rollout("a", sibling), report(5.0, grm_version=1))
     (group,) = opened(tmp_path).batch(1)
     assert [verdict.outcome if isinstance(verdict, Verdict) else None for verdict in group.verdicts] == [5.0, None, 5.0]
 

@@ -94,7 +94,7 @@ def test_a_recorded_verdict_that_is_no_number_is_judged_again(tmp_path: Path) ->
     for sibling, score in enumerate((math.nan, 5.0)):  # as earlier releases wrote it
         recorder.rollout(2, PROMPT, rollout("g000002", sibling, 1))
         report = JudgeReport(verdict=dataclasses.replace(VERDICT, score=score))
-        recorder.judged(rollout("g000002", sibling, 1), report)
+        recorder.record_verdict(rollout("g000002", sibling, 1), report)
     recorder.close()
     (kept,) = find_kept(tmp_path, state().pipeline_state, Drawn()).values()
     assert len(kept.rollouts) == 2
@@ -105,7 +105,7 @@ def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> 
     journal = Recorder(tmp_path)
     for sibling in (0, 1):
         journal.rollout(1, PROMPT, rollout("g000001", sibling, 1, 2))
-    journal.judged(rollout("g000001", 1, 1), JudgeReport(verdict=VERDICT))
+    journal.record_verdict(rollout("g000001", 1, 1), JudgeReport(verdict=VERDICT))
     journal.close()
     kept = find_kept(tmp_path, state().pipeline_state, Drawn())[1]
     assert (kept.group_id, kept.renamed) == ("g000001", False)
@@ -118,7 +118,7 @@ def test_work_after_the_checkpoint_is_void_and_its_group_gets_a_new_name(tmp_pat
     journal = Recorder(tmp_path)
     journal.rollout(2, PROMPT, rollout("g000002", 0, 2))
     journal.rollout(2, PROMPT, rollout("g000002", 1, 2, 3))
-    journal.judged(rollout("g000002", 0, 2), JudgeReport(verdict=VERDICT))
+    journal.record_verdict(rollout("g000002", 0, 2), JudgeReport(verdict=VERDICT))
     journal.close()
     kept = find_kept(tmp_path, state().pipeline_state, Drawn())[2]
     assert kept.renamed
@@ -130,15 +130,15 @@ def test_work_after_the_checkpoint_is_void_and_its_group_gets_a_new_name(tmp_pat
 def test_work_after_the_counts_of_a_checkpoint_is_uncounted_once_and_void_work_is_not_kept_work(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     journal.rollout(2, PROMPT, rollout("g000002", 0, 1))
-    journal.judged(rollout("g000002", 0, 1), JudgeReport(verdict=VERDICT))
+    journal.record_verdict(rollout("g000002", 0, 1), JudgeReport(verdict=VERDICT))
     ends = journal.ends()
     late, void, report = rollout("g000002", 1, 2), rollout("g000002", 2, 3), JudgeReport(verdict=VERDICT)
     for one in (late, void):
         journal.rollout(2, PROMPT, one)
-        journal.judged(one, report)
+        journal.record_verdict(one, report)
     for sibling, version in enumerate((1, 2)):  # a resume wrote the kept ones again under the group's new name
         journal.rollout(2, PROMPT, rollout("g000002~1", sibling, version))
-        journal.judged(rollout("g000002~1", sibling, version), report)
+        journal.record_verdict(rollout("g000002~1", sibling, version), report)
     journal.close()
     uncounted = UncountedWork(rollouts=(late,), reports=(report,), void_rollouts=(void,), void_reports=(report,))
     kept = find_kept(tmp_path, state().pipeline_state, Drawn(), counted_marks=ends)[2]
@@ -150,7 +150,7 @@ def test_work_after_the_counts_of_a_checkpoint_is_uncounted_once_and_void_work_i
 def test_without_a_checkpoint_all_kept_work_is_uncounted(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     journal.rollout(0, PROMPT, rollout("g000000", 0, 0))
-    journal.judged(rollout("g000000", 0, 0), JudgeReport(verdict=VERDICT))
+    journal.record_verdict(rollout("g000000", 0, 0), JudgeReport(verdict=VERDICT))
     journal.close()
     (kept,) = find_kept(tmp_path, PipelineState(), Drawn(), counted_marks=BEGINNING.counted_marks).values()
     assert len(kept.uncounted.rollouts) == len(kept.uncounted.reports) == 1
@@ -176,10 +176,10 @@ def test_work_of_another_run_is_not_found(tmp_path: Path) -> None:
 def test_a_resume_reads_no_line_from_before_the_groups_in_flight(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     journal.rollout(0, PROMPT, rollout("g000000", 0, 1))
-    journal.judged(rollout("g000000", 0, 1), JudgeReport(verdict=VERDICT))
+    journal.record_verdict(rollout("g000000", 0, 1), JudgeReport(verdict=VERDICT))
     journal.group_ended(GroupEnd(group_id="g000000", prompt_index=0, prompt_id="p", outcome="trained", step=1))
     journal.rollout(1, PROMPT, rollout("g000001", 0, 1))
-    journal.judged(rollout("g000001", 0, 1), JudgeReport(verdict=VERDICT))
+    journal.record_verdict(rollout("g000001", 0, 1), JudgeReport(verdict=VERDICT))
     marks = journal.marks()
     journal.rollout(2, PROMPT, rollout("g000002", 0, 1))
     journal.group_ended(GroupEnd(group_id="g000002", prompt_index=2, prompt_id="p", outcome="dropped", cause="stale"))
@@ -229,10 +229,10 @@ def record_steps(run_dir: Path, *steps: int) -> dict[str, Mark]:
     """Journals of these steps, each with an evaluation; their marks."""
     recorder, evaluations = Recorder(run_dir, "ours"), EvalRecorder(run_dir, "ours")
     for step in steps:
-        recorder.trained([TrainedRollout(group_id=f"g{step}", sibling=0, step=step)])
+        recorder.record_training([TrainedRollout(group_id=f"g{step}", sibling=0, step=step)])
         answers, answer = evaluations.of_evaluation("held_out", step), rollout(f"held-out-{step}-0", 0, step)
         answers.rollout(PROMPT, answer, 0, None)
-        answers.judged(answer, JudgeReport(verdict=VERDICT))
+        answers.record_verdict(answer, JudgeReport(verdict=VERDICT))
         evaluations.evaluation_ended()
     return recorder.marks() | evaluations.marks
 

@@ -162,7 +162,7 @@ def test_lines_of_another_run_are_left_out(tmp_path: Path) -> None:
 def test_a_rollout_judged_again_has_its_last_verdict_and_words(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     recorder = Recorder(run_dir)
-    recorder.judged(answer("g1", 0, ""), report(2.0))
+    recorder.record_verdict(answer("g1", 0, ""), report(2.0))
     recorder.close()
     index = RunIndex(run_dir)
     follow(index)
@@ -173,7 +173,7 @@ def test_a_rollout_judged_again_has_its_last_verdict_and_words(tmp_path: Path) -
 def test_index_filters_answers_by_judge(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     recorder = Recorder(run_dir)
-    recorder.judged(answer("g1", 0, ""), by_judges(strict=report(2.0), kind=report(9.0)))
+    recorder.record_verdict(answer("g1", 0, ""), by_judges(strict=report(2.0), kind=report(9.0)))
     recorder.close()
     index = RunIndex(run_dir)
     follow(index)

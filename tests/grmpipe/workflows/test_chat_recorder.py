@@ -18,7 +18,7 @@ from grmpipe.train.batching.samples import segments_of
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
 from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
-from grmpipe.workflows.play_workflow import Ending, rollout_of
+from grmpipe.workflows.play_workflow import Ending, make_rollout
 from models.chat.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
@@ -39,7 +39,7 @@ def recorded(
         session = recorder.open(request)
         await talk(session)
         session.end()
-        return rollout_of(request, PROMPT, session, Ending())
+        return make_rollout(request, PROMPT, session, Ending())
 
     return asyncio.run(play())
 

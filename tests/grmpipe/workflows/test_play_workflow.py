@@ -18,7 +18,7 @@ from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
-from grmpipe.workflows.outcome import plain_rewards, rewards_of
+from grmpipe.workflows.outcome import plain_rewards, read_rewards
 from grmpipe.workflows.play_workflow import WorkflowPlayer
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
@@ -129,7 +129,7 @@ def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
 )
 def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
     with pytest.raises(EnvFault, match="returned") as fault:
-        rewards_of(plain_rewards(returned, "my.solve"), ["id"])
+        read_rewards(plain_rewards(returned, "my.solve"), ["id"])
     assert fault.value.cause == "protocol"
 
 
@@ -145,7 +145,7 @@ def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
 )
 def test_a_mixture_that_can_not_be_used_is_a_fault_that_names_the_function(returned: object, said: str) -> None:
     with pytest.raises(EnvFault, match=f"^my.solve returned .*{said}"):
-        rewards_of(plain_rewards(returned, "my.solve"), ["first", "id"], "my.solve")
+        read_rewards(plain_rewards(returned, "my.solve"), ["first", "id"], "my.solve")
 
 
 def test_a_fault_of_the_policy_ends_the_episode_and_is_counted(played: Callable) -> None:

@@ -14,7 +14,7 @@ import pytest
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
-from grmpipe.workflows.play_workflow import Ending, rollout_of
+from grmpipe.workflows.play_workflow import Ending, make_rollout
 from grmpipe.workflows.policy import Policy
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
 from models.types import Message, ToolCall
@@ -45,7 +45,7 @@ def asked(make_recorder: Callable, request_of: RolloutRequest) -> Callable[..., 
         async def play() -> Rollout:
             async with served(make_recorder(engine, **limits), request_of) as (session, policy, _):
                 await talk(policy)
-            return rollout_of(request_of, PROMPT, session, Ending())
+            return make_rollout(request_of, PROMPT, session, Ending())
 
         return asyncio.run(play())
 

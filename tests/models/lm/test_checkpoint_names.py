@@ -57,7 +57,7 @@ def buckets(model: PreTrainedModel, bucket_bytes: int) -> list[dict[str, Tensor]
     )
     found = []
     for index in range(stream.num_buckets):
-        with receive_tensors(store.post(index, stream.unsharded(index))) as came:
+        with receive_tensors(store.post(index, stream.unshard_bucket(index))) as came:
             found.append({announced.name: tensor.clone() for announced, tensor in came})
     return found
 
@@ -100,7 +100,7 @@ def test_the_experts_of_a_layer_are_never_in_one_bucket_if_they_fill_several(fam
 
 def test_an_engine_takes_a_tied_head_under_both_names() -> None:
     config = CONFIG_MAPPING["qwen3_moe"](**SMALL, tie_word_embeddings=True)
-    shapes, held = CheckpointNames.of(config).taken()
+    shapes, held = CheckpointNames.of(config).list_engine_tensors()
     assert shapes["lm_head.weight"] == (64, 32)
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] == "model.embed_tokens.weight"
 
@@ -129,5 +129,5 @@ def test_adapters_keep_their_names(family: str) -> None:
     model = add_adapters(small_model(family), lora, "float32")
     sent = list_outgoing(model, lora, "float32")
     stream = WeightStream(model, "float32", 1 << 14, sent, CheckpointNames.of(model.config))
-    names = [name for index in range(stream.num_buckets) for name in stream.unsharded(index).names]
+    names = [name for index in range(stream.num_buckets) for name in stream.unshard_bucket(index).names]
     assert names == [piece.name for piece in sent.changing] and len(names) >= 2 * 2 * 4

@@ -41,7 +41,7 @@ def sizes(lengths: list[int], prefixes: list[int] | None = None, head_rows: int 
 
 def test_dense_model_takes_6_operations_per_weight_and_token_plus_its_attention() -> None:
     flops = ModelFlops(layer_weights=100, head_weights=10, attention={})
-    assert flops.training(sizes([3, 4], head_rows=5)) == 6 * (100 * 7 + 10 * 5)
+    assert flops.count_training(sizes([3, 4], head_rows=5)) == 6 * (100 * 7 + 10 * 5)
     assert flops.forward(sizes([3, 4], head_rows=5)) == 2 * (100 * 7 + 10 * 5)
 
 
@@ -51,7 +51,7 @@ def test_a_causal_mask_leaves_n_n_plus_1_over_2_pairs_of_each_sample() -> None:
     assert sizes([4, 2], [0, 4]).pairs() == 10 + (5 + 6), "a sibling sees the shared prompt, which is computed once"
     attention = ModelFlops(layer_weights=0, head_weights=0, attention={FULL: 4 * 8})  # 2 for scores, 2 for values
     assert attention.forward(sizes([4])) == 4 * 8 * 10
-    assert attention.training(sizes([4])) == 12 * 8 * 10, "PaLM's 12, over the half that a causal mask leaves"
+    assert attention.count_training(sizes([4])) == 12 * 8 * 10, "PaLM's 12, over the half that a causal mask leaves"
 
 
 def test_a_window_bounds_the_keys_that_a_query_sees() -> None:
@@ -62,7 +62,7 @@ def test_a_window_bounds_the_keys_that_a_query_sees() -> None:
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     flops = ModelFlops(layer_weights=100, head_weights=10, attention={FULL: 4}, adapter_weights=7)
-    assert flops.training(sizes([2], head_rows=1)) == 4 * (100 * 2 + 10) + 6 * 7 * 2 + 3 * 4 * 3
+    assert flops.count_training(sizes([2], head_rows=1)) == 4 * (100 * 2 + 10) + 6 * 7 * 2 + 3 * 4 * 3
 
 
 def test_a_mixture_counts_the_experts_that_a_token_is_sent_to() -> None:
@@ -129,7 +129,7 @@ def test_torch_counts_the_same_while_a_model_computes(
     packed = PackedSizes(lengths_S=[24, 24], prefixes_S=[0, 0], head_rows=24)
     masked = (2 * 24 * 24 - packed.pairs()) * OF_A_PAIR
     assert forward.get_total_flops() == flops.forward(packed) + masked
-    assert both.get_total_flops() == flops.training(packed) + 3 * masked
+    assert both.get_total_flops() == flops.count_training(packed) + 3 * masked
 
 
 def test_a_shared_prompt_passes_the_layers_once(counted_attention: None, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def buckets(model: nn.Module, config: LoraConfig, fixed: bool = True) -> Iterato
         ObjectStore("float32"),
     )
     for index in range(0 if fixed else stream.num_fixed_buckets, stream.num_buckets):
-        yield store.post(index, stream.unsharded(index))
+        yield store.post(index, stream.unshard_bucket(index))
 
 
 def pushed(target: PreTrainedModel, sent: Iterator[WeightBucket]) -> int:

@@ -37,7 +37,7 @@ def main(rank: int, world_size: int, init_method: str) -> None:
         tell(whole)
         tell(stream.num_buckets)
     for index in range(stream.num_buckets):
-        bucket = stream.unsharded(index)
+        bucket = stream.unshard_bucket(index)
         if transport is None:
             bucket.drain()
         else:

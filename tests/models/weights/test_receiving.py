@@ -129,7 +129,7 @@ def push(sender: WeightTransport, stream: WeightStream, receivers: list[Receiver
     """
     held: list[dict[str, Tensor]] = [{} for _ in receivers]
     for index in range(stream.num_buckets):
-        bucket = sender.post(index, stream.unsharded(index))
+        bucket = sender.post(index, stream.unshard_bucket(index))
         for receiver in receivers:
             receiver.tell("load", bucket)
         sender.deliver(index)
@@ -172,7 +172,7 @@ def test_a_bucket_can_be_posted_while_the_one_before_is_loaded(receivers: list[R
         sender = open_transport(transport, "float32", CPU, str(tmp_path))
         if transport == "gloo":
             connect(sender, receivers[:1])
-        first, second = (sender.post(index, stream.unsharded(index)) for index in range(2))
+        first, second = (sender.post(index, stream.unshard_bucket(index)) for index in range(2))
         for index, bucket in enumerate((first, second)):
             receivers[0].tell("load", bucket)
             sender.deliver(index)
@@ -193,7 +193,7 @@ def test_files_are_private_and_gone_after_close_and_at_exit(transport: str, tmp_
     stream = WeightStream(Oddities(), "float32", 100)
     sender = open_transport(transport, "float32", CPU, str(tmp_path))
     for index in range(stream.num_buckets):
-        sender.post(index, stream.unsharded(index))
+        sender.post(index, stream.unshard_bucket(index))
     assert len(files()) == 2
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files())
     sender.close()
@@ -257,7 +257,7 @@ def test_shared_memory_lies_where_there_is_room(monkeypatch: pytest.MonkeyPatch,
 def test_a_flipped_byte_in_shared_memory_shows_in_the_sum_of_its_tensor(receivers: list[Receiver]) -> None:
     stream = WeightStream(Oddities(), "float32", 1 << 20)
     sender = SharedMemoryFiles("float32")
-    bucket = sender.post(0, stream.unsharded(0))
+    bucket = sender.post(0, stream.unshard_bucket(0))
     assert isinstance(bucket.payload, SharedMemory)
     with Path(bucket.payload.path).open("r+b") as file:
         (byte,) = file.read(1)
@@ -271,7 +271,7 @@ def test_a_flipped_byte_in_shared_memory_shows_in_the_sum_of_its_tensor(receiver
 def test_a_receiver_cannot_write_into_the_senders_memory() -> None:
     stream = WeightStream(Oddities(), "float32", 1 << 20)
     sender = SharedMemoryFiles("float32")
-    bucket = sender.post(0, stream.unsharded(0))
+    bucket = sender.post(0, stream.unshard_bucket(0))
     with receive_tensors(bucket) as tensors:
         for _, tensor in tensors:
             tensor.fill_(7)
@@ -286,11 +286,11 @@ def test_what_is_not_as_announced_is_named(receivers: list[Receiver], tmp_path: 
     wrong = WeightTensor(name="odd", dtype="float32", shape=(3, 8, 1), checksum="")
     missing = WeightTensor(name="missing", dtype="float32", shape=(3,), checksum="")
     long = WeightTensor(name="long", dtype="float32", shape=(1 << 20,), checksum="")
-    payload = disk.post(0, stream.unsharded(0)).payload
+    payload = disk.post(0, stream.unshard_bucket(0)).payload
     for tensor in (wrong, missing):
         error = receivers[0].ask("load", WeightBucket(tensors=(tensor,), payload=payload))
         assert isinstance(error, ValueError) and repr(tensor.name) in str(error)
-    payload = memory.post(0, stream.unsharded(0)).payload
+    payload = memory.post(0, stream.unshard_bucket(0)).payload
     error = receivers[0].ask("load", WeightBucket(tensors=(long,), payload=payload))
     assert isinstance(error, ValueError) and "'long'" in str(error)
     gone = SafetensorsFile(path=str(tmp_path / "gone"))
@@ -316,7 +316,7 @@ def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_o
     stream = WeightStream(Large(), "float32", 1 << 30)
     sender = GlooBroadcasts("float32", CPU)
     connect(sender, [survivor, lost], timeout_s)
-    bucket = sender.post(0, stream.unsharded(0))
+    bucket = sender.post(0, stream.unshard_bucket(0))
     survivor.tell("load", bucket)
     lost.tell("receive_some", bucket, 2, end)
     in_time_s = 50.0  # of 60, which a death need not wait for
@@ -344,7 +344,7 @@ def test_missing_peer_is_awaited_until_the_timeout() -> None:
 
 def test_leaving_ends_the_wait_of_the_others(receivers: list[Receiver]) -> None:
     sender = GlooBroadcasts("float32", CPU)
-    bucket = sender.post(0, WeightStream(Oddities(), "float32", 1 << 20).unsharded(0))
+    bucket = sender.post(0, WeightStream(Oddities(), "float32", 1 << 20).unshard_bucket(0))
     connect(sender, receivers[:1], timeout_s=60.0)
     receivers[0].tell("load", bucket)
     time.sleep(0.2)
@@ -371,7 +371,7 @@ def test_the_senders_group_meets_torchs_own_as_sglang_makes_it(start_receiver: C
     ours.tell("join", third)
     sender.connect(first)
     assert sglang.answer() is ours.answer() is None
-    bucket = sender.post(0, stream.unsharded(0))
+    bucket = sender.post(0, stream.unshard_bucket(0))
     sglang.tell("load_as_sglang", bucket)
     ours.tell("load", bucket)
     sender.deliver(0)

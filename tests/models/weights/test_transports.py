@@ -60,7 +60,7 @@ def test_its_payload_carries_weights_from_one_end_to_the_other(dtype: str) -> No
     model = nn.Linear(5, 3)
     stream = WeightStream(model, dtype, 1 << 20)
     sender = open_transport("users_pigeons.PIGEON", dtype)
-    bucket = sender.post(0, stream.unsharded(0))
+    bucket = sender.post(0, stream.unshard_bucket(0))
     with receive_tensors(bucket) as tensors:
         assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
         came = {announced.name: tensor for announced, tensor in tensors}

@@ -32,7 +32,7 @@ def make_model(tied: bool = True) -> PreTrainedModel:
 
 def posted(model: PreTrainedModel, dtype: str = "float32", bucket_bytes: int = 1000) -> list[WeightBucket]:
     stream, store = WeightStream(model, dtype, bucket_bytes), ObjectStore(dtype)
-    return [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
+    return [store.post(index, stream.unshard_bucket(index)) for index in range(stream.num_buckets)]
 
 
 def streamed(model: PreTrainedModel, dtype: str = "float32", bucket_bytes: int = 1000) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ def test_lengths_are_learned_from_answers_and_never_exceed_what_is_allowed() -> 
     work = LoadEstimate(two_engines())
     assert work.new_tokens(LONG) == 1000
     for _ in range(300):
-        work.ended(50)
+        work.record_end(50)
     assert work.new_tokens(LONG) == pytest.approx(50)
     assert work.new_tokens(SHORT) == 10
 

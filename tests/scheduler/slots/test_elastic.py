@@ -183,7 +183,7 @@ class Bench:
                     router=self.routers[role],
                     bring_current=brings[role],
                     sleeps=sleeps and not swaps,
-                    nothing_pushed=self.syncs[role].nothing_pushed if role in self.syncs else nullcontext,
+                    block_pushes=self.syncs[role].block_pushes if role in self.syncs else nullcontext,
                 )
                 for role in roles
             },

@@ -264,7 +264,7 @@ class GrmStepGate:
         return None
 
     async def until_fit(self, clock: ActiveClock) -> None:
-        with clock.paused():
+        with clock.pause():
             await self.judging_tasks.until_usable(may_come=self.may_come, warm=lambda: self.pacer.is_warm)
             await self.pacer.until_grm_may_step()
 

@@ -14,7 +14,7 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import Rule
-from grmpipe.judge.trajectory import trajectory_of
+from grmpipe.judge.trajectory import make_trajectory
 from grmpipe.types import Prompt, Rollout
 from models.seeds import derive_seed
 
@@ -126,5 +126,5 @@ class JudgingTaskStream:
         assert candidates, "until_usable was waited for"
         prompt, rollout = candidates[derive_seed(self._seed, f"lesson {prompt_index}") % len(candidates)]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
-        shown = trajectory_of(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
+        shown = make_trajectory(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
         return self._judging_tasks.right_or_wrong(task_id, prompt, shown, right=right)

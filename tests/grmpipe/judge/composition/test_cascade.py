@@ -11,7 +11,7 @@ import pytest
 
 from grmpipe.judge.composition.cascade import Audit
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
-from grmpipe.judge.composition.composed_judge import bounds_of, with_own_bounds
+from grmpipe.judge.composition.composed_judge import get_bounds, with_own_bounds
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.types import CascadeEvent, Failed, Verdict
 
@@ -100,7 +100,7 @@ def test_an_unsure_group_beyond_the_share_keeps_its_cheap_verdicts_and_is_counte
 def test_after_a_resume_the_share_is_that_of_the_whole_run(group_bench: Any) -> None:
     before = {"reward": CascadeCounts(rollouts=80, escalated=36)}  # of 40 at a share of one half
     table = group_bench.composed({**ALL, "share": 0.5}, {"cheap": unsure_of(0, 1, 2, 3), "good": good})
-    bounds_of(table.judge).go_on(before)
+    get_bounds(table.judge).go_on(before)
     found = [events(table.reports(group_id=f"g{number:06d}"))[0].escalated for number in range(4)]
     assert found == [4, 4, 0, 4]
     separate = dataclasses.replace(table, judge=with_own_bounds(table.judge))

@@ -206,11 +206,11 @@ def test_a_tied_majority_is_one_half(group_bench: Any) -> None:
 def test_members_are_weighted_by_how_often_they_were_right(group_bench: Any) -> None:
     skill = MeasuredSkill()
     table = group_bench.composed({"kind": "jury", "members": list(MEMBERS), "vote": "accuracy"}, MEMBERS, skill=skill)
-    skill.measured({"a": 0.5, "b": 0.75})
+    skill.take_accuracies({"a": 0.5, "b": 0.75})
     assert table.outcomes(1) == [round(1.6 / 3, 9)], "one member isn't measured: all weigh the same"
-    skill.measured({"c": 1.0})
+    skill.take_accuracies({"c": 1.0})
     assert table.outcomes(1) == [round((0.5 * 0.6 + 1.0 * 0.9) / 1.5, 9)]
-    skill.measured({"b": 0.2, "c": 0.3})
+    skill.take_accuracies({"b": 0.2, "c": 0.3})
     assert table.outcomes(1) == [round(1.6 / 3, 9)], "nobody is better than a coin: all weigh the same"
 
 
@@ -247,7 +247,7 @@ def test_members_that_fail_on_different_siblings_leave_most_of_them_with_a_verdi
 def test_members_without_skill_do_not_decide_alone(group_bench: Any) -> None:
     jury = {"kind": "jury", "members": ["good", "bad"], "quorum": 1, "vote": "accuracy"}
     skill = MeasuredSkill()
-    skill.measured({"good": 0.9, "bad": 0.5})
+    skill.take_accuracies({"good": 0.9, "bad": 0.5})
     members = {"good": failing(group_bench, 1, 2, otherwise=0.9), "bad": always(0.1)}
     assert group_bench.composed(jury, members, skill=skill).outcomes() == [0.9, "refused", "refused", 0.9]
 

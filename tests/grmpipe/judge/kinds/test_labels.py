@@ -9,7 +9,7 @@ import pytest
 from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig
-from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, judged_right, rule_of
+from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, find_rule, judged_right
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict
@@ -76,7 +76,7 @@ def judgement(text: str, status: str = "finished") -> Rollout:
 def test_what_cant_be_read_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
     config = JudgeConfig(kind="label")
     (judging_task,) = under("same_side").of([scored(10)])
-    report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(rule_of(config))), judging_task, rollout))
+    report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(find_rule(config))), judging_task, rollout))
     assert isinstance(report.verdict, Verdict)
     assert report.verdict.outcome == reward
     assert report.failures == ()
@@ -114,7 +114,7 @@ def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
 
 
 def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
-    rule = rule_of(judge_config(kind="label", **LISTWISE))
+    rule = find_rule(judge_config(kind="label", **LISTWISE))
     assert rule("so\n\\boxed{3, 9, 4}", "best 2 of 3")
     assert not rule("so\n\\boxed{9, 9, 4}", "best 2 of 3")
     assert not rule("so\n\\boxed{3, 9}", "best 2 of 3")

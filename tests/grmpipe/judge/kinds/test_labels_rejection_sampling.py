@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.judge.kinds.labels import hint_of, hinted, kept_of, without_hint
+from grmpipe.judge.kinds.labels import add_hint, describe_label, keep_critiques, without_hint
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import Completion, Message
 
@@ -27,7 +27,7 @@ def critique(sibling: int) -> Rollout:
 def test_right_critiques_of_lessons_that_arent_too_easy_are_kept(
     right: tuple[bool, ...], fate: str, kept: tuple[int, ...]
 ) -> None:
-    told, rollouts = kept_of([critique(0), critique(1), critique(2)], right)
+    told, rollouts = keep_critiques([critique(0), critique(1), critique(2)], right)
     assert (told, tuple(rollout.sibling for rollout in rollouts)) == (fate, kept)
 
 
@@ -41,8 +41,8 @@ def test_right_critiques_of_lessons_that_arent_too_easy_are_kept(
 )
 def test_a_hint_tells_the_label_at_the_end_of_the_lesson(label: str, hint: str) -> None:
     judging_task = Prompt(prompt_id="p", messages=(Message(role="user", content="Judge this."),), reference=label)
-    assert hint_of(label) == hint
-    assert hinted(judging_task).messages[0].content == f"Judge this.\n\n{hint}"
+    assert describe_label(label) == hint
+    assert add_hint(judging_task).messages[0].content == f"Judge this.\n\n{hint}"
 
 
 def test_a_hinted_critique_is_trained_as_an_answer_to_the_plain_lesson() -> None:

@@ -9,7 +9,7 @@ from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.judge.composition.composed_judge import compose_judge, members_of
+from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
 from models.types import EngineDied
 
@@ -60,7 +60,7 @@ def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_ow
         configs,
         seed=0,
     )
-    said = bench.run(preflight_judgements(composed, members_of(composed), configs, [bench.prompt()]))
+    said = bench.run(preflight_judgements(composed, get_members(composed), configs, [bench.prompt()]))
     assert said.startswith("judges.second.parser: score_line could read none of 4 preflight judgements")
     assert "type a judges.second.template (and its judges.second.parser)" in said
     assert said.endswith("or judges.second.format.structured=true if its engine has a grammar")
@@ -68,5 +68,5 @@ def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_ow
 
 def test_a_single_judge_is_named_by_its_section(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("I like it."))
-    said = bench.run(preflight_judgements(judge, members_of(judge), {"judge": JudgeConfig()}, [bench.prompt()]))
+    said = bench.run(preflight_judgements(judge, get_members(judge), {"judge": JudgeConfig()}, [bench.prompt()]))
     assert said.startswith("judge.parser: score_line could read none of")

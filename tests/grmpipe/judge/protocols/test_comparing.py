@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import EarlyStopConfig
-from grmpipe.judge.protocols.pairwise import pairs_of
+from grmpipe.judge.protocols.pairwise import list_pairs
 from grmpipe.judge.verdict import pair_result
 from grmpipe.types import Failed, JudgeReport
 
@@ -188,10 +188,10 @@ def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wa
 
 
 def test_ring_pairs_each_sibling_with_the_next() -> None:
-    assert pairs_of(4, "ring") == [(0, 1), (0, 3), (1, 2), (2, 3)]
-    assert pairs_of(2, "ring") == pairs_of(2, "all") == [(0, 1)]
-    assert pairs_of(1, "ring") == pairs_of(1, "all") == []
-    assert len(pairs_of(8, "all")) == 28
+    assert list_pairs(4, "ring") == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    assert list_pairs(2, "ring") == list_pairs(2, "all") == [(0, 1)]
+    assert list_pairs(1, "ring") == list_pairs(1, "all") == []
+    assert len(list_pairs(8, "all")) == 28
 
 
 def test_a_pair_goes_by_the_mean_of_the_votes_of_either_order() -> None:

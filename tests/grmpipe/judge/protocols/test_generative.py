@@ -58,7 +58,7 @@ def test_a_judgement_does_not_time_out_while_its_engines_are_being_replaced(
         judge, _ = bench.generative(
             lambda prompt, context: bench.answer("Score: 5", delay_s=500 + answer_s), clock=clock, timeout_s=20.0
         )
-        with clock.paused():
+        with clock.pause():
             judging = asyncio.ensure_future(judge.judge(bench.prompt(), bench.rollout("12")))
             await asyncio.sleep(500)
         return await judging

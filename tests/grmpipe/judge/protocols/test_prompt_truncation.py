@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.fence import in_fences
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.protocols.prompt_truncation import OBSERVATION_CHARS, truncated_to_fit
+from grmpipe.judge.protocols.prompt_truncation import OBSERVATION_CHARS, truncate_to_fit
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 
 
@@ -33,7 +33,7 @@ def as_prompt(responses: Sequence[Trajectory]) -> GrmPrompt:
 
 
 def shown(room: int, *responses: Trajectory, truncation: str = "middle") -> str:
-    made = truncated_to_fit(as_prompt, responses, room, truncation)
+    made = truncate_to_fit(as_prompt, responses, room, truncation)
     assert isinstance(made, GrmPrompt), made
     assert made.num_tokens <= room
     return "".join(map(chr, made.token_ids))
@@ -83,8 +83,8 @@ def test_siblings_are_cut_alike() -> None:
 
 
 def test_without_truncation_it_does_not_fit() -> None:
-    assert isinstance(truncated_to_fit(as_prompt, [LONG], 1000, "error"), str)
-    assert isinstance(truncated_to_fit(as_prompt, [LONG], 10, "middle"), str)
+    assert isinstance(truncate_to_fit(as_prompt, [LONG], 1000, "error"), str)
+    assert isinstance(truncate_to_fit(as_prompt, [LONG], 10, "middle"), str)
 
 
 @settings(max_examples=60)
@@ -93,7 +93,7 @@ def test_without_truncation_it_does_not_fit() -> None:
     room=st.integers(150, 2000),
 )
 def test_what_is_cut_fits_and_only_notes_are_without_a_fence(turns: list[tuple[str, str]], room: int) -> None:
-    made = truncated_to_fit(as_prompt, [episode(*turns)], room, "middle")
+    made = truncate_to_fit(as_prompt, [episode(*turns)], room, "middle")
     if isinstance(made, str):
         return
     assert made.num_tokens <= room

@@ -20,7 +20,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.prompt_truncation import without_middle
-from grmpipe.judge.protocols.steps import steps_of
+from grmpipe.judge.protocols.steps import split_steps
 from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
@@ -134,7 +134,7 @@ def test_steps_cover_every_token_once_and_none_but_an_only_one_is_blank(
     span = VersionSpan(model="policy", version=0, start=0, end=len(ids))
     sampled = Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop", versions=(span,))
     rollout = Rollout(group_id="g", sibling=0, turns=(Turn(new_ids=(1,), completion=sampled),), status="finished")
-    steps = steps_of(rollout, step_end, max_steps, characters)
+    steps = split_steps(rollout, step_end, max_steps, characters)
     assert 1 <= len(steps) <= max_steps
     assert "".join(step.text for step in steps) == text
     assert [steps[0].start, *(step.end for step in steps)] == [0, *(step.start for step in steps[1:]), len(ids)]

@@ -13,7 +13,7 @@ import pytest
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.judge.composition.composed_judge import compose_judge, members_of
+from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.pipeline.judge_health import JudgeHealth
@@ -69,7 +69,7 @@ class Scene:
             judge = compose_judge(RewardTree.of(self.reward), judges, dict.fromkeys(judges, JudgeConfig()), seed=0)
         watched = MonitoredJudge(
             judge=judge,
-            members=members_of(judge),
+            members=get_members(judge),
             health=JudgeHealth(self.service),
             compares=self.compares,
             frozen=self.frozen,

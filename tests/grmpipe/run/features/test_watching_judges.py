@@ -15,7 +15,7 @@ from simulated_workload import COSTS, seats, workload
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation, simulate
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.judge.pointwise_adapter import HandOver, rollout_of_text
-from grmpipe.judge.verdict import failed, unjudged, unvoted
+from grmpipe.judge.verdict import make_failure, report_failures, report_score
 from grmpipe.pipeline.interfaces import StepReport
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.features.watching_judges import LAST, Watcher, WatchingJudges, summaries
@@ -27,8 +27,8 @@ PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="how many?
 
 def report_of(reward: float | None) -> JudgeReport:
     if reward is None:
-        return unjudged(failed("unparseable", "no score", attempts=1))
-    return unvoted((RewardSpan(turn=0, start=0, end=0, value=reward),), score=1.0, breakdown={})
+        return report_failures(make_failure("unparseable", "no score", attempts=1))
+    return report_score((RewardSpan(turn=0, start=0, end=0, value=reward),), score=1.0, breakdown={})
 
 
 class SlowJudge:

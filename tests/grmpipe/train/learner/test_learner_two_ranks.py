@@ -227,7 +227,7 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
     group, came = LearnerRanks(Posted([rank["handed_over"] for rank in two.ranks])), {}
     for index in range(len(two.ranks[0]["handed_over"])):
         bucket = asyncio.run(group.bucket(index))
-        with receive_tensors(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
+        with receive_tensors(PlainBucket(**as_plain(bucket, SharedArena())).restore_bucket()) as tensors:
             came |= {announced.name: tensor for announced, tensor in tensors}
     assert {path.parent for path in opened_paths} == {two.directory / gpu}
     expected = dict(AutoModelForCausalLM.from_pretrained(qwen_path, dtype=torch.float32).named_parameters())

@@ -79,7 +79,7 @@ def test_weights_arrive_by_every_way_that_a_cpu_has(
         await engine.pause()
         await asyncio.gather(engine.begin_weights(link), asyncio.to_thread(sender.connect, as_sender(link)))
         for index in range(stream.num_buckets):
-            bucket = sender.post(index, stream.unsharded(index))
+            bucket = sender.post(index, stream.unshard_bucket(index))
             sent.update({tensor.name: tensor.checksum for tensor in bucket.tensors})
             await asyncio.gather(engine.load_bucket(bucket), asyncio.to_thread(sender.deliver, index))
         receipt: WeightReceipt = await engine.commit_weights(5)
@@ -135,7 +135,7 @@ def test_bfloat16_weights_are_taken_by_a_float32_engine(
     async def send() -> Any:
         await engine.pause()
         await engine.begin_weights()
-        await engine.load_bucket(sender.post(0, stream.unsharded(0)))
+        await engine.load_bucket(sender.post(0, stream.unshard_bucket(0)))
         await engine.commit_weights(1)
         await engine.resume()
         return await engine.score(prompt_of(40))

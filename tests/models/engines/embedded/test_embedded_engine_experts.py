@@ -78,7 +78,7 @@ async def push(engine: EmbeddedEngine, path: str, version: int) -> None:
     await engine.pause()
     await engine.begin_weights()
     for index in range(stream.num_buckets):
-        await engine.load_bucket(store.post(index, stream.unsharded(index)))
+        await engine.load_bucket(store.post(index, stream.unshard_bucket(index)))
     await engine.commit_weights(version)
     await engine.resume()
 
@@ -86,7 +86,7 @@ async def push(engine: EmbeddedEngine, path: str, version: int) -> None:
 def chosen(path: str, token_ids: Sequence[int]) -> np.ndarray:
     """[T, L, K], each token's experts in ascending order, by the model without a cache."""
     model = load_causal_lm(path)
-    with torch.no_grad(), Routers.of(model).recorded() as recording:
+    with torch.no_grad(), Routers.of(model).record_routing() as recording:
         model(torch.tensor([token_ids]))
     return np.sort(recording.experts_TLK.numpy(), -1)
 
@@ -222,7 +222,7 @@ def test_unapplied_experts_fail_their_own_push_even_if_no_probe_moved(
 
     monkeypatch.setattr(weight_loading, "_held_tensor", held_tensor)
     engine = EmbeddedEngine(EngineSpec(path=path, role="policy", dtype="bfloat16"), EmbeddedConfig())
-    buckets = [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
+    buckets = [store.post(index, stream.unshard_bucket(index)) for index in range(stream.num_buckets)]
     sent = {tensor.name: tensor.checksum for bucket in buckets for tensor in bucket.tensors}
 
     async def push() -> WeightReceipt:

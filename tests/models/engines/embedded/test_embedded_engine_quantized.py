@@ -25,7 +25,7 @@ async def push(engine: EmbeddedEngine, path: str, version: int) -> WeightReceipt
     await engine.pause()
     await engine.begin_weights()
     for index in range(stream.num_buckets):
-        await engine.load_bucket(store.post(index, stream.unsharded(index)))
+        await engine.load_bucket(store.post(index, stream.unshard_bucket(index)))
     receipt = await engine.commit_weights(version)
     await engine.resume()
     return receipt

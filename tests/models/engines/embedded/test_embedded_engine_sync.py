@@ -23,7 +23,7 @@ from models.weights.weight_stream import WeightStream
 
 def buckets_of(path: str, dtype: str = "float32", bucket_bytes: int = 8192) -> list[WeightBucket]:
     stream, store = WeightStream(load_causal_lm(path), dtype, bucket_bytes), ObjectStore(dtype)
-    return [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
+    return [store.post(index, stream.unshard_bucket(index)) for index in range(stream.num_buckets)]
 
 
 async def push(engine: EmbeddedEngine, path: str, version: int) -> WeightReceipt:
@@ -138,7 +138,7 @@ def test_weights_that_come_another_way_are_the_same(
         await asyncio.gather(engine.begin_weights(second), asyncio.to_thread(sender.connect, first))
         sent: dict[str, str] = {}
         for index in range(stream.num_buckets):
-            bucket = sender.post(index, stream.unsharded(index))
+            bucket = sender.post(index, stream.unshard_bucket(index))
             await asyncio.gather(engine.load_bucket(bucket), asyncio.to_thread(sender.deliver, index))
             sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
         assert await engine.commit_weights(1) == WeightReceipt(version=1, checksums=sent)
@@ -165,7 +165,7 @@ def test_an_engine_that_refuses_a_broadcast_lets_the_sender_go_at_once_and_joins
     async def run() -> None:
         await engine.pause()
         await begin()
-        refused = sender.post(0, WeightStream(unfit, "float32", 1 << 30).unsharded(0))
+        refused = sender.post(0, WeightStream(unfit, "float32", 1 << 30).unshard_bucket(0))
         load = asyncio.create_task(engine.load_bucket(refused))
         async with asyncio.timeout(10):  # the group's own timeout is a minute
             with pytest.raises(ConnectionError, match="'large'"):
@@ -173,7 +173,7 @@ def test_an_engine_that_refuses_a_broadcast_lets_the_sender_go_at_once_and_joins
         with pytest.raises(ValueError, match="has no tensor 'large'"):
             await load
         await begin()
-        bucket = sender.post(0, fit.unsharded(0))
+        bucket = sender.post(0, fit.unshard_bucket(0))
         await asyncio.gather(engine.load_bucket(bucket), asyncio.to_thread(sender.deliver, 0))
         assert (await engine.commit_weights(1)).checksums == {t.name: t.checksum for t in bucket.tensors}
 

@@ -101,7 +101,7 @@ def test_a_server_is_joined_and_gets_its_own_weights_back(
         before = await engine.score(prompt_of(20))
         await engine.pause()
         await engine.begin_weights()
-        await engine.load_bucket(sender.post(0, stream.unsharded(0)))
+        await engine.load_bucket(sender.post(0, stream.unshard_bucket(0)))
         await engine.commit_weights(5)
         return before
 
@@ -124,7 +124,7 @@ def test_a_sender_that_leaves_in_mid_push_costs_an_error_and_no_restart(
     async def go(engine: SglangEngine) -> None:
         await engine.pause()
         await asyncio.gather(engine.begin_weights(link), asyncio.to_thread(sender.connect, replace(link, rank=0)))
-        posted = sender.post(0, stream.unsharded(0))
+        posted = sender.post(0, stream.unshard_bucket(0))
         loading = asyncio.create_task(engine.load_bucket(WeightBucket(tensors=posted.tensors, payload=Broadcast())))
         await asyncio.sleep(0.3)
         sender.close()

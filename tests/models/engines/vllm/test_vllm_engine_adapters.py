@@ -43,7 +43,7 @@ class Trained:
         sent = list_outgoing(self.model, LORA, "float32")
         stream = WeightStream(self.model, "float32", 1 << 12, sent, self._names)
         store = ObjectStore("float32")
-        return [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
+        return [store.post(index, stream.unshard_bucket(index)) for index in range(stream.num_buckets)]
 
     def score(self, ids: tuple[int, ...]) -> list[float]:
         with torch.no_grad():

@@ -38,7 +38,7 @@ def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
         await engine.pause()
         await engine.begin_weights()
         for index in range(stream.num_buckets):
-            await engine.load_bucket(store.post(index, stream.unsharded(index)))
+            await engine.load_bucket(store.post(index, stream.unshard_bucket(index)))
         receipt = await engine.commit_weights(version)
         await engine.resume()
         return receipt

@@ -48,7 +48,7 @@ def test_vllm_sleeps_wakes_and_takes_weights(
         await engine.pause()
         await engine.begin_weights()
         for index in range(stream.num_buckets):
-            await engine.load_bucket(sender.post(index, stream.unsharded(index)))
+            await engine.load_bucket(sender.post(index, stream.unshard_bucket(index)))
         await engine.commit_weights(1)
         await engine.resume()
         return freed, before, after_sleep, await engine.score(prompt_of(40))
@@ -118,7 +118,7 @@ def test_vllm_reports_the_experts_that_the_model_itself_would_choose(
         engine.close()
     model = load_causal_lm(str(tmp_path))
     fed = (*prompt_of(20), *completion.token_ids)[:-1]
-    with torch.no_grad(), Routers.of(model).recorded() as recording:
+    with torch.no_grad(), Routers.of(model).record_routing() as recording:
         model(torch.tensor([fed]))
     assert completion.experts_TLK is not None and completion.experts_TLK.shape == (len(fed), 2, 2)
     own = np.sort(recording.experts_TLK.numpy(), -1)

@@ -74,7 +74,7 @@ def test_experts_arrive_and_dropped_experts_are_reported_by_the_same_push(
         await engine.pause()
         await engine.begin_weights()
         for index in range(stream.num_buckets):
-            await engine.load_bucket(store.post(index, stream.unsharded(index)))
+            await engine.load_bucket(store.post(index, stream.unshard_bucket(index)))
         receipt = await engine.commit_weights(version)
         await engine.resume()
         return receipt

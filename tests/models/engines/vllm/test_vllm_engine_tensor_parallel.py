@@ -35,7 +35,7 @@ def test_fused_layers_and_a_tied_head_in_two_halves_take_a_push_and_score_as_the
         await engine.pause()
         await engine.begin_weights()
         for index in range(stream.num_buckets):
-            await engine.load_bucket(store.post(index, stream.unsharded(index)))
+            await engine.load_bucket(store.post(index, stream.unshard_bucket(index)))
         receipt = await engine.commit_weights(version)
         await engine.resume()
         return receipt

@@ -41,7 +41,7 @@ def test_without_the_fix_a_probe_after_a_push_is_far_off(
         await engine.pause()
         await engine.begin_weights()
         for index in range(stream.num_buckets):
-            await engine.load_bucket(store.post(index, stream.unsharded(index)))
+            await engine.load_bucket(store.post(index, stream.unshard_bucket(index)))
         await engine.commit_weights(1)
         await engine.resume()
         return await engine.score(prompt_of(64))

@@ -55,7 +55,7 @@ def bucket_with(payload: Payload) -> WeightBucket:
 )
 def test_a_bucket_crosses_msgpack_unchanged(payload: Payload) -> None:
     crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(as_plain(bucket_with(payload), SharedArena())))
-    assert PlainBucket(**crossed).restored() == bucket_with(payload)
+    assert PlainBucket(**crossed).restore_bucket() == bucket_with(payload)
 
 
 def test_inline_bytes_cross_through_shared_memory_bucket_after_bucket() -> None:
@@ -64,7 +64,7 @@ def test_inline_bytes_cross_through_shared_memory_bucket_after_bucket() -> None:
         data = np.full(6, value, dtype=np.float32).view(np.uint8)
         data.flags.writeable = False  # as it comes from an object store
         plain = as_plain(bucket_with(InlineBytes(data=(data,))), arena)
-        with receive_tensors(PlainBucket(**plain).restored()) as tensors:
+        with receive_tensors(PlainBucket(**plain).restore_bucket()) as tensors:
             assert compute_checksums(tensors) == {"a.weight": checksum(data)}
             assert torch.equal(tensors[0][1], torch.full((2, 3), value))
     arena.close()

@@ -39,10 +39,10 @@ def test_a_pass_counts_the_experts_that_a_replay_chose(mixture: PreTrainedModel)
     routers = Routers.of(mixture)
     ids = torch.arange(10)[None]
     own, replayed = ExpertLoad(routers, CPU), ExpertLoad(routers, CPU)
-    with torch.no_grad(), own.counted():
+    with torch.no_grad(), own.count_experts():
         mixture(ids)
     everyone_to_two_TLK = torch.tensor([1, 3]).expand(10, 2, 2)
-    with torch.no_grad(), routers.replay(everyone_to_two_TLK), replayed.counted():
+    with torch.no_grad(), routers.replay(everyone_to_two_TLK), replayed.count_experts():
         mixture(ids)
     balance = replayed.read()
     assert balance.max_violation == balance.worst_max_violation == 1.0, "10 tokens each, of 5 on average"
@@ -56,14 +56,14 @@ def test_passes_outside_do_not_count_and_several_inside_add_up(mixture: PreTrain
     load, twice = (ExpertLoad(Routers.of(mixture), CPU) for _ in range(2))
     ids = torch.arange(10)[None]
     with torch.no_grad():
-        with load.counted():
+        with load.count_experts():
             mixture(ids)
         mixture(ids + 7)
         for _ in range(2):
-            with twice.counted():
+            with twice.count_experts():
                 mixture(ids)
     assert load.read() == twice.read()
 
 
 def test_a_dense_model_has_no_load() -> None:
-    assert Routers.found(Qwen3ForCausalLM(Qwen3Config(**SHAPE))) is None
+    assert Routers.find_in(Qwen3ForCausalLM(Qwen3Config(**SHAPE))) is None

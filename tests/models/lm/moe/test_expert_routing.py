@@ -55,7 +55,7 @@ def random_model(name: str) -> PreTrainedModel:
 
 def own_experts(model: nn.Module, routers: Routers) -> tuple[Tensor, Tensor]:
     """Logits, and the chosen experts."""
-    with torch.no_grad(), routers.recorded() as recording:
+    with torch.no_grad(), routers.record_routing() as recording:
         logits: Tensor = model(TOKEN_IDS).logits
     return logits, recording.experts_TLK
 
@@ -86,7 +86,7 @@ def test_tokens_go_where_they_are_sent_and_gates_learn(name: str) -> None:
     routers = Routers.of(model)
     logits, experts_TLK = own_experts(model, routers)
     elsewhere_TLK = (experts_TLK + 2) % 8
-    with routers.replay(elsewhere_TLK) as replay, routers.recorded() as recording:
+    with routers.replay(elsewhere_TLK) as replay, routers.record_routing() as recording:
         replayed = model(TOKEN_IDS).logits
         replayed.square().sum().backward()
     assert torch.equal(recording.experts_TLK, elsewhere_TLK) and replay.rerouted_TL.float().mean() > 0.5

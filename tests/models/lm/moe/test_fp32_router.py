@@ -62,7 +62,7 @@ def test_only_the_router_computes_in_float32(path: str) -> None:
 def test_its_routers_can_still_be_observed_and_replayed(path: str) -> None:
     """FSDP2 changes the class of what it shards."""
     model, _ = one_pass(path, IN_FLOAT32)
-    assert Routers.found(model) is not None and Routers.of(model).shape.num_experts == 4
+    assert Routers.find_in(model) is not None and Routers.of(model).shape.num_experts == 4
     with Routers.of(model).replay(torch.zeros((12, 1, 2), dtype=torch.int64)) as replay:
         model(input_ids=torch.arange(12)[None], position_ids=torch.arange(12)[None], use_cache=False)
     assert replay.rerouted_TL.any()
