@@ -28,7 +28,7 @@ class Counts:
         return {name: _plain(value) for name, value in values if not isinstance(value, list)}
 
     @classmethod
-    def restored(cls, saved: Mapping[str, object]) -> Self:
+    def restore(cls, saved: Mapping[str, object]) -> Self:
         """Counts from what `saved` wrote. What it lacks is 0."""
         return msgspec.convert(saved, cls, dec_hook=lambda _, by_name: Counter(by_name))
 

@@ -51,7 +51,7 @@ def rule_named(name: str, key: str = JUDGE) -> Rule:
 
     key: the configuration's section of the judge.
     """
-    rule = cast(Callable[[str, str], object], RULES.found(name))
+    rule = cast(Callable[[str, str], object], RULES.find_object(name))
     owner = f"{key}.rule: {describe_code(rule)}"
 
     def graded(text: str, reference: str) -> float:
@@ -94,4 +94,4 @@ class RuleJudge:
             return unjudged(failed("broken", f"prompt {prompt.prompt_id}: {error}"))
         except ValueError as error:
             return unjudged(failed("refused", f"prompt {prompt.prompt_id}: {error}"))
-        return unvoted(outcome(rollout, grade), self._scale.score_of(grade), {"rule": grade})
+        return unvoted(outcome(rollout, grade), self._scale.to_score(grade), {"rule": grade})

@@ -51,7 +51,7 @@ def test_saved_tokens_and_errors_of_early_stops_are_counted_and_survive_a_checkp
     metrics = flow_metrics(counters.step, seconds=1.0)
     assert (metrics["judge/saved_tokens"], metrics["judge/early_stop_error"]) == (40, pytest.approx(0.75))
     counters.close_step()
-    restored = Counters.restored(counters.total.saved())
+    restored = Counters.restore(counters.total.saved())
     assert (restored.judging.saved_tokens, restored.judging.audits, restored.judging.audit_error) == (40, 2, 1.5)
 
 
