@@ -68,7 +68,7 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
         if lock.place.complete:
             watcher.note_opened(lock.place.run_dir)
             return objective_of_complete(lock.place.run_dir)
-        if missing := config.tracking.missing():
+        if missing := config.tracking.find_missing():
             raise ConfigError(missing)
         prepared = task.prepare(config)
         for line in (*lock.place.notes, *task.notes(prepared)):

@@ -113,11 +113,8 @@ def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream 
     """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
     references.
     """
-    cotrain, judge, key = (
-        config.trained_grms[role],
-        config.judging.find_training_judge(role),
-        f"{config.models[role].key}.train",
-    )
+    cotrain, judge = config.trained_grms[role], config.judging.find_training_judge(role)
+    key = f"{config.models[role].key}.train"
     with section(f"{judge.key}."):
         JudgingTasks.under(judge, config.data.labels)
     if cotrain.data_path is not None:

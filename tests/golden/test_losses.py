@@ -282,10 +282,5 @@ def test_aggregation(name: str, weights: list[float], denominator: float) -> Non
 
 
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
-    assert AGGREGATIONS.find_object("sequence_mean", Aggregation).weigh(
-        torch.zeros(3), torch.tensor([1, 2])
-    ).tolist() == [
-        0,
-        0,
-        0,
-    ]
+    sequence_mean = AGGREGATIONS.find_object("sequence_mean", Aggregation)
+    assert sequence_mean.weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [0, 0, 0]

@@ -270,7 +270,7 @@ class WorkerHost(ABC):
     async def start(self) -> None:
         """Start what workers have in common. Raises ValueError if the environment can't be made."""
 
-    async def missing(self) -> tuple[Missing, ...]:
+    async def find_missing(self) -> tuple[Missing, ...]:
         """What workers can't give up on this machine, as far as it shows before an episode. Raises EnvFault."""
         return ()
 

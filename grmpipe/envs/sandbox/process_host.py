@@ -100,7 +100,7 @@ class ProcessHost(WorkerHost):
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
 
-    async def missing(self) -> tuple[Missing, ...]:
+    async def find_missing(self) -> tuple[Missing, ...]:
         """Found by taking a worker."""
         worker = await self.take_worker()
         try:

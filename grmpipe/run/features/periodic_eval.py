@@ -107,7 +107,7 @@ class PeriodicEval(RunFeature):
         return {
             "initial": self.initial,
             "readings": [asdict(one) for one in self.readings],
-            "episodes": self._evaluator.episodes.saved(),
+            "episodes": self._evaluator.episodes.to_dict(),
             "judge_accuracy": self._evaluator.skill.accuracy,
         }
 

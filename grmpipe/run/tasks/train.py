@@ -238,8 +238,8 @@ class TrainingRun(Run[Prepared]):
             # Taken at the same moment as the pipeline's state:
             journal_marks=self._observers.recorder.marks() | self._observers.evaluations.marks,
             counted_marks=self._observers.recorder.ends(),
-            totals=pipeline.counters.total.saved(),
-            open_counts=pipeline.counters.step.saved(),
+            totals=pipeline.counters.total.to_dict(),
+            open_counts=pipeline.counters.step.to_dict(),
             grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, in_background=in_background),
             wall_s=self.wall_s,
             features=features.states,
