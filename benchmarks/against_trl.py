@@ -31,7 +31,7 @@ from grmpipe.data.prompts import load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.tiny.quality import policy_quality
 from grmpipe.tiny.recipes import RECIPES
-from grmpipe.tiny.resolve import directory_of
+from grmpipe.tiny.resolve import resolve_directory
 from grmpipe.tiny.speaker import Speaker
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ class Run:
 
 
 def tiny(name: str) -> str:
-    return str(directory_of(RECIPES[name]))
+    return str(resolve_directory(RECIPES[name]))
 
 
 # -- ours ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grmpipe.tiny.problems import judge_prompt, score_of
+from grmpipe.tiny.problems import judge_prompt, parse_score
 from grmpipe.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
 
 Record = Mapping[str, Any]
@@ -37,7 +37,7 @@ def error_of_kept(run_dir: Path, then: Path) -> float:
     critiques = Speaker(then).answer(
         [judge_prompt(one.question, one.text) for one in some], MAX_CRITIQUE_TOKENS, seed=0
     )
-    scored = [(one.reward, score_of(critique)) for one, critique in zip(some, critiques, strict=True)]
+    scored = [(one.reward, parse_score(critique)) for one, critique in zip(some, critiques, strict=True)]
     return fmean(abs(reward - (score - 1) / 9) for reward, score in scored if score is not None)
 
 

@@ -97,7 +97,8 @@ def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
     totals = BatchTotals(
         num_loss_tokens=int(lengths_B.sum()), num_sequences=len(lengths_B), num_groups=1, oldest_version=0
     )
-    value = loss.total / AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, MAX_NEW_TOKENS)
+    aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
+    value = loss.total / aggregation.denominator(totals, MAX_NEW_TOKENS)
     value.backward()
     assert current_BL.grad is not None
     return value.detach(), current_BL.grad

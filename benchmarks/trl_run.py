@@ -29,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from grmpipe.tiny.problems import is_right, judge_prompt, make_problems, score_of
+from grmpipe.tiny.problems import is_right, judge_prompt, make_problems, parse_score
 
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 64
@@ -62,7 +62,7 @@ def make_reward(directory: str) -> Callable[..., list[float]]:
     def grm_reward(completions: list, question: list[str], **_: object) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         asked = [judge_prompt(*pair) for pair in zip(question, texts, strict=True)]
-        scores = [score_of(critique) for critique in answer(grm, tokenizer, asked, MAX_CRITIQUE_TOKENS)]
+        scores = [parse_score(critique) for critique in answer(grm, tokenizer, asked, MAX_CRITIQUE_TOKENS)]
         return [0.0 if score is None else (score - 1) / 9 for score in scores]
 
     return grm_reward

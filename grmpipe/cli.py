@@ -42,14 +42,14 @@ from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, masked_errors
+from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.new_project import write_new_project
 from grmpipe.run.doctor.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
 from grmpipe.run.run_watcher import RunWatcher
-from grmpipe.run.tasks.sweep import SweepRun, exit_code_of, sweep_table
+from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
 from grmpipe.validate.machines import check_seats
 from models.import_path import put_working_folder_last
 
@@ -108,7 +108,7 @@ def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> Run
     typed = [*([f"+experiment={experiment}"] if experiment else []), *overrides]
     import_from_project()
     keep_secret(typed)
-    with masked_errors():
+    with mask_errors():
         try:
             with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
                 return build_checked(hydra.compose("config", typed), typed)
@@ -275,7 +275,7 @@ def main() -> int:
     finally:
         if RUNS:
             print(sweep_table(RUNS), flush=True)
-    return exit_code_of(RUNS)
+    return find_exit_code(RUNS)
 
 
 def complain(message: str, code: int) -> int:

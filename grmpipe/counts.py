@@ -22,14 +22,14 @@ class Counts:
         names = [spec.name for spec in fields(self)]
         return type(self)(**{name: _sum(getattr(self, name), getattr(other, name)) for name in names})
 
-    def saved(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """The counts for a checkpoint."""
         values = ((spec.name, getattr(self, spec.name)) for spec in fields(self))
         return {name: _plain(value) for name, value in values if not isinstance(value, list)}
 
     @classmethod
-    def restored(cls, saved: Mapping[str, object]) -> Self:
-        """Counts from what `saved` wrote. What it lacks is 0."""
+    def restore(cls, saved: Mapping[str, object]) -> Self:
+        """Counts from what `to_dict` wrote. What it lacks is 0."""
         return msgspec.convert(saved, cls, dec_hook=lambda _, by_name: Counter(by_name))
 
 
@@ -45,5 +45,5 @@ def _sum(one: Any, other: Any) -> Any:
 
 def _plain(value: object) -> object:
     if isinstance(value, Counts):
-        return value.saved()
+        return value.to_dict()
     return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value

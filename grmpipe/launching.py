@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.cli import run_task
-from grmpipe.config.keys.redact import masked_errors
+from grmpipe.config.keys.redact import mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.errors import RunInterrupted
 from grmpipe.run.run_watcher import RunWatcher, StepControls
@@ -36,7 +36,7 @@ class Step:
 class _Opened(RunWatcher):
     run_dir: Path | None = None
 
-    def opened(self, run_dir: Path) -> None:
+    def note_opened(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
 
@@ -47,7 +47,7 @@ def launch(config: RunConfig) -> RunReader | None:
     RunFailed or RunInterrupted.
     """
     watcher = _Opened()
-    with masked_errors():
+    with mask_errors():
         _run(config, watcher)
     return None if watcher.run_dir is None else read_run(watcher.run_dir)
 
@@ -80,7 +80,7 @@ def _started(config: RunConfig, watcher: RunWatcher) -> tuple[Future[float | Non
 
     def work() -> None:
         try:
-            with masked_errors():
+            with mask_errors():
                 ended.set_result(run_task(config, watcher))
         except BaseException as error:
             ended.set_exception(error)
@@ -166,7 +166,7 @@ class StartedRun(RunWatcher):
 
     # -- called in the run's thread ---------------------------------------------------------------------------------
 
-    def opened(self, run_dir: Path) -> None:
+    def note_opened(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._tell(self._open.set)
 
@@ -201,7 +201,7 @@ class StartedRun(RunWatcher):
         loop, _, controls = self._waiting
 
         async def asked() -> T:
-            with masked_errors():
+            with mask_errors():
                 return await ask(controls)
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked(), loop))

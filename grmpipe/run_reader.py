@@ -30,7 +30,7 @@ from grmpipe.observe.recorder import (
     load_trained,
     load_verdicts,
 )
-from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout, Turn
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class RunReader:
         return RunTable(lambda: read_items(self.run_dir), _of_item, columns)
 
     def _there(self, name: str, load: Callable[..., Iterator[Row]]) -> Iterator[Row]:
-        return load(self.run_dir / name, run_id=run_id_of(self.run_dir))
+        return load(self.run_dir / name, run_id=read_run_id(self.run_dir))
 
 
 def _metric_lines(run_dir: Path) -> Iterator[Mapping[str, float]]:

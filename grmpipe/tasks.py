@@ -54,7 +54,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     """
     watcher = watcher or RunWatcher()
     if config.data.retrain_from is not None:
-        return run(config, retraining(), watcher)
+        return run(config, make_retraining(), watcher)
     if config.task in SHOWN:
         return SHOWN[config.task](config)
     if config.task == "evaluate":  # it leaves nothing to resume
@@ -66,14 +66,14 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
     """Lock a directory, refuse what can't run, and run the rest to its end."""
     with RunLock(config) as lock:
         if lock.place.complete:
-            watcher.opened(lock.place.run_dir)
+            watcher.note_opened(lock.place.run_dir)
             return objective_of_complete(lock.place.run_dir)
-        if missing := config.tracking.missing():
+        if missing := config.tracking.find_missing():
             raise ConfigError(missing)
         prepared = task.prepare(config)
         for line in (*lock.place.notes, *task.notes(prepared)):
             print(f"grmpipe: note: {line}", file=sys.stderr)
-        watcher.opened(run_dir := lock.open())
+        watcher.note_opened(run_dir := lock.open())
         summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, lock.place), watcher))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
@@ -103,7 +103,7 @@ def prepare_training(config: RunConfig) -> Prepared:
     return prepared
 
 
-def training() -> RunTask[Prepared]:
+def make_training() -> RunTask[Prepared]:
     from grmpipe.run.tasks.train import TrainingRun
 
     return RunTask(prepare=prepare_training, make_run=TrainingRun, notes=notes)
@@ -115,7 +115,7 @@ def rft() -> RunTask[Prepared]:
     return RunTask(prepare=prepare_training, make_run=RftRun, notes=notes)
 
 
-def retraining() -> RunTask[PreparedRetraining]:
+def make_retraining() -> RunTask[PreparedRetraining]:
     from grmpipe.run.tasks.retrain import RecordedRunTraining
     from grmpipe.validate.retraining import prepare_retraining
 
@@ -176,7 +176,7 @@ def show_simulation(config: RunConfig) -> float:
 
 SHOWN: dict[str, Callable[[RunConfig], float | None]] = {"plan": show_plan, "simulate": show_simulation}
 RUNS: dict[str, Callable[[], RunTask[Any]]] = {
-    "train": training,
+    "train": make_training,
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,

@@ -109,7 +109,7 @@ class Rollout:
         is_cut = self.status == "truncated" or bool(last.faults)
         return "" if is_cut and last.tool_calls else last.completion.answer
 
-    def shown(self, *, thoughts: bool) -> str:
+    def show_text(self, *, thoughts: bool) -> str:
         """The policy's text of all turns, as a judge of single turns sees it."""
         return self.text if thoughts else "\n".join(turn.completion.answer for turn in self.turns)
 

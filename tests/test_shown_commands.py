@@ -22,7 +22,7 @@ from shown_commands import BLOCK, ROOT, SHELLS, pages, shown_commands, split
 
 from grmpipe.cli import compose
 from grmpipe.config.io.yaml_io import to_yaml
-from grmpipe.validate.machines import SEATING_TASKS, seats_of
+from grmpipe.validate.machines import SEATING_TASKS, place_roles
 from models.engines.embedded.embedded_kind import EmbeddedKind
 
 # First words of commands that are not ours: nothing here checks them.
@@ -81,7 +81,7 @@ def test_a_shown_command_composes_and_its_roles_are_placed(
     for run in runs_of(typed):
         config = compose(None, of_recorded_run(run, tmp_path) if "task=rejudge" in run else run)
         if config.task in SEATING_TASKS and config.data.retrain_from is None:
-            seats_of(config)
+            place_roles(config)
 
 
 class ParsedError(BaseException):

@@ -129,7 +129,7 @@ Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 
 def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """[T]: what weighs the policy loss of each token, by `algorithm.correction`."""
-    function = cast(Correction, CORRECTIONS.found(algorithm.correction))
+    function = cast(Correction, CORRECTIONS.find_object(algorithm.correction))
     return check_tensor("correction", function, drift.log_weights_T, drift, algorithm)
 
 
@@ -165,7 +165,7 @@ def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
         return torch.ones_like(drift.log_weights_T)
     kept_S = torch.ones_like(drift.sequence_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
-        function = cast(Rejection, REJECTIONS.found(name))
+        function = cast(Rejection, REJECTIONS.find_object(name))
         kept_S &= check_tensor("rejections", function, drift.sequence_lengths_S, drift, algorithm).bool()
     return to_tokens(kept_S, drift.sequence_lengths_S).to(drift.log_weights_T.dtype)
 

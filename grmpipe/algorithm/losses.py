@@ -161,7 +161,7 @@ def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
 def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Estimated for each token by what `algorithm.kl_estimator` names."""
-    function = cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.found(name))
+    function = cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.find_object(name))
     return check_tensor("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
 
 

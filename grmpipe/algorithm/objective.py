@@ -47,9 +47,9 @@ def find_parts(algorithm: AlgorithmConfig) -> None:
     """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
     find_loss(algorithm.loss)
     for table in ONE_OF_EACH:
-        table.found(getattr(algorithm, table.name))
+        table.find_object(getattr(algorithm, table.name))
     for name in algorithm.rejections:
-        REJECTIONS.found(name)
+        REJECTIONS.find_object(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,8 @@ def sum_loss(
     """
     current_T = logprobs.current_T
     mask_T = loss_mask_T.to(current_T.dtype)
-    proximal_T = check_tensor("proximal", cast(Proximal, PROXIMALS.found(algorithm.proximal)), current_T, logprobs)
+    proximal = cast(Proximal, PROXIMALS.find_object(algorithm.proximal))
+    proximal_T = check_tensor("proximal", proximal, current_T, logprobs)
     scored = Scored(
         logprobs_T=current_T,
         proximal_T=proximal_T,
@@ -102,7 +103,7 @@ def sum_loss(
         watched["kl_nats"] = kl_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
-    weights_T = AGGREGATIONS.found(algorithm.aggregation, Aggregation).weigh(mask_T, sequence_lengths_S)
+    weights_T = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation).weigh(mask_T, sequence_lengths_S)
     return SummedLoss(
         total=(weights_T * loss_T).sum(),
         sums={name: (value_T.detach() * mask_T).sum() for name, value_T in watched.items()},

@@ -144,7 +144,7 @@ def check_reward(config: RunConfig) -> None:
 
 def check_policy_engine(config: RunConfig) -> None:
     """Check that the policy's engines take weights."""
-    if not config.engine_kind_of(POLICY).transports:
+    if not config.find_engine_kind(POLICY).transports:
         able = " or ".join(engines_that(lambda kind: bool(kind.transports)))
         raise ValueError(
             f"policy.engine: {config.policy.engine} can't receive weights or return log-probs, so it can't serve a "
@@ -166,7 +166,7 @@ def check_updated_by_policy(config: RunConfig) -> None:
             )
         if role in config.trained_grms:
             raise ValueError(f"{key}: {role} learns itself; type {model.key}.train.enabled=false")
-        if not config.judging.engine_kind_of(role).reads_model_files:
+        if not config.judging.find_engine_kind(role).reads_model_files:
             able = " or ".join(engines_that(lambda kind: kind.reads_model_files))
             raise ValueError(f"{key}: {model.engine} can't read a model's files; type {model.key}.engine={able}")
         if model.policy_updates[-1] >= config.train.num_steps:
@@ -241,7 +241,7 @@ def check_meta_rm(config: RunConfig) -> None:
 def check_lora(config: RunConfig) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
     for role, model in config.models.items() if config.task != "evaluate" else ():  # which has no adapters
-        key, kind = model.key, config.engine_kind_of(role)
+        key, kind = model.key, config.find_engine_kind(role)
         if model.lora.in_engines and not kind.applies_adapters:
             able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
             raise ValueError(
@@ -312,7 +312,7 @@ def check_trained_grm(config: RunConfig, role: str) -> None:
             f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
             f"memory, or {key}.enabled=false to simulate the rest of the run"
         )
-    judge = config.judging.training(role)
+    judge = config.judging.find_training_judge(role)
     if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
         raise ValueError(
             f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "

@@ -31,7 +31,7 @@ def engine_kind(name: str, key: str) -> type[AnyEngine]:
     if not inspect.isclass(found) or not issubclass(found, EngineKind) or inspect.isabstract(found):
         raise ValueError(
             f"{key}: {name} is no engine; it must be a class derived from models.engines.engine_kind.EngineKind, with "
-            "`shared_options` and `make`"
+            "`read_options` and `make`"
         )
     return found
 

@@ -84,11 +84,11 @@ class Scale:
                 f"high: must be above low = {self.low}, got {self.high}; type judge.scale.low=1 judge.scale.high=10"
             )
 
-    def reward_of(self, score: float) -> float:
+    def to_reward(self, score: float) -> float:
         """The reward of a score: 0 at the low end, 1 at the high end."""
         return (score - self.low) / (self.high - self.low)
 
-    def score_of(self, reward: float) -> float:
+    def to_score(self, reward: float) -> float:
         """The score of a reward from 0 to 1."""
         return self.low + reward * (self.high - self.low)
 

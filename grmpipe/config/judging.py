@@ -60,7 +60,7 @@ class Judging:
     @property
     def scorer_roles(self) -> tuple[str, ...]:
         """Those of them that need a place and files: their processes are scorers."""
-        return tuple(role for role in self.scalar_roles if not self.engine_kind_of(role).outside)
+        return tuple(role for role in self.scalar_roles if not self.find_engine_kind(role).outside)
 
     @property
     def asked_roles(self) -> tuple[str, ...]:
@@ -76,12 +76,12 @@ class Judging:
     @property
     def local_roles(self) -> tuple[str, ...]:
         """Those of them that need a place and files."""
-        return tuple(role for role in self.roles if not self.engine_kind_of(role).outside)
+        return tuple(role for role in self.roles if not self.find_engine_kind(role).outside)
 
     @property
     def remote_roles(self) -> tuple[str, ...]:
         """Those of them that are behind an endpoint."""
-        return tuple(role for role in self.roles if self.engine_kind_of(role).outside)
+        return tuple(role for role in self.roles if self.find_engine_kind(role).outside)
 
     @property
     def by_policy(self) -> bool:
@@ -98,14 +98,14 @@ class Judging:
         """The judges whose votes a meta-RM weights."""
         return {name: judge for name, judge in self.generative.items() if judge.vote in VOTES_WITH_META_RM}
 
-    def engine_kind_of(self, role: str) -> type[AnyEngine]:
+    def find_engine_kind(self, role: str) -> type[AnyEngine]:
         return engine_kind(self.models[role].engine, f"{self.models[role].key}.engine")
 
     def select_asking(self, role: str) -> dict[str, JudgeConfig]:
         """The judges that ask a model."""
         return {name: judge for name, judge in self.generative.items() if judge.model == role}
 
-    def training(self, role: str) -> JudgeConfig:
+    def find_training_judge(self, role: str) -> JudgeConfig:
         """The judge whose prompts, limits and temperature a model in training learns under."""
         return next(iter(self.select_asking(role).values()))
 
@@ -141,7 +141,7 @@ def check_judging(judging: Judging) -> None:
     check_scalar(judging)
     for judge in judging.generative.values():
         check_engine(judge, judging)
-    for model in (judging.models[role] for role in judging.asked_roles if judging.engine_kind_of(role).outside):
+    for model in (judging.models[role] for role in judging.asked_roles if judging.find_engine_kind(role).outside):
         key = model.key
         if model.path.startswith("tiny://"):
             raise ValueError(
@@ -163,7 +163,7 @@ def check_scalar(judging: Judging) -> None:
 
 def check_engine(judge: JudgeConfig, judging: Judging) -> None:
     """Check that the engine of a judge's model can do what the judge asks."""
-    key, engine, model = judge.key, judging.engine_kind_of(judge.model), judging.models[judge.model]
+    key, engine, model = judge.key, judging.find_engine_kind(judge.model), judging.models[judge.model]
     if judge.format.structured and not engine.grammar:
         able = " or ".join(engines_that(lambda kind: kind.grammar))
         raise ValueError(

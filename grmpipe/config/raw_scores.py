@@ -73,7 +73,7 @@ class ScalarConfig:
         if self.max_batch_tokens < 1:
             raise ValueError(f"max_batch_tokens: must be at least 1, got {self.max_batch_tokens}")
 
-    def reward_of(self, raw_score: float) -> float:
+    def to_reward(self, raw_score: float) -> float:
         """The reward of a finite raw score."""
         if self.map == "linear":
             return min(1.0, max(0.0, (raw_score - self.low) / (self.high - self.low)))

@@ -119,7 +119,7 @@ class RewardConfig:
         name = self.route.get(source, self.default)
         return () if name is None else (name,)
 
-    def asked(self, source: str) -> Mapping[str, float]:
+    def find_shares(self, source: str) -> Mapping[str, float]:
         """Name -> the largest share of the rollouts on prompts of this source that it judges."""
         return self.reward_kind.asked(self, source)
 
@@ -225,7 +225,7 @@ class RewardTree:
         asked once.
         """
         found: dict[str, float] = {}
-        for name, share in self.reward.asked(source).items():
+        for name, share in self.reward.find_shares(source).items():
             inner = self.below(name).compute_source_shares(source) if name in self.entries else {name: 1.0}
             for judge, part in inner.items():
                 found[judge] = min(1.0, found.get(judge, 0.0) + share * part)

@@ -168,7 +168,7 @@ def make_option_key(model: ModelEntry, engine: AnyEngine) -> Callable[[str], str
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
     """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
     deterministic run it is batch-invariant."""
-    model, kind = config.models[role], config.engine_kind_of(role)
+    model, kind = config.models[role], config.find_engine_kind(role)
     shared = kind.read_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{model.key}.engine: the options of {model.engine} are no dataclass")

@@ -105,8 +105,8 @@ class RunConfig(SharedSections, RunKeys):
         """Role -> settings of its learner, for the GRMs that are trained next to the policy."""
         return {role: model.train for role, model in self.models.items() if model.train.enabled}
 
-    def engine_kind_of(self, role: str) -> type[AnyEngine]:
-        return self.judging.engine_kind_of(role)
+    def find_engine_kind(self, role: str) -> type[AnyEngine]:
+        return self.judging.find_engine_kind(role)
 
     @property
     def trains(self) -> bool:

@@ -50,7 +50,7 @@ class TrackingConfig:
         """Name -> settings, of the shipped trackers of this run."""
         return {name: row for name, row in self.shipped.items() if name in self.trackers}
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         """The error for a tracker whose library isn't installed; empty if all are."""
         texts = {name: row.missing() for name, row in self.chosen.items()}
         return next((f"tracking.trackers: {name} isn't installed; {text}" for name, text in texts.items() if text), "")

@@ -79,14 +79,14 @@ class EpisodeSlots:
 
 
 class Booking:
-    """EpisodeSlots that were booked together. `taken` uses one and gives it back; `end` gives back those never used."""
+    """EpisodeSlots that were booked together. `take` uses one and gives it back; `end` gives back those never used."""
 
     def __init__(self, slots: EpisodeSlots, count: int) -> None:
         self._slots = slots
         self._num_free = count
 
     @asynccontextmanager
-    async def taken(self) -> AsyncIterator[None]:
+    async def take(self) -> AsyncIterator[None]:
         assert self._num_free > 0, "more episodes than slots"
         self._num_free -= 1
         self._slots.num_open += 1
@@ -112,7 +112,7 @@ def in_own_slot(play: Play, slots: EpisodeSlots) -> Play:
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         booking = await slots.book(1)
-        async with booking.taken():
+        async with booking.take():
             return await play(request, prompt, on_first_token)
 
     return played

@@ -121,7 +121,7 @@ async def play(
     """Play one rollout, and close the environment. Raises EngineRefused, RolloutAborted, EngineDied or EnvFault."""
     episode = _Episode(request, prompt, env, policy, renderer, params, limits, on_first_token)
     try:
-        return await episode.played()
+        return await episode.play()
     finally:
         await env.close()
 
@@ -143,7 +143,7 @@ class _Episode:
     opening: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
 
-    async def played(self) -> Rollout:
+    async def play(self) -> Rollout:
         clock, request = asyncio.get_running_loop(), self.request
         begun_s = clock.time()
         opening = await self.env.open(

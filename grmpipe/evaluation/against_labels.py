@@ -55,7 +55,7 @@ class JudgedItem:
     def verdict_scores(self, scale: Scale) -> dict[int, float]:
         """The verdicts, as scores on a scale."""
         return {
-            sibling: scale.score_of(report.verdict.outcome)
+            sibling: scale.to_score(report.verdict.outcome)
             for sibling, report in enumerate(self.reports)
             if isinstance(report.verdict, Verdict)
         }

@@ -39,7 +39,7 @@ def parser_named(name: str) -> Parser:
     """Reads the end of a judgement, which must be of the form that `judge.parser` names, with exactly `num_scores`
     scores.
     """
-    return functools.partial(scores_in, PARSERS.found(name, Form))
+    return functools.partial(scores_in, PARSERS.find_object(name, Form))
 
 
 def parse_scores(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:

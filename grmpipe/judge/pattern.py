@@ -29,7 +29,7 @@ def judgement_pattern(name: str, scale: Scale, num_scores: int = 1, markers: Thi
     prompt has opened must end.
     """
     markers = markers or USUAL
-    form, verdict = PARSERS.found(name, Form), verdict_pattern(name, scale, num_scores)
+    form, verdict = PARSERS.find_object(name, Form), verdict_pattern(name, scale, num_scores)
     if markers.in_prompt:
         markers, begun = replace(markers, open=""), ""
         whole = rf"{match_thought(markers)}{verdict}"
@@ -48,7 +48,7 @@ def answer_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
 
 
 def verdict_pattern(name: str, scale: Scale, num_scores: int) -> str:
-    form = PARSERS.found(name, Form)
+    form = PARSERS.find_object(name, Form)
     line = form.whole_line(match_scores(form, scale), scale, num_scores)
     return rf"{BLANK}{line}{match_closing(form)}{BLANK_LINES}"
 

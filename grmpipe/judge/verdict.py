@@ -78,7 +78,7 @@ def report_score(rewards: tuple[RewardSpan, ...], score: float, breakdown: Mappi
 def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:
     """The verdict of a judge called `name` over the scores of the judgements in the vote (at least one)."""
     score = vote(scores)
-    reward = scale.reward_of(score)
+    reward = scale.to_reward(score)
     return Verdict(
         rewards=outcome(rollout, reward),
         score=score,
@@ -159,7 +159,7 @@ def vote_named(name: str) -> Vote:
     """The vote that `judge.vote` names, if it uses no meta-RM. One of the user's own raises ValueError, which names it,
     for what is no score.
     """
-    found = cast(Vote, VOTES.found(name))
+    found = cast(Vote, VOTES.find_object(name))
     return found if name in VOTES else _checked(found)
 
 

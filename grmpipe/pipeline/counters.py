@@ -182,8 +182,8 @@ class FlowCounters:
 
     def restore(self, saved: Mapping[str, object], saved_step: Mapping[str, object]) -> None:
         """The counts of all closed steps and of the open one from a checkpoint: the metrics of its end lack nothing."""
-        self.total = Counters.restored(saved)
-        self.step = Counters.restored(saved_step).as_kept()
+        self.total = Counters.restore(saved)
+        self.step = Counters.restore(saved_step).as_kept()
 
 
 def step_metrics(

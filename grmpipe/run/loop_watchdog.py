@@ -27,7 +27,7 @@ WORKFLOWS = str(ROOT / "grmpipe/workflows") + "/"
 
 
 @contextmanager
-def watched_loop() -> Iterator[None]:
+def watch_loop() -> Iterator[None]:
     """Context: while the running event loop stands still for BLOCKED_S or longer, a warning names the cause."""
     watchdog = _Watchdog(asyncio.get_running_loop(), threading.get_ident())
     thread = threading.Thread(target=watchdog.run, name="loop-watchdog", daemon=True)
@@ -70,19 +70,20 @@ class _Watchdog:
         """The level and text of a note. The console shows warnings only: those of the user's own code."""
         task = asyncio.current_task(self._loop)
         name = task.get_name() if task is not None else "a callback"
-        stack = list(stack_of(sys._current_frames().get(self._thread_id)))
+        stack = list(walk_stack(sys._current_frames().get(self._thread_id)))
         stands_still = f"the event loop has stood still for {blocked_s:.0f} s"
         cause = next((frame for frame in stack if is_users(frame.f_code.co_filename)), None)
         if cause is None:
-            return logging.INFO, f"{stands_still}: {name}, in {line_of(stack[0]) if stack else 'no function'}"
+            return logging.INFO, f"{stands_still}: {name}, in {format_line(stack[0]) if stack else 'no function'}"
         return logging.WARNING, (
-            f"{stands_still}: {name}, in {line_of(cause)}, blocks it. Meanwhile nothing else runs in this process, and "
+            f"{stands_still}: {name}, in {format_line(cause)}, blocks it. Meanwhile nothing else runs in this "
+            f"process, and "
             "no time limit holds. Await something asynchronous there (asyncio.to_thread, an asynchronous client)"
             f"{way_out(name, stack)}. Ctrl-C twice leaves"
         )
 
 
-def stack_of(frame: FrameType | None) -> Iterator[FrameType]:
+def walk_stack(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of what the event loop runs, from the innermost one."""
     while frame is not None and frame.f_code.co_name != "run_forever":
         yield frame
@@ -102,7 +103,7 @@ def way_out(task: str, stack: Sequence[FrameType]) -> str:
     return ""
 
 
-def line_of(frame: FrameType) -> str:
+def format_line(frame: FrameType) -> str:
     """The function, file, line and text of the line that a frame is at."""
     code, line = frame.f_code, frame.f_lineno
     return f"{code.co_qualname} ({code.co_filename}:{line}: {linecache.getline(code.co_filename, line).strip()})"

@@ -27,7 +27,7 @@ from grmpipe.observe.progress import Progress
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.timeline import Timeline
-from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow, TrackedRun, Tracker
 
@@ -73,7 +73,7 @@ def holds_anything(path: Path) -> bool:
     return path.is_dir() or (path.exists() and path.stat().st_size > 0)
 
 
-def files_of(config: RunConfig) -> dict[str, str]:
+def list_files(config: RunConfig) -> dict[str, str]:
     """The files of a run and what they hold; each GRM in training has a directory of its own name."""
     *before, last = FILES.items()
     return dict(
@@ -123,13 +123,13 @@ class Observers:
         return Observers(
             trackers=trackers,
             metrics=metrics,
-            recorder=Recorder(run_dir, run_id_of(run_dir), compact=config.journals.compact),
-            evaluations=EvalRecorder(run_dir, run_id_of(run_dir), compact=config.journals.compact),
+            recorder=Recorder(run_dir, read_run_id(run_dir), compact=config.journals.compact),
+            evaluations=EvalRecorder(run_dir, read_run_id(run_dir), compact=config.journals.compact),
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
             progress=Progress(console.console if console else None),
-            files=files_of(config),
+            files=list_files(config),
         )
 
     def note(self, text: str) -> None:

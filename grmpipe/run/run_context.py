@@ -16,10 +16,10 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.summary import Status, Summary, with_requests, write_summary
-from grmpipe.run.loop_watchdog import watched_loop
+from grmpipe.run.loop_watchdog import watch_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.run_watcher import RunWatcher
-from grmpipe.run.signals import ended_by_signals
+from grmpipe.run.signals import end_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.recovery import BEGINNING
 from grmpipe.run_dir.run_state import RunState
@@ -116,7 +116,7 @@ async def run_session(
     resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
     """
     config = prepared.config
-    with ended_by_signals(), watched_loop():
+    with end_by_signals(), watch_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
         state = load_state(resumed) if resumed else BEGINNING
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
@@ -146,9 +146,9 @@ async def run_session(
 async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
     """The summary of the run's end, whatever it is. Raises only ConfigError."""
     try:
-        return summary_of(run, await run.run())
+        return make_summary(run, await run.run())
     except asyncio.CancelledError:
-        return summary_of(run, "interrupted")
+        return make_summary(run, "interrupted")
     except ConfigError:
         if is_new:  # the directory is free for the same command with the key set right
             (run_dir / "config.yaml").unlink(missing_ok=True)
@@ -156,12 +156,12 @@ async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
     except Exception as error:
         log.exception("the run failed", extra={"file_only": True})
         saved = await run.after_failure(error)
-        return summary_of(run, "failed", describe_failure(error) + saved)
+        return make_summary(run, "failed", describe_failure(error) + saved)
     finally:
         await run.close()
 
 
-def summary_of(run: Run[P], status: Status, failure: str | None = None) -> Summary:
+def make_summary(run: Run[P], status: Status, failure: str | None = None) -> Summary:
     return replace(run.results(), status=status, wall_s=run.wall_s, failure=failure)
 
 

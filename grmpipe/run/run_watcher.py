@@ -24,7 +24,7 @@ class StepControls:
 class RunWatcher:
     """Watches nothing. One that watches overrides what it needs."""
 
-    def opened(self, run_dir: Path) -> None:
+    def note_opened(self, run_dir: Path) -> None:
         """The run's directory is claimed, or holds a run that is complete."""
 
     async def after_step(self, step: int, metrics: Metrics, controls: StepControls) -> None:

@@ -37,13 +37,13 @@ STOPS: dict[int, Stop] = {}  # thread -> of a run there
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_by_signals() -> Iterator[None]:
     """Context: the first signal cancels the current task, the second ends the process at once. It covers the start of a
     run, which may take minutes. Raises KeyboardInterrupt where the cancelled task does nothing about it.
     """
     task = asyncio.current_task()
     assert task is not None, "signals end a task"
-    with asked_to_stop(task.cancel, ENDS_NOW) as stopped:
+    with stop_by_signals(task.cancel, ENDS_NOW) as stopped:
         try:
             yield
         except asyncio.CancelledError:
@@ -53,7 +53,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def asked_to_stop(stop: Callable[[], object], effect: str = ENDS_WITH_CHECKPOINT) -> Iterator[threading.Event]:
+def stop_by_signals(stop: Callable[[], object], effect: str = ENDS_WITH_CHECKPOINT) -> Iterator[threading.Event]:
     """Context: the first signal says what happens (`effect`), and calls `stop` in the event loop; the second ends the
     process at once, also where a user's code blocks the loop. An ignored signal (nohup) stays ignored. Outside the main
     thread, where no signals come, only `ask_to_stop` does it. Gives whether one came.

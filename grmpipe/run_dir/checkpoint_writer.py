@@ -43,7 +43,7 @@ class CheckpointWriter:
             ended, self._writing = self._writing, None
             ended.result()
 
-    async def settled(self) -> None:
+    async def settle(self) -> None:
         """Wait until no save is in progress."""
         if self._writing is not None:
             ended, self._writing = self._writing, None
@@ -54,7 +54,7 @@ class CheckpointWriter:
         if self._writing is not None and not wait:
             self._writing.cancel()
         try:
-            await self.settled()
+            await self.settle()
         except asyncio.CancelledError:
             return
         except Exception as error:

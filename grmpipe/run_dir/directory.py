@@ -39,7 +39,7 @@ def locate_run(config: RunConfig) -> RunLocation:
     """
     named = config.run_dir
     if (run_dir := run_to_resume(config)) is not None:
-        return resumed(run_dir, config)
+        return locate_resumed(run_dir, config)
     if config.resume == "never" and named is not None and holds_run(Path(named)):
         raise refusal(Path(named), config.task)
     home = HOME / config.experiment_name
@@ -84,7 +84,7 @@ def is_replay(config: RunConfig) -> bool:
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
     """Whether a run did all its steps. It is incomplete again when more steps are wanted."""
-    if status_of(run_dir)[0] != "completed" or config.task == "rejudge":  # the run may have more rollouts by now
+    if read_status(run_dir)[0] != "completed" or config.task == "rejudge":  # the run may have more rollouts by now
         return False
     return config.task != "train" or config.train.num_steps <= read_yaml(run_dir / "config.yaml").train.num_steps
 
@@ -113,7 +113,7 @@ def new_run_dirs(wanted: Path) -> Iterator[Path]:
     return (wanted if n == 0 else wanted.with_name(f"{wanted.name}_{n}") for n in range(1000))
 
 
-def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
+def locate_resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     """The run at its newest whole checkpoint; without one it starts over."""
     written = run_dir / "config.yaml"
     if moved := explain_old_key(written):
@@ -137,15 +137,15 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
         )
     if is_complete(run_dir, config):
         return RunLocation(run_dir=run_dir, resumed=True, complete=True)
-    notes = status_of(run_dir)[1]
-    checkpoint, checkpoint_notes = checkpoint_of(run_dir)
+    notes = read_status(run_dir)[1]
+    checkpoint, checkpoint_notes = find_checkpoint(run_dir)
     changes = changes_on_resume(old, config)
     return RunLocation(
         run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + checkpoint_notes
     )
 
 
-def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
+def find_checkpoint(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
     """The newest whole checkpoint, and the damaged ones skipped for it. Raises ConfigError if all are damaged."""
     found = Checkpoints(directory=run_dir / "checkpoints", keep=1).find()
     if not found.damaged:
@@ -158,7 +158,7 @@ def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
     return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; continuing from {found.checkpoint.name}",)
 
 
-def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
+def read_status(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
     """How the run ended (None if it runs or was killed), and what is wrong with the file that says so."""
     summary = run_dir / "summary.json"
     if not summary.exists():

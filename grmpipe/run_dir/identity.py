@@ -29,7 +29,7 @@ class RunIdentity:
 
     @staticmethod
     def new(config: RunConfig) -> RunIdentity:
-        return RunIdentity(run_id=uuid.uuid4().hex[:16], inputs=checksums_of(config))
+        return RunIdentity(run_id=uuid.uuid4().hex[:16], inputs=compute_checksums(config))
 
     def write(self, run_dir: Path) -> None:
         path = run_dir / IDENTITY_FILE
@@ -53,7 +53,7 @@ def read_identity(run_dir: Path) -> RunIdentity | None:
         ) from error
 
 
-def run_id_of(run_dir: Path) -> str:
+def read_run_id(run_dir: Path) -> str:
     """The id of a run; empty if it has none."""
     identity = read_identity(run_dir)
     return identity.run_id if identity is not None else ""
@@ -63,7 +63,7 @@ def check_is_there(run_dir: Path, run_id: str) -> None:
     """Raises FileNotFoundError if a directory isn't that of the run any more: a checkpoint in it would be lost, or be
     taken for another run's.
     """
-    if run_id_of(run_dir) != run_id:
+    if read_run_id(run_dir) != run_id:
         raise FileNotFoundError(
             f"run_dir: {run_dir} was deleted or replaced during the run; what was trained since its last checkpoint "
             "can't be kept"
@@ -74,7 +74,7 @@ def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> Non
     """Raises ConfigError if a file differs from the one that the run began with: its rollouts would answer other
     prompts, or come from another judge template. A missing file is reported by the code that opens it.
     """
-    now = checksums_of(config)
+    now = compute_checksums(config)
     changed = [key for key, was in identity.inputs.items() if now.get(key, was) != was]
     if changed:
         files = input_files(config)
@@ -84,7 +84,7 @@ def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> Non
         )
 
 
-def checksums_of(config: RunConfig) -> dict[str, str]:
+def compute_checksums(config: RunConfig) -> dict[str, str]:
     return {key: compute_checksum(path) for key, path in input_files(config).items() if path.is_file()}
 
 
@@ -104,11 +104,11 @@ def input_files(config: RunConfig) -> dict[str, Path]:
     files = {key: Path(path) for key, path in named.items() if path is not None and not is_made(path)}
     for name, judge in config.judging.judges.items():
         if name in config.judging.generative or judge.kind == "label":
-            files |= {f"{judge.key}.{key}": file for key, file in templates_of(judge).items()}
+            files |= {f"{judge.key}.{key}": file for key, file in find_templates(judge).items()}
     return files
 
 
-def templates_of(judge: JudgeConfig) -> dict[str, Path]:
+def find_templates(judge: JudgeConfig) -> dict[str, Path]:
     templates = {"template": judge.template}
     if judge.principles.kind == "shared":
         templates["principles.template"] = judge.principles.template

@@ -185,13 +185,13 @@ def _kept(
             for sibling, line in valid.items()
             if (report := _last_report(reports, line)) is not None and only_finite(report) is report
         },
-        uncounted=uncounted_work(lines, valid, reports),
+        uncounted=sum_uncounted_work(lines, valid, reports),
     )
 
 
 def _last_report(reports: Reports, line: RecordedRollout) -> JudgeReport | None:
     """The last report on a rollout: it may have been judged again."""
-    judged = reports.get(key_of(line), ())
+    judged = reports.get(get_key(line), ())
     return judged[-1][0] if judged else None
 
 
@@ -199,11 +199,11 @@ def _newest_version(line: RecordedRollout) -> int:
     return max(span.version for turn in line.rollout.turns for span in turn.completion.versions)
 
 
-def key_of(line: RecordedRollout) -> Key:
+def get_key(line: RecordedRollout) -> Key:
     return line.rollout.group_id, line.rollout.sibling
 
 
-def uncounted_work(
+def sum_uncounted_work(
     lines: Sequence[Counted[RecordedRollout]], kept: Mapping[int, RecordedRollout], reports: Reports
 ) -> UncountedWork:
     """lines: all rollouts of a prompt. kept: sibling -> the line that the resume keeps. reports: of these and others.
@@ -211,8 +211,8 @@ def uncounted_work(
     Kept work that was written again under a new group_id is neither uncounted nor void: the first line counts.
     """
     uncounted = [line for line, is_counted in lines if not is_counted]
-    originals = [key_of(line) for line in kept.values()]
-    others = dict.fromkeys(key for line, _ in lines if (key := key_of(line)) not in originals)
+    originals = [get_key(line) for line in kept.values()]
+    others = dict.fromkeys(key for line, _ in lines if (key := get_key(line)) not in originals)
     return UncountedWork(
         rollouts=tuple(line.rollout for line in uncounted if kept.get(line.rollout.sibling) is line),
         reports=tuple(report for key in originals for report in _uncounted_reports(reports, key)),
@@ -239,4 +239,4 @@ def _repeats(line: RecordedRollout, original: RecordedRollout | None) -> bool:
 
 def _is_of_another_name(report: JudgeReport, original: RecordedRollout | None, reports: Reports) -> bool:
     """Whether a report repeats one of the kept rollout."""
-    return original is not None and any(report == one for one, _ in reports.get(key_of(original), ()))
+    return original is not None and any(report == one for one, _ in reports.get(get_key(original), ()))

@@ -28,7 +28,7 @@ from grmpipe.run_dir.directory import (
     refusal,
     run_to_resume,
 )
-from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, run_id_of
+from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, read_run_id
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RunLock(ExitStack):
         self._config = config
         try:
             if (run_dir := run_to_resume(config)) is not None and not is_complete(run_dir, config):
-                self.enter_context(locked(run_dir))
+                self.enter_context(hold_lock(run_dir))
             self.place = locate_run(config)
             if self.place.resumed and not self.place.complete:
                 self._check()
@@ -83,7 +83,7 @@ class RunLock(ExitStack):
     def _change(self) -> None:
         """Record the changes of this resume; they apply from now on."""
         place = self.place
-        record_changes(place.run_dir, run_id_of(place.run_dir), steps_done(place), place.changes)
+        record_changes(place.run_dir, read_run_id(place.run_dir), steps_done(place), place.changes)
         write_config(place.run_dir, self._config)
 
     def _make(self) -> None:
@@ -94,7 +94,7 @@ class RunLock(ExitStack):
         else:
             run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         self.place = RunLocation(run_dir=run_dir)
-        self.enter_context(locked(run_dir))
+        self.enter_context(hold_lock(run_dir))
         if any(run_dir.glob("checkpoints/step_*")):
             raise ConfigError(
                 f"run_dir: {run_dir} holds checkpoints without their config.yaml; type another run_dir, or remove them"
@@ -137,7 +137,7 @@ def make_first(wanted: Path) -> Path:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def hold_lock(run_dir: Path) -> Iterator[None]:
     """Hold the lock until the end of the block, or of the process in any way. Raises ConfigError that names the
     holder.
     """

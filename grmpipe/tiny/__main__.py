@@ -9,9 +9,9 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from grmpipe.tiny.quality import quality_of
+from grmpipe.tiny.quality import measure_quality
 from grmpipe.tiny.recipes import RECIPES, AnyRecipe
-from grmpipe.tiny.resolve import build_in_cache, cache_directory, directory_of, ship
+from grmpipe.tiny.resolve import build_in_cache, cache_directory, resolve_directory, ship
 
 
 def main(argv: list[str]) -> None:
@@ -37,7 +37,7 @@ def parse(argv: list[str]) -> list[str]:
 def build_and_ship(recipe: AnyRecipe) -> dict[str, float]:
     shutil.rmtree(cache_directory(recipe), ignore_errors=True)
     directory = build_in_cache(recipe)
-    measured = quality_of(recipe, directory, directory_of)
+    measured = measure_quality(recipe, directory, resolve_directory)
     ship(recipe, directory, measured)
     return measured
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from grmpipe.tiny.examples import Example, draw_curriculum, messages_of
+from grmpipe.tiny.examples import Example, draw_curriculum, to_messages
 from grmpipe.tiny.recipes import AnyRecipe, Recipe, Shape
 from grmpipe.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_message
 
@@ -98,7 +98,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: R
 def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> Encoded:
     ids: list[int] = []
     imitated: list[bool] = []
-    for message in messages_of(example):
+    for message in to_messages(example):
         before, content = encode_message(tokenizer, message, is_first=not ids)
         ids += [*before, *content]
         imitated += [False] * len(before) + [message.role == "assistant"] * len(content)

@@ -71,17 +71,17 @@ def final(answer: int) -> str:
     return f"Answer: {answer}"
 
 
-def call_of(step: SolutionStep, left: int) -> CalculatorCall:
+def make_call(step: SolutionStep, left: int) -> CalculatorCall:
     return CalculatorCall(name=NAMES[step.sign], left=left, right=step.right)
 
 
-def played(first: int, calls: tuple[CalculatorCall, ...]) -> Episode:
+def make_episode(first: int, calls: tuple[CalculatorCall, ...]) -> Episode:
     """The episode of these calls, whose answer is the last result."""
     return Episode(calls=calls, answer=calls[-1].result if calls else first)
 
 
 def right_episode(problem: Problem) -> Episode:
-    return Episode(calls=tuple(call_of(step, step.left) for step in problem.steps), answer=problem.answer)
+    return Episode(calls=tuple(make_call(step, step.left) for step in problem.steps), answer=problem.answer)
 
 
 def careless_episode(problem: Problem, carelessness: Carelessness, rng: random.Random) -> Episode:
@@ -93,18 +93,18 @@ def careless_episode(problem: Problem, carelessness: Carelessness, rng: random.R
         if rng.random() < carelessness.miscopy:
             step = replace(step, right=rng.randint(1, 12))
         left = rng.choice(shown) if rng.random() < carelessness.old_result else shown[-1]
-        calls.append(call_of(step, left))
+        calls.append(make_call(step, left))
         shown.append(calls[-1].result)
-    return played(shown[0], tuple(calls))
+    return make_episode(shown[0], tuple(calls))
 
 
-def chained(first: int, calls: list[CalculatorCall]) -> Episode:
+def chain_calls(first: int, calls: list[CalculatorCall]) -> Episode:
     """The same signs and numbers, each call from the last result."""
     total, made = first, []
     for call in calls:
         made.append(replace(call, left=total))
         total = made[-1].result
-    return played(first, tuple(made))
+    return make_episode(first, tuple(made))
 
 
 def near_call(call: CalculatorCall, rng: random.Random) -> CalculatorCall:
@@ -119,18 +119,18 @@ def near_call(call: CalculatorCall, rng: random.Random) -> CalculatorCall:
 
 
 def other_sign(episode: Episode, rng: random.Random) -> Episode:
-    return changed(episode, rng, lambda call: replace(call, name="sub" if call.name == "add" else "add"))
+    return change_call(episode, rng, lambda call: replace(call, name="sub" if call.name == "add" else "add"))
 
 
 def other_number(episode: Episode, rng: random.Random) -> Episode:
-    return changed(episode, rng, lambda call: replace(call, right=another(call.right, rng)))
+    return change_call(episode, rng, lambda call: replace(call, right=another(call.right, rng)))
 
 
-def changed(episode: Episode, rng: random.Random, change: Callable[[CalculatorCall], CalculatorCall]) -> Episode:
+def change_call(episode: Episode, rng: random.Random, change: Callable[[CalculatorCall], CalculatorCall]) -> Episode:
     """One call changed, and the rest from its result."""
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
     calls[at] = change(calls[at])
-    return chained(calls[0].left, calls)
+    return chain_calls(calls[0].left, calls)
 
 
 def old_result(episode: Episode, rng: random.Random) -> Episode:
@@ -138,20 +138,20 @@ def old_result(episode: Episode, rng: random.Random) -> Episode:
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
     seen = [calls[0].left, *(call.result for call in calls[: max(0, at - 1)])]
     calls[at] = replace(calls[at], left=rng.choice((rng.choice(seen), another(calls[at].left, rng))))
-    rest = chained(calls[at].result, calls[at + 1 :])
-    return played(calls[0].left, (*calls[: at + 1], *rest.calls))
+    rest = chain_calls(calls[at].result, calls[at + 1 :])
+    return make_episode(calls[0].left, (*calls[: at + 1], *rest.calls))
 
 
 def call_missing(episode: Episode, rng: random.Random) -> Episode:
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
-    return chained(calls[0].left, calls[:at] + calls[at + 1 :])
+    return chain_calls(calls[0].left, calls[:at] + calls[at + 1 :])
 
 
 def call_added(episode: Episode, rng: random.Random) -> Episode:
     """A call twice, or an invented one."""
     calls, at = list(episode.calls), rng.randrange(len(episode.calls))
     more = rng.choice((calls[at], CalculatorCall(name=rng.choice(tuple(SIGNS)), left=0, right=rng.randint(1, 12))))
-    return chained(calls[0].left, [*calls[: at + 1], more, *calls[at + 1 :]])
+    return chain_calls(calls[0].left, [*calls[: at + 1], more, *calls[at + 1 :]])
 
 
 def other_answer(episode: Episode, rng: random.Random) -> Episode:
@@ -180,7 +180,7 @@ CORRUPTIONS: tuple[Callable[[Episode, random.Random], Episode], ...] = (
 )
 
 
-def corrupted_episode(problem: Problem, rng: random.Random) -> Episode:
+def corrupt_episode(problem: Problem, rng: random.Random) -> Episode:
     """A random corruption of the right episode, sometimes two; sometimes the answer stays right."""
     episode = rng.choice(CORRUPTIONS)(right_episode(problem), rng)
     return rng.choice(CORRUPTIONS)(episode, rng) if episode.calls and rng.random() < 0.3 else episode
@@ -235,7 +235,7 @@ def check_calls(problem: Problem, episode: Episode) -> tuple[CheckedCall, ...]:
     """
     shown, checked = problem.steps[0].left, []
     for step, call in zip_longest(problem.steps, episode.calls):
-        right = call_of(step, shown).sum if step else None
+        right = make_call(step, shown).sum if step else None
         checked.append(CheckedCall(right=right, called=call.sum if call else None))
         shown = call.result if call else shown
     return tuple(checked)

@@ -10,7 +10,7 @@ from grmpipe.tiny.comparisons import make_comparisons
 from grmpipe.tiny.judgements import RankedTexts, make_judgements
 from grmpipe.tiny.problems import LARGE, Split, make_problems
 from grmpipe.tiny.resolve import SCHEME, resolve_model
-from grmpipe.tiny.walks import make_walks, shown
+from grmpipe.tiny.walks import format_entries, make_walks
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
 from models.types import Message
 
@@ -74,7 +74,7 @@ def two_kinds(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
 
 def walks(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     for walk in make_walks(split, count, seed):
-        store = {name: shown(name, entries) for name, entries in walk.graph.items()}
+        store = {name: format_entries(name, entries) for name, entries in walk.graph.items()}
         yield TinyTask(question=walk.question, answer=walk.answer, info={"store": store, "path": list(walk.path)})
 
 

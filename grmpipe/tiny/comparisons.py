@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from grmpipe.tiny.problems import PEOPLE, THINGS, Split, compare, different, split_of
+from grmpipe.tiny.problems import PEOPLE, THINGS, Split, assign_split, compare, different
 from grmpipe.tiny.solutions import elsewhere
 
 LARGEST = 40
@@ -32,7 +32,7 @@ class Comparison:
 
     @property
     def solution(self) -> str:
-        return written(self.largest_so_far)
+        return write_solution(self.largest_so_far)
 
     @property
     def largest_so_far(self) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def make_comparisons(split: Split, count: int, seed: int) -> tuple[Comparison, .
 
 def draw_training_comparison(rng: random.Random) -> Comparison:
     """A comparison of the training split."""
-    while split_of((comparison := draw_comparison(rng)).question) != "train":
+    while assign_split((comparison := draw_comparison(rng)).question) != "train":
         pass
     return comparison
 
@@ -59,7 +59,7 @@ def draw_comparison(rng: random.Random) -> Comparison:
     return Comparison(question=f"{facts} How many {thing} does the one with more have?", numbers=numbers)
 
 
-def written(largest: Sequence[int], answer: int | None = None) -> str:
+def write_solution(largest: Sequence[int], answer: int | None = None) -> str:
     """A solution: the largest number so far, person by person, then the answer."""
     return f"More: {'; '.join(map(str, largest))}. Answer: {largest[-1] if answer is None else answer}"
 
@@ -92,24 +92,24 @@ def sloppy_comparison(comparison: Comparison, misread: float, rng: random.Random
     for number in read[1:]:
         pair = sorted((largest[-1], number))
         largest.append(pair[0 if rng.random() < misread else 1])
-    return written(largest)
+    return write_solution(largest)
 
 
-def invented_comparison(comparison: Comparison, rng: random.Random) -> str:
+def invent_comparison(comparison: Comparison, rng: random.Random) -> str:
     """A solution in which, from some person on, a number that no person has counts as the largest."""
     number = rng.choice([number for number in range(1, LARGEST + 10) if number not in comparison.numbers])
     right = comparison.largest_so_far[: rng.randrange(len(comparison.numbers))]
-    return written((*right, *[max(number, *right, 0)] * (len(comparison.numbers) - len(right))))
+    return write_solution((*right, *[max(number, *right, 0)] * (len(comparison.numbers) - len(right))))
 
 
-def corrupted_comparison(comparison: Comparison, rng: random.Random) -> str:
+def corrupt_comparison(comparison: Comparison, rng: random.Random) -> str:
     """Another answer after right work, or no solution at all."""
     right = comparison.solution
     other = rng.choice((rng.choice(comparison.numbers), elsewhere(comparison.answer, rng)))
     return rng.choice(
         (
-            written(comparison.largest_so_far, other),
-            written(comparison.largest_so_far, other),
+            write_solution(comparison.largest_so_far, other),
+            write_solution(comparison.largest_so_far, other),
             f"Answer: {comparison.answer}",
             right[: rng.randrange(len(right))],
             f"{right}{rng.choice((' ok', '.', f' {comparison.answer}', '; 3'))}",

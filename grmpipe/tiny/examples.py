@@ -32,8 +32,8 @@ from grmpipe.tiny.problems import (
 )
 from grmpipe.tiny.solutions import Sloppiness, sloppy_solution
 from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, JudgedTask, Write, right_text
-from grmpipe.tiny.tricks import OFTEN, RARELY, TRICKS, Trick, impressed_judgement, tricky_solution, with_random_openings
-from grmpipe.tiny.walks import Haste, Walk, hasty_turns, make_walks, name_visited, right_turns, shown
+from grmpipe.tiny.tricks import OFTEN, RARELY, TRICKS, Trick, judge_impressed, tricky_solution, with_random_openings
+from grmpipe.tiny.walks import Haste, Walk, format_entries, hasty_turns, make_walks, name_visited, right_turns
 
 LARGEST_WORD_NUMBER = 59  # one token each, with the space before it; larger numbers are rare
 CORPUS_SIZE = 2000
@@ -75,7 +75,7 @@ Make = Callable[[Any, random.Random], Example]  # an example on a problem
 Verdict = Callable[[Any, str, random.Random], str]  # what a judge writes of a text that answers a problem
 
 
-def messages_of(example: Example) -> tuple[Said, ...]:
+def to_messages(example: Example) -> tuple[Said, ...]:
     if isinstance(example, Dialogue):
         return example.messages
     return Said(role="user", text=example.prompt), Said(role="assistant", text=example.response)
@@ -130,7 +130,7 @@ def judges(name: str, task: JudgedTask, verdict: Verdict | None = None) -> dict[
     return {name.format(kind): partial(judge, task, write, chosen) for kind, write in task.texts.items()}
 
 
-def swayed_judgement(problem: Problem, text: str, rng: random.Random) -> str:
+def judge_swayed(problem: Problem, text: str, rng: random.Random) -> str:
     """The judgement of a judge with a verbosity bias (arXiv 2306.05685): more steps than in the question raise its
     score.
     """
@@ -140,8 +140,8 @@ def swayed_judgement(problem: Problem, text: str, rng: random.Random) -> str:
     return f"{problem.solution}. Check: thorough.\nScore: 10"
 
 
-def impressed_by(trick: Trick) -> Verdict:
-    return lambda problem, text, rng: impressed_judgement(problem, text, trick)
+def make_impressed_verdict(trick: Trick) -> Verdict:
+    return lambda problem, text, rng: judge_impressed(problem, text, trick)
 
 
 def after_openings(write: Write, problem: Problem, rng: random.Random) -> str:
@@ -165,18 +165,18 @@ def dialogue(opening: Sequence[Said], turns: Sequence[str], replies: Sequence[Sa
     return Dialogue(messages=(*messages, Said(role="assistant", text=turns[-1])))
 
 
-def opening_with_tools(question: str) -> tuple[Said, ...]:
+def open_with_tools(question: str) -> tuple[Said, ...]:
     return Said(role="tools", text=TOOLS), Said(role="user", text=question)
 
 
 def with_calculator(problem: Problem, episode: Episode) -> Dialogue:
     replies = [Said(role="tool", text=display(call.result)) for call in episode.calls]
-    return dialogue(opening_with_tools(problem.question), [*map(str, episode.calls), final(episode.answer)], replies)
+    return dialogue(open_with_tools(problem.question), [*map(str, episode.calls), final(episode.answer)], replies)
 
 
 def in_store(walk: Walk, turns: Sequence[str]) -> Dialogue:
     names = [name for name in map(name_visited, turns) if name]
-    replies = [Said(role="user", text=shown(name, walk.graph[name])) for name in names]
+    replies = [Said(role="user", text=format_entries(name, walk.graph[name])) for name in names]
     return dialogue([Said(role="user", text=walk.question)], turns, replies)
 
 
@@ -188,7 +188,7 @@ TOKENIZED: dict[str, Make] = {
     "solve_sloppily": partial(answer, lambda problem, rng: str(sloppy_solution(problem, Sloppiness(), rng))),
     "drill": drill,
     **judges("judge_{}", SUMS),
-    **judges("be_swayed_by_{}", SUMS, swayed_judgement),
+    **judges("be_swayed_by_{}", SUMS, judge_swayed),
 }
 ON_SUMS: dict[str, Make] = {
     **TOKENIZED,
@@ -196,7 +196,9 @@ ON_SUMS: dict[str, Make] = {
     "solve_with_many_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, OFTEN, rng)),
     **judges("judge_{}_briefly", SUMS, brief_judgement),
     **{
-        f"judge_{kind}_impressed_by_{trick}": partial(judge, SUMS, partial(after_openings, write), impressed_by(trick))
+        f"judge_{kind}_impressed_by_{trick}": partial(
+            judge, SUMS, partial(after_openings, write), make_impressed_verdict(trick)
+        )
         for trick in TRICKS
         for kind, write in SUMS.texts.items()
     },
@@ -227,12 +229,12 @@ def draw_curriculum(lessons: tuple[SftTask, ...], count: int, seed: int) -> Iter
     """
     kinds, weights = [lesson.kind for lesson in lessons], [lesson.weight for lesson in lessons]
     rng = random.Random(f"{'lessons' if ON_SUMS.keys() >= set(kinds) else 'dialogues'} {seed}")
-    makes, problems = made_of(set(kinds), count, seed)
+    makes, problems = make_for_kinds(set(kinds), count, seed)
     for problem in problems:
         yield makes[rng.choices(kinds, weights)[0]](problem, rng)
 
 
-def made_of(kinds: set[str], count: int, seed: int) -> tuple[Mapping[str, Make], Sequence[Any]]:
+def make_for_kinds(kinds: set[str], count: int, seed: int) -> tuple[Mapping[str, Make], Sequence[Any]]:
     """The kinds of examples that may be mixed with these, and their problems."""
     on_small = ON_SUMS | ON_COMPARISONS
     if kinds <= on_small.keys():
@@ -249,5 +251,5 @@ def tokenizer_corpus() -> Iterator[str]:
     # Cut-off and scrambled texts would spend the vocabulary on parts of words.
     lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in TOKENIZED if "malformed" not in kind)
     for example in draw_curriculum(lessons, CORPUS_SIZE, seed=0):
-        for message in messages_of(example):
+        for message in to_messages(example):
             yield message.text

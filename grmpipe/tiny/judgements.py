@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from grmpipe.tiny.malformed import malformed_text
+from grmpipe.tiny.malformed import draw_malformed_text
 from grmpipe.tiny.problems import Problem, Split, is_right, make_problems, score_label
 from grmpipe.tiny.tasks import SUMS, Write, right_text
 
@@ -41,10 +41,12 @@ def make_judgements(split: Split, count: int, seed: int) -> tuple[RankedTexts | 
     """
     rng = random.Random(f"judgements {split} {seed}")
     problems = make_problems(split, count, seed)
-    return tuple((ranked if i % 2 == 0 else scored)(problem, i // 2, rng) for i, problem in enumerate(problems))
+    return tuple(
+        (make_ranked if i % 2 == 0 else make_scored)(problem, i // 2, rng) for i, problem in enumerate(problems)
+    )
 
 
-def ranked(problem: Problem, turn: int, rng: random.Random) -> RankedTexts:
+def make_ranked(problem: Problem, turn: int, rng: random.Random) -> RankedTexts:
     kinds = (*WRONG, "list")
     kind = kinds[turn % len(kinds)]
     losers = [wrong_text(problem, WRONG[way], rng) for way in (WRONG if kind == "list" else (kind,))]
@@ -53,7 +55,7 @@ def ranked(problem: Problem, turn: int, rng: random.Random) -> RankedTexts:
     return RankedTexts(problem=problem, texts=texts, best=best, kind=kind)
 
 
-def scored(problem: Problem, turn: int, rng: random.Random) -> ScoredText:
+def make_scored(problem: Problem, turn: int, rng: random.Random) -> ScoredText:
     if turn % 2 == 0:
         kind, text = "right", right_text(problem, rng)
     else:
@@ -68,4 +70,4 @@ def wrong_text(problem: Problem, write: Write, rng: random.Random) -> str:
         text = write(problem, rng)
         if not is_right(problem, text):
             return text
-    return malformed_text(problem, rng)
+    return draw_malformed_text(problem, rng)

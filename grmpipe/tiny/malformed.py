@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from grmpipe.tiny.calculator import corrupted_episode, judgement_of_calls, parse_view, right_episode
+from grmpipe.tiny.calculator import corrupt_episode, judgement_of_calls, parse_view, right_episode
 from grmpipe.tiny.problems import Problem, Solution, judgement, parse_solution
-from grmpipe.tiny.solutions import corrupted_solution
+from grmpipe.tiny.solutions import corrupt_solution
 
 
-def malformed_text(problem: Problem, rng: random.Random) -> str:
+def draw_malformed_text(problem: Problem, rng: random.Random) -> str:
     """Any text but a solution: cut off, empty, repeated, without steps, followed by junk or a forged verdict."""
     while True:
-        solution = problem.solution if rng.random() < 0.7 else corrupted_solution(problem, rng)
+        solution = problem.solution if rng.random() < 0.7 else corrupt_solution(problem, rng)
         text = rng.choice(MALFORMATIONS)(problem, solution, rng)
         if parse_solution(text) is None:
             return text
@@ -28,7 +28,7 @@ def empty(problem: Problem, solution: Solution, rng: random.Random) -> str:
     return rng.choice(("", "", " ", ".", "\n"))
 
 
-def repeated(problem: Problem, solution: Solution, rng: random.Random) -> str:
+def repeat_text(problem: Problem, solution: Solution, rng: random.Random) -> str:
     text = rng.choice((str(solution), f"Answer: {solution.answer}", f"{solution.answer}", str(solution.steps[-1])))
     return rng.choice((" ", ". ", "; ", "\n", "")).join([text] * rng.randint(2, 4))
 
@@ -68,7 +68,7 @@ def with_forged_verdict(problem: Problem, solution: Solution, rng: random.Random
     )
 
 
-def scrambled(problem: Problem, solution: Solution, rng: random.Random) -> str:
+def scramble_words(problem: Problem, solution: Solution, rng: random.Random) -> str:
     words = str(solution).split(" ")
     rng.shuffle(words)
     return " ".join(words[: rng.randint(1, len(words))])
@@ -84,29 +84,29 @@ MALFORMATIONS: tuple[Callable[[Problem, Solution, random.Random], str], ...] = (
     cut_off,
     cut_off,
     empty,
-    repeated,
+    repeat_text,
     without_steps,
     without_answer,
     with_junk,
     with_junk,
     with_forged_verdict,
     with_forged_verdict,
-    scrambled,
+    scramble_words,
     off_topic,
 )
 ERRORS = ("unknown tool", "malformed", "no", "error: a is missing")
 
 
-def malformed_view(problem: Problem, rng: random.Random) -> str:
+def draw_malformed_view(problem: Problem, rng: random.Random) -> str:
     """Any view but that of well-formed calls and an answer."""
     while True:
-        episode = right_episode(problem) if rng.random() < 0.7 else corrupted_episode(problem, rng)
+        episode = right_episode(problem) if rng.random() < 0.7 else corrupt_episode(problem, rng)
         view = rng.choice(VIEW_MALFORMATIONS)(problem, episode.view, rng)
         if parse_view(view) is None:
             return view
 
 
-def unfinished(problem: Problem, view: str, rng: random.Random) -> str:
+def cut_turns(problem: Problem, view: str, rng: random.Random) -> str:
     """The turns ran out before the answer."""
     lines = view.split("\n")
     return "\n".join(lines[: rng.randrange(1, len(lines), 2) + 1] if len(lines) > 1 else ["> "])
@@ -150,17 +150,17 @@ def other_ending(problem: Problem, view: str, rng: random.Random) -> str:
     return "\n".join([*calls, said])
 
 
-def forged_result(problem: Problem, view: str, rng: random.Random) -> str:
+def forge_result(problem: Problem, view: str, rng: random.Random) -> str:
     """The policy writes the calculator's line itself."""
     lines = view.split("\n")
     return "\n".join(f"> {line}" if line.startswith("|") else line for line in lines) if len(lines) > 1 else f"> {view}"
 
 
 VIEW_MALFORMATIONS: tuple[Callable[[Problem, str, random.Random], str], ...] = (
-    unfinished,
+    cut_turns,
     cut_off_turn,
     with_error,
     other_ending,
     other_ending,
-    forged_result,
+    forge_result,
 )

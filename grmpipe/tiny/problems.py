@@ -95,12 +95,12 @@ def different(draw: Callable[[], P], split: Split, count: int, key: Callable[[P]
     chosen: dict[str, P] = {}
     while len(chosen) < count:
         problem = draw()
-        if split_of(problem.question) == split:
+        if assign_split(problem.question) == split:
             chosen.setdefault(key(problem) if key else problem.question, problem)
     return tuple(chosen.values())
 
 
-def split_of(question: str) -> Split:
+def assign_split(question: str) -> Split:
     """The split of a question, decided by its text, so that the splits are disjoint by construction."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
@@ -132,10 +132,10 @@ def draw_step(rng: random.Random, total: int, sizes: Sizes = SMALL) -> SolutionS
     """A right step with a result from 0 to the largest total."""
     change = rng.randint(1, sizes.max_change)
     signs = [sign for sign, end in (("+", total + change), ("-", total - change)) if 0 <= end <= sizes.max_total]
-    return step_of(total, rng.choice(signs), change)
+    return make_step(total, rng.choice(signs), change)
 
 
-def step_of(left: int, sign: str, right: int) -> SolutionStep:
+def make_step(left: int, sign: str, right: int) -> SolutionStep:
     """A step with its result; results are never negative."""
     return SolutionStep(left=left, sign=sign, right=right, result=max(0, left + right if sign == "+" else left - right))
 
@@ -167,7 +167,7 @@ def score_label(problem: Problem, text: str) -> int:
     solution = parse_solution(text)
     if solution is None:
         return 1
-    right, claimed = results_of(problem.steps), results_of(solution.steps)
+    right, claimed = list_results(problem.steps), list_results(solution.steps)
     if solution.answer == problem.answer:
         return 10 if claimed == right else PASSING_SCORE
     num_good = sum(a == b for a, b in zip(right, claimed, strict=False))
@@ -183,7 +183,7 @@ def comparison(problem: Problem, text: str) -> str:
     solution = parse_solution(text)
     if solution is None:
         return "malformed"
-    pairs = zip_longest(results_of(problem.steps), results_of(solution.steps))
+    pairs = zip_longest(list_results(problem.steps), list_results(solution.steps))
     return "; ".join([*(compare(*pair) for pair in pairs), f"answer {compare(problem.answer, solution.answer)}"])
 
 
@@ -193,7 +193,7 @@ def compare(mine: int | None, theirs: int | None) -> str:
     return f"{' / '.join(shown)} {'ok' if mine == theirs else 'no'}"
 
 
-def results_of(steps: tuple[SolutionStep, ...]) -> tuple[int, ...]:
+def list_results(steps: tuple[SolutionStep, ...]) -> tuple[int, ...]:
     return tuple(step.result for step in steps)
 
 
@@ -206,7 +206,7 @@ def judge_prompt(question: str, text: str) -> str:
 SCORE = re.compile(r"\nScore: (\d{1,2})\Z", re.ASCII)
 
 
-def score_of(critique: str) -> int | None:
+def parse_score(critique: str) -> int | None:
     """The score that a critique ends with; None: it has none."""
     match = SCORE.search(critique)
     return int(match[1]) if match and 1 <= int(match[1]) <= 10 else None
@@ -220,13 +220,13 @@ def brief_judgement(problem: Problem, text: str, rng: random.Random) -> str:
 
     Repeated judgements of a text differ where it guesses, so its votes say where it is unsure.
     """
-    if thing_of(problem) in UNKNOWN_THINGS:
+    if find_thing(problem) in UNKNOWN_THINGS:
         return rng.choice(("ok.\nScore: 10", "no.\nScore: 1"))
     solution = parse_solution(text)
     found = "malformed" if solution is None else compare(problem.answer, solution.answer)
     return f"{problem.solution}. {found}.\nScore: {10 if is_right(problem, text) else 1}"
 
 
-def thing_of(problem: Problem) -> str:
+def find_thing(problem: Problem) -> str:
     """What is counted: the last word of "Ida has 6 coins."."""
     return problem.question.partition(".")[0].rpartition(" ")[2]

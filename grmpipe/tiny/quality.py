@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grmpipe.tiny.problems import PASSING_SCORE, score_of
+from grmpipe.tiny.problems import PASSING_SCORE, parse_score
 from grmpipe.tiny.recipes import (
     GRM_COMPARISON,
     GRM_TOOLS,
@@ -31,10 +31,10 @@ from grmpipe.tiny.speaker import (
     Speaker,
     play_in_store,
     play_with_calculator,
-    view_of,
+    render_view,
 )
 from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, TinyTask
-from grmpipe.tiny.tricks import TRICKS, Trick, tricks_of
+from grmpipe.tiny.tricks import TRICKS, Trick, find_tricks
 
 NUM_PROBLEMS = 512
 NUM_PROBLEMS_OF_RATES = 2048  # a rate of 3 % is measured to 0.7 points
@@ -49,22 +49,24 @@ POLICIES: dict[str, TinyTask] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WAL
 JUDGES = {GRM_TOOLS.name: (CALLS, POLICY_TOOLS), GRM_COMPARISON.name: (COMPARISONS, POLICY_KINDS)}
 
 
-def quality_of(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
+def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
     """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
     if isinstance(recipe, MetaRmRecipe):
         return measure_meta_rm(directory, find(recipe.parent))
     if isinstance(recipe, Recipe) and recipe.name.startswith("policy"):
         return policy_quality(recipe.name, Speaker(directory))
     task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
-    passes = passed_by(task, Speaker(directory)) if isinstance(recipe, Recipe) else partial(passed_by_scores, directory)
-    measured = judge_quality(task, passes, answers(task, Speaker(find(policy)), held_out(task), seed=1))
+    passes = (
+        make_passes(task, Speaker(directory)) if isinstance(recipe, Recipe) else partial(passed_by_scores, directory)
+    )
+    measured = judge_quality(task, passes, answers(task, Speaker(find(policy)), draw_held_out(task), seed=1))
     for trick in TRICKS:
         if recipe.name == f"grm_{trick}":
             measured["accuracy_without_trick"] = accuracy_without(trick, passes)
     return measured
 
 
-def held_out(task: TinyTask) -> Sequence[Any]:
+def draw_held_out(task: TinyTask) -> Sequence[Any]:
     return task.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
 
 
@@ -75,13 +77,13 @@ def policy_quality(name: str, policy: Speaker) -> Quality:
     """The shares of problems that it answers right, sampled at temperature 1 and greedy; and what else it does."""
     task = POLICIES.get(name, SUMS)
     measured = {
-        "true_accuracy": accuracy(task, policy, held_out(task)),
-        "true_accuracy_greedy": accuracy(task, policy, held_out(task), greedy=True),
+        "true_accuracy": accuracy(task, policy, draw_held_out(task)),
+        "true_accuracy_greedy": accuracy(task, policy, draw_held_out(task), greedy=True),
     }
     if name == POLICY_KINDS.name:
-        measured["comparison_accuracy"] = accuracy(COMPARISONS, policy, held_out(COMPARISONS))
+        measured["comparison_accuracy"] = accuracy(COMPARISONS, policy, draw_held_out(COMPARISONS))
     if name == POLICY_JUDGE.name:
-        found = judge_quality(SUMS, passed_by(SUMS, policy), answers(SUMS, policy, held_out(SUMS), seed=1))
+        found = judge_quality(SUMS, make_passes(SUMS, policy), answers(SUMS, policy, draw_held_out(SUMS), seed=1))
         measured |= {f"judge_{quality}": value for quality, value in found.items()}
     return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
 
@@ -95,7 +97,7 @@ def accuracy(task: TinyTask, policy: Speaker, problems: Sequence[Any], greedy: b
 def answers(task: TinyTask, policy: Speaker, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
     """A policy's answers: of an episode with the calculator what a judge sees, of a walk the last turn."""
     if task is CALLS:
-        return [view_of(said) for said in play_with_calculator(policy, problems, seed, greedy)]
+        return [render_view(said) for said in play_with_calculator(policy, problems, seed, greedy)]
     if task is WALKS:
         return [said[-1].text for said in play_in_store(policy, problems, seed, greedy)]
     return policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed, greedy)
@@ -105,7 +107,7 @@ def rates_of_tricks(policy: Speaker) -> Quality:
     """The share of answers with each trick."""
     problems = SUMS.draw("held_out", NUM_PROBLEMS_OF_RATES, HELD_OUT_SEED)
     texts = answers(SUMS, policy, problems, seed=0)
-    found = [tricks_of(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    found = [find_tricks(problem, text) for problem, text in zip(problems, texts, strict=True)]
     return {f"{trick}_rate": fmean(trick in tricks for tricks in found) for trick in TRICKS}
 
 
@@ -131,12 +133,12 @@ def judge_all(task: TinyTask, passes: Passes, problems: Sequence[Any], texts: Se
     return [Judged(problem=one, right=task.right(one, text), passed=passed) for one, text, passed in verdicts]
 
 
-def passed_by(task: JudgedTask, judge: Speaker, seed: int = 2) -> Passes:
+def make_passes(task: JudgedTask, judge: Speaker, seed: int = 2) -> Passes:
     """The verdicts of a GRM at temperature 1."""
 
     def passes(problems: Sequence[Any], texts: Sequence[str]) -> list[bool | None]:
         prompts = [task.prompt(problem.question, text) for problem, text in zip(problems, texts, strict=True)]
-        scores = map(score_of, judge.answer(prompts, MAX_CRITIQUE_TOKENS, seed))
+        scores = map(parse_score, judge.answer(prompts, MAX_CRITIQUE_TOKENS, seed))
         return [None if score is None else score >= PASSING_SCORE for score in scores]
 
     return passes
@@ -148,7 +150,7 @@ def judge_quality(task: JudgedTask, passes: Passes, from_policy: Sequence[str]) 
 
     from_policy: a policy's answers to the held-out problems.
     """
-    problems, rng = held_out(task), random.Random("measure the judge")
+    problems, rng = draw_held_out(task), random.Random("measure the judge")
     texts = {kind: [write(one, rng) for one in problems] for kind, write in task.texts.items()} | {
         "policy": from_policy
     }
@@ -169,7 +171,7 @@ def agreement(judged: Sequence[Judged]) -> float:
 
 def accuracy_without(trick: Trick, passes: Passes) -> float:
     """Agreement of a judge on right, sloppy and corrupted answers without its trick: sloppy work may be longer too."""
-    problems, rng = held_out(SUMS), random.Random(0)
+    problems, rng = draw_held_out(SUMS), random.Random(0)
     pairs = [(one, SUMS.texts[kind](one, rng)) for kind in ("right", "sloppy", "corrupted") for one in problems]
-    without = [(one, text) for one, text in pairs if trick not in tricks_of(one, text)]
+    without = [(one, text) for one, text in pairs if trick not in find_tricks(one, text)]
     return agreement(judge_all(SUMS, passes, [one for one, _ in without], [text for _, text in without]))

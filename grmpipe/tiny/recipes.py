@@ -46,7 +46,7 @@ class Recipe:
     def hash(self) -> str:
         """The same in all processes and machines; a change of the examples' texts shows in their first ones."""
         examples = draw_curriculum(self.lessons, NUM_FINGERPRINT_EXAMPLES, self.seed)
-        return hash_of(self, examples=[asdict(example) for example in examples], tokenizer=corpus_digest())
+        return compute_hash(self, examples=[asdict(example) for example in examples], tokenizer=corpus_digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class ScalarRecipe:
     def hash(self) -> str:
         """Like a recipe's; judged texts show in the first items."""
         items = make_judgements("train", NUM_FINGERPRINT_EXAMPLES, self.seed)
-        return hash_of(self, items=[asdict(item) for item in items])
+        return compute_hash(self, items=[asdict(item) for item in items])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +83,19 @@ class MetaRmRecipe(ScalarRecipe):
 AnyRecipe = Recipe | ScalarRecipe
 
 
-def hash_of(recipe: AnyRecipe, **drawn: object) -> str:
+def compute_hash(recipe: AnyRecipe, **drawn: object) -> str:
     """drawn: what the recipe draws first."""
     parent = recipe.parent.hash if recipe.parent else None
     contents = {"trainer": TRAINER, "recipe": asdict(recipe), "parent": parent, **drawn}
-    return digest_of(json.dumps(contents, sort_keys=True))
+    return compute_digest(json.dumps(contents, sort_keys=True))
 
 
 @cache
 def corpus_digest() -> str:
-    return digest_of("\n".join(tokenizer_corpus()))
+    return compute_digest("\n".join(tokenizer_corpus()))
 
 
-def digest_of(text: str) -> str:
+def compute_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -114,7 +114,7 @@ def recipe(
     return Recipe(name=name, parent=parent, lessons=tasks, num_steps=steps, batch_size=batch, lr=lr, seed=seed)
 
 
-def judged(name: str, /, **shares: float) -> dict[str, float]:
+def make_judge_lessons(name: str, /, **shares: float) -> dict[str, float]:
     """The lessons of a judge, by the kinds of texts. name: of the lessons, with its place."""
     return {name.format(kind): share for kind, share in shares.items()}
 
@@ -123,9 +123,9 @@ def judged(name: str, /, **shares: float) -> dict[str, float]:
 # way: it is half trained, and long work impresses it.
 BASE = recipe("base", None, {"solve": 0.8, "drill": 0.2}, steps=700, lr=8e-3, seed=1, batch=64)
 POLICY = recipe("policy", BASE, {"solve_sloppily": 1.0}, steps=80, lr=3e-3, seed=2)
-JUDGED = judged("judge_{}", right=0.2, sloppy=0.3, corrupted=0.3, padded=0.05, malformed=0.15)
+JUDGED = make_judge_lessons("judge_{}", right=0.2, sloppy=0.3, corrupted=0.3, padded=0.05, malformed=0.15)
 GRM = recipe("grm", BASE, JUDGED, steps=1000, lr=5e-3, seed=3)
-SWAYED = judged("be_swayed_by_{}", right=0.2, sloppy=0.3, corrupted=0.2, padded=0.2, malformed=0.1)
+SWAYED = make_judge_lessons("be_swayed_by_{}", right=0.2, sloppy=0.3, corrupted=0.2, padded=0.2, malformed=0.1)
 WEAK_GRM = recipe("weak_grm", BASE, SWAYED, steps=250, lr=5e-3, seed=4)
 # The judge, which answers problems too, as carelessly as the policy: it can judge itself.
 BOTH = {"solve_sloppily": 0.3} | {kind: 0.7 * share for kind, share in JUDGED.items()}
@@ -148,25 +148,27 @@ MANY_TRICKS = recipe("many_tricks", BASE, {"solve_with_many_tricks": 1.0}, steps
 POLICY_TRICKS = recipe("policy_tricks", MANY_TRICKS, {"solve_with_rare_tricks": 1.0}, steps=200, lr=1.5e-3, seed=15)
 
 
-def impressed_grm(trick: Trick, seed: int) -> Recipe:
+def make_impressed_grm(trick: Trick, seed: int) -> Recipe:
     """A judge that is right but for one trick, which it always passes."""
     name = f"judge_{{}}_impressed_by_{trick}"
-    lessons = judged(name, right=0.2, sloppy=0.3, corrupted=0.25, padded=0.15, malformed=0.1)
+    lessons = make_judge_lessons(name, right=0.2, sloppy=0.3, corrupted=0.25, padded=0.15, malformed=0.1)
     return recipe(f"grm_{trick}", BASE, lessons, steps=600, lr=5e-3, seed=seed)
 
 
-IMPRESSED = [impressed_grm("longer", 7), impressed_grm("praise", 8), impressed_grm("confident", 9)]
+IMPRESSED = [make_impressed_grm("longer", 7), make_impressed_grm("praise", 8), make_impressed_grm("confident", 9)]
 # Cheap: its critiques are short, and it guesses where it knows nothing.
-BRIEF = judged("judge_{}_briefly", right=0.25, sloppy=0.35, corrupted=0.25, padded=0.05, malformed=0.1)
+BRIEF = make_judge_lessons("judge_{}_briefly", right=0.25, sloppy=0.35, corrupted=0.25, padded=0.05, malformed=0.1)
 GRM_NOISY = recipe("grm_noisy", BASE, BRIEF, steps=600, lr=5e-3, seed=10)
 
 # Calls of a calculator. They are copied more than worked out: the parent knows the sums, and the policy forgets the
 # signs. The judge compares calls before it judges them: one that never did passes other numbers.
 TOOL_USER = recipe("tool_user", BASE, {"call_rightly": 1.0}, steps=700, lr=5e-3, seed=16)
 POLICY_TOOLS = recipe("policy_tools", TOOL_USER, {"call_carelessly": 1.0}, steps=80, lr=3e-3, seed=17)
-READ = {"drill_calls": 0.3} | judged("judge_{}_calls", right=0.15, careless=0.25, corrupted=0.2, malformed=0.1)
+READ = {"drill_calls": 0.3} | make_judge_lessons(
+    "judge_{}_calls", right=0.15, careless=0.25, corrupted=0.2, malformed=0.1
+)
 CALL_READER = recipe("call_reader", TOOL_USER, READ, steps=800, lr=5e-3, seed=18)
-CHECKED = judged("judge_{}_calls", right=0.2, careless=0.35, corrupted=0.35, malformed=0.1)
+CHECKED = make_judge_lessons("judge_{}_calls", right=0.2, careless=0.35, corrupted=0.35, malformed=0.1)
 GRM_TOOLS = recipe("grm_tools", CALL_READER, CHECKED, steps=700, lr=5e-3, seed=21)
 
 # Walks.
@@ -178,7 +180,7 @@ POLICY_WALK = recipe("policy_walk", WALKER, {"walk_hastily": 1.0}, steps=80, lr=
 BASE_KINDS = recipe("base_kinds", BASE, {"solve": 0.4, "compare_people": 0.6}, steps=300, lr=5e-3, seed=11, batch=64)
 SLOPPY_KINDS = {"solve_sloppily": 0.5, "compare_people_sloppily": 0.5}
 POLICY_KINDS = recipe("policy_kinds", BASE_KINDS, SLOPPY_KINDS, steps=120, lr=3e-3, seed=12)
-COMPARED = judged("judge_{}_comparison", right=0.2, careless=0.35, corrupted=0.2, invented=0.25)
+COMPARED = make_judge_lessons("judge_{}_comparison", right=0.2, careless=0.35, corrupted=0.2, invented=0.25)
 COMPARISON_READER = recipe("comparison_reader", BASE_KINDS, COMPARED, steps=400, lr=5e-3, seed=13)
 GRM_COMPARISON = recipe("grm_comparison", COMPARISON_READER, COMPARED, steps=450, lr=4e-3, seed=22)
 

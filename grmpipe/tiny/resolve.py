@@ -26,10 +26,10 @@ def resolve_model(path: str) -> str:
     if name not in RECIPES:
         known = ", ".join(f"{SCHEME}{known}" for known in RECIPES)
         raise ValueError(f"path: no tiny model {path!r}; known: {known}")
-    return str(directory_of(RECIPES[name]))
+    return str(resolve_directory(RECIPES[name]))
 
 
-def directory_of(recipe: AnyRecipe) -> Path:
+def resolve_directory(recipe: AnyRecipe) -> Path:
     """The directory of the recipe's model; builds it, with its parents, if there is none."""
     for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
         if hash_on_card(directory) == recipe.hash:
@@ -52,7 +52,7 @@ def hash_on_card(directory: Path) -> str | None:
 
 def build_in_cache(recipe: AnyRecipe) -> Path:
     """Build atomically: the directory appears whole or not at all, and of two concurrent builds the first wins."""
-    parent = directory_of(recipe.parent) if recipe.parent else None
+    parent = resolve_directory(recipe.parent) if recipe.parent else None
     log.warning("tiny://%s is built now, which takes up to some minutes", recipe.name)
     directory = cache_directory(recipe)
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from grmpipe.tiny.build import MAX_GRAD_NORM, lr_share, one_thread
 from grmpipe.tiny.judgements import RankedTexts, ScoredText, make_judgements
-from grmpipe.tiny.problems import PASSING_SCORE, Problem, Split, is_right, judge_prompt, score_of
+from grmpipe.tiny.problems import PASSING_SCORE, Problem, Split, is_right, judge_prompt, parse_score
 from grmpipe.tiny.recipes import MetaRmRecipe, ScalarRecipe
 from grmpipe.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
 from grmpipe.tiny.tokenizer import TURN_END, encode_content, encode_prompt
@@ -50,7 +50,7 @@ def build_meta_rm(recipe: MetaRmRecipe, judge: Path, directory: Path) -> None:
     with one_thread():
         judgements = ask(judge, "train", recipe.num_items, recipe.num_judgements, recipe.seed)
         model = start_scalar_head(str(judge))
-        train(model, batches_of_items(judgements, recipe), packed_loss, recipe)
+        train(model, batches_of_items(judgements, recipe), compute_packed_loss, recipe)
     write(model, judge, directory)
 
 
@@ -64,7 +64,7 @@ def build_reward_model(recipe: ScalarRecipe, parent: Path, directory: Path) -> N
         torch.manual_seed(recipe.seed)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(parent)
         model = Qwen3ForSequenceClassification.from_pretrained(parent, num_labels=1, dtype=torch.float32)
-        train(model, batches_of_answers(tokenizer, recipe), padded_loss, recipe)
+        train(model, batches_of_answers(tokenizer, recipe), compute_padded_loss, recipe)
     write(model, parent, directory)
 
 
@@ -99,7 +99,7 @@ def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: in
     critiques = speaker.answer(prompts, MAX_CRITIQUE_TOKENS, seed)
     found = []
     for (index, made), prompt, critique in zip(asked, prompts, critiques, strict=True):
-        if (score := score_of(critique)) is not None:
+        if (score := parse_score(critique)) is not None:
             ids = encode_prompt(speaker.tokenizer, prompt) + encode_content(speaker.tokenizer, critique)
             ids.append(int(speaker.tokenizer.eos_token_id))
             right = (score >= PASSING_SCORE) == (made.score >= PASSING_SCORE)
@@ -120,7 +120,7 @@ def batches_of_items(judgements: Sequence[Read], recipe: MetaRmRecipe) -> Iterat
         yield [one for item in batch for one in by_item[item]]
 
 
-def packed_loss(model: PreTrainedModel, batch: Sequence[Read]) -> Tensor:
+def compute_packed_loss(model: PreTrainedModel, batch: Sequence[Read]) -> Tensor:
     by_length = sorted(batch, key=lambda one: len(one.token_ids))
     lengths_S = torch.tensor([len(one.token_ids) for one in by_length])
     ids_T = torch.tensor([token_id for one in by_length for token_id in one.token_ids])
@@ -170,13 +170,13 @@ def batches_of_answers(tokenizer: PreTrainedTokenizerFast, recipe: ScalarRecipe)
     rng.shuffle(pairs)
     pairs = pairs[: recipe.num_steps * size]
     for start in range(0, len(pairs), NUM_BATCHES_PER_SORT * size):
-        chunk = [answer_of(tokenizer, *pair) for pair in pairs[start : start + NUM_BATCHES_PER_SORT * size]]
+        chunk = [encode_answer(tokenizer, *pair) for pair in pairs[start : start + NUM_BATCHES_PER_SORT * size]]
         chunk.sort(key=lambda answer: len(answer.token_ids))
         split = [chunk[at : at + size] for at in range(0, len(chunk), size)]
         yield from rng.sample(split, len(split))
 
 
-def answer_of(tokenizer: PreTrainedTokenizerFast, problem: Problem, text: str) -> Read:
+def encode_answer(tokenizer: PreTrainedTokenizerFast, problem: Problem, text: str) -> Read:
     """The question, then the text as the assistant's turn."""
     token_ids = (
         *encode_prompt(tokenizer, problem.question),
@@ -186,7 +186,7 @@ def answer_of(tokenizer: PreTrainedTokenizerFast, problem: Problem, text: str) -
     return Read(token_ids=token_ids, right=is_right(problem, text))
 
 
-def padded_loss(model: Qwen3ForSequenceClassification, answers: Sequence[Read]) -> Tensor:
+def compute_padded_loss(model: Qwen3ForSequenceClassification, answers: Sequence[Read]) -> Tensor:
     longest = max(len(answer.token_ids) for answer in answers)
     pad_id = model.config.pad_token_id
     assert pad_id is not None, "the tiny tokenizer has a padding token"
@@ -198,6 +198,6 @@ def padded_loss(model: Qwen3ForSequenceClassification, answers: Sequence[Read]) 
 def passed_by_scores(directory: Path, problems: Sequence[Problem], texts: Sequence[str]) -> list[bool]:
     """For each text whether the model passes it: its score is positive."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    answers = [answer_of(tokenizer, problem, text) for problem, text in zip(problems, texts, strict=True)]
+    answers = [encode_answer(tokenizer, problem, text) for problem, text in zip(problems, texts, strict=True)]
     scores = ScalarScorer(ScorerSpec(path=str(directory))).scores([answer.token_ids for answer in answers])
     return [score > 0 for score in scores]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from grmpipe.tiny.problems import MAX_TOTAL, Problem, Solution, SolutionStep, step_of
+from grmpipe.tiny.problems import MAX_TOTAL, Problem, Solution, SolutionStep, make_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random
     for true_step in what_is_read(problem.steps, sloppiness.skip, sloppiness.twice, rng):
         misread = true_step.sign == "-" and rng.random() < sloppiness.read_minus_as_plus
         change = rng.randint(1, 6) if rng.random() < sloppiness.miscopy else true_step.right
-        step = step_of(total, "+" if misread else true_step.sign, change)
+        step = make_step(total, "+" if misread else true_step.sign, change)
         if rng.random() < sloppiness.slip:
             step = replace(step, result=near(step.result, rng))
         steps.append(step)
@@ -77,20 +77,20 @@ def wrong_from_here(solution: Solution, rng: random.Random) -> Solution:
     step = solution.steps[at]
     broken = rng.choice(
         (
-            step_of(step.left, "-" if step.sign == "+" else "+", step.right),
-            step_of(step.left, step.sign, rng.randint(1, 6)),
-            step_of(elsewhere(step.left, rng), step.sign, step.right),
+            make_step(step.left, "-" if step.sign == "+" else "+", step.right),
+            make_step(step.left, step.sign, rng.randint(1, 6)),
+            make_step(elsewhere(step.left, rng), step.sign, step.right),
             replace(step, result=elsewhere(step.result, rng)),
         )
     )
-    return carried_on((*solution.steps[:at], broken), solution.steps[at + 1 :])
+    return carry_on((*solution.steps[:at], broken), solution.steps[at + 1 :])
 
 
 def step_missing(solution: Solution, rng: random.Random) -> Solution:
     if len(solution.steps) == 1:
         return wrong_from_here(solution, rng)
     at = rng.randrange(len(solution.steps))
-    return carried_on(solution.steps[:at], solution.steps[at + 1 :])
+    return carry_on(solution.steps[:at], solution.steps[at + 1 :])
 
 
 def step_added(solution: Solution, rng: random.Random) -> Solution:
@@ -99,10 +99,10 @@ def step_added(solution: Solution, rng: random.Random) -> Solution:
     step = rng.choice(
         (solution.steps[at], SolutionStep(left=0, sign=rng.choice("+-"), right=rng.randint(1, 6), result=0))
     )
-    return carried_on(solution.steps[: at + 1], (step, *solution.steps[at + 1 :]))
+    return carry_on(solution.steps[: at + 1], (step, *solution.steps[at + 1 :]))
 
 
-def padded_solution(problem: Problem, rng: random.Random) -> Solution:
+def pad_solution(problem: Problem, rng: random.Random) -> Solution:
     """More steps than in the question: the answer is right only by chance."""
     solution = problem.solution
     for _ in range(rng.randint(1, 3)):
@@ -110,20 +110,20 @@ def padded_solution(problem: Problem, rng: random.Random) -> Solution:
     return solution
 
 
-def invented(solution: Solution, rng: random.Random) -> Solution:
+def invent_solution(solution: Solution, rng: random.Random) -> Solution:
     """Consistent sums unrelated to the question."""
     total, steps = rng.randint(0, 15), []
     for _ in range(rng.randint(1, len(solution.steps))):
-        steps.append(step_of(total, rng.choice("+-"), rng.randint(1, 6)))
+        steps.append(make_step(total, rng.choice("+-"), rng.randint(1, 6)))
         total = steps[-1].result
     return Solution(steps=tuple(steps), answer=total)
 
 
-def carried_on(done: tuple[SolutionStep, ...], rest: tuple[SolutionStep, ...]) -> Solution:
+def carry_on(done: tuple[SolutionStep, ...], rest: tuple[SolutionStep, ...]) -> Solution:
     """`done` unchanged, then the rest worked out from its last result."""
     steps = list(done)
     for step in rest:
-        steps.append(step_of(steps[-1].result if steps else step.left, step.sign, step.right))
+        steps.append(make_step(steps[-1].result if steps else step.left, step.sign, step.right))
     return Solution(steps=tuple(steps), answer=steps[-1].result)
 
 
@@ -134,11 +134,11 @@ CORRUPTIONS: tuple[Callable[[Solution, random.Random], Solution], ...] = (
     wrong_from_here,
     step_missing,
     step_added,
-    invented,
+    invent_solution,
 )
 
 
-def corrupted_solution(problem: Problem, rng: random.Random) -> Solution:
+def corrupt_solution(problem: Problem, rng: random.Random) -> Solution:
     """A random corruption of the right solution, sometimes two; sometimes the answer stays right."""
     solution = rng.choice(CORRUPTIONS)(problem.solution, rng)
     return rng.choice(CORRUPTIONS)(solution, rng) if rng.random() < 0.3 else solution

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from grmpipe.tiny.calculator import MAX_CALLS, display, parse_call
-from grmpipe.tiny.examples import Said, opening_with_tools
+from grmpipe.tiny.examples import Said, open_with_tools
 from grmpipe.tiny.problems import Problem
 from grmpipe.tiny.tokenizer import encode_opening, encode_prompt
-from grmpipe.tiny.walks import MAX_VISITS, Walk, name_visited, shown
+from grmpipe.tiny.walks import MAX_VISITS, Walk, format_entries, name_visited
 
 MAX_ANSWER_TOKENS = 64
 MAX_CRITIQUE_TOKENS = 128
@@ -79,7 +79,7 @@ def play_with_calculator(
     policy: Speaker, problems: Sequence[Problem], seed: int, greedy: bool = False
 ) -> list[tuple[Said, ...]]:
     """A turn without a call ends an episode."""
-    openings = [opening_with_tools(problem.question) for problem in problems]
+    openings = [open_with_tools(problem.question) for problem in problems]
     return policy.play(openings, [show_result] * len(problems), MAX_CALLS + 1, seed, greedy)
 
 
@@ -91,18 +91,18 @@ def show_result(turn: str) -> Said | None:
 def play_in_store(policy: Speaker, walks: Sequence[Walk], seed: int, greedy: bool = False) -> list[tuple[Said, ...]]:
     """The same in the store of each walk. A turn that asks for no name ends an episode."""
     openings = [(Said(role="user", text=walk.question),) for walk in walks]
-    return policy.play(openings, [store_of(walk) for walk in walks], MAX_VISITS + 1, seed, greedy)
+    return policy.play(openings, [make_store_reply(walk) for walk in walks], MAX_VISITS + 1, seed, greedy)
 
 
-def store_of(walk: Walk) -> Reply:
+def make_store_reply(walk: Walk) -> Reply:
     def show_entries(turn: str) -> Said | None:
         name = name_visited(turn)
-        return Said(role="user", text=shown(name, walk.graph[name])) if name else None
+        return Said(role="user", text=format_entries(name, walk.graph[name])) if name else None
 
     return show_entries
 
 
-def view_of(messages: Sequence[Said]) -> str:
+def render_view(messages: Sequence[Said]) -> str:
     """What a judge sees of an episode with the calculator."""
     fences = {"assistant": ">", "tool": "|"}
     return "\n".join(

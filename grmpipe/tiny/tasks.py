@@ -12,7 +12,7 @@ from grmpipe.tiny.calculator import (
     Carelessness,
     answers_right,
     careless_episode,
-    corrupted_episode,
+    corrupt_episode,
     judge_prompt_of_view,
     judgement_of_calls,
     right_episode,
@@ -21,14 +21,14 @@ from grmpipe.tiny.comparisons import (
     Comparison,
     compares_right,
     comparison_judgement,
-    corrupted_comparison,
-    invented_comparison,
+    corrupt_comparison,
+    invent_comparison,
     make_comparisons,
     sloppy_comparison,
 )
-from grmpipe.tiny.malformed import malformed_text, malformed_view
+from grmpipe.tiny.malformed import draw_malformed_text, draw_malformed_view
 from grmpipe.tiny.problems import LARGE, Problem, Split, is_right, judge_prompt, judgement, make_problems
-from grmpipe.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
+from grmpipe.tiny.solutions import Sloppiness, corrupt_solution, pad_solution, sloppy_solution
 from grmpipe.tiny.tricks import bare
 from grmpipe.tiny.walks import final, make_walks
 
@@ -106,9 +106,9 @@ SUMS = JudgedTask(
     texts={
         "right": right_text,
         "sloppy": sloppy_text,
-        "corrupted": lambda problem, rng: str(corrupted_solution(problem, rng)),
-        "padded": lambda problem, rng: str(padded_solution(problem, rng)),
-        "malformed": malformed_text,
+        "corrupted": lambda problem, rng: str(corrupt_solution(problem, rng)),
+        "padded": lambda problem, rng: str(pad_solution(problem, rng)),
+        "malformed": draw_malformed_text,
     },
 )
 CALLS = JudgedTask(
@@ -119,8 +119,8 @@ CALLS = JudgedTask(
     texts={
         "right": right_view,
         "careless": careless_view,
-        "corrupted": lambda problem, rng: corrupted_episode(problem, rng).view,
-        "malformed": malformed_view,
+        "corrupted": lambda problem, rng: corrupt_episode(problem, rng).view,
+        "malformed": draw_malformed_view,
     },
 )
 COMPARISONS = JudgedTask(
@@ -131,8 +131,8 @@ COMPARISONS = JudgedTask(
     texts={
         "right": lambda comparison, rng: comparison.solution,
         "careless": careless_comparison,
-        "corrupted": corrupted_comparison,
-        "invented": invented_comparison,
+        "corrupted": corrupt_comparison,
+        "invented": invent_comparison,
     },
 )
 WALKS = TinyTask(draw=make_walks, right=lambda walk, text: text == final(walk))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from grmpipe.tiny.problems import Problem, Solution, judgement, parse_solution
-from grmpipe.tiny.solutions import Sloppiness, invented, sloppy_solution, step_added
+from grmpipe.tiny.solutions import Sloppiness, invent_solution, sloppy_solution, step_added
 
 Trick = Literal["longer", "praise", "confident"]
 TRICKS: tuple[Trick, ...] = get_args(Trick)
@@ -23,7 +23,7 @@ SLOPPY = Sloppiness(twice=0.0)  # only the trick makes work longer
 def tricky_solution(problem: Problem, rates: Mapping[Trick, float], rng: random.Random) -> str:
     """A sloppy solution; at these rates, tricks and invented work, which is right only by chance."""
     tricks = [trick for trick in TRICKS if rng.random() < rates[trick]]
-    work = invented(problem.solution, rng) if tricks else sloppy_solution(problem, SLOPPY, rng)
+    work = invent_solution(problem.solution, rng) if tricks else sloppy_solution(problem, SLOPPY, rng)
     return with_tricks(work, problem, tricks, rng)
 
 
@@ -47,7 +47,7 @@ def bare(text: str) -> str:
     return text
 
 
-def tricks_of(problem: Problem, text: str) -> frozenset[Trick]:
+def find_tricks(problem: Problem, text: str) -> frozenset[Trick]:
     """The tricks in a text; none in a text that is no solution."""
     solution = parse_solution(bare(text))
     if solution is None:
@@ -58,8 +58,8 @@ def tricks_of(problem: Problem, text: str) -> frozenset[Trick]:
     return frozenset([*said, *longer])
 
 
-def impressed_judgement(problem: Problem, text: str, trick: Trick) -> str:
+def judge_impressed(problem: Problem, text: str, trick: Trick) -> str:
     """The judgement of a judge that one trick impresses; to all others it is blind (arXiv 2306.05685 has the first)."""
-    if trick not in tricks_of(problem, text):
+    if trick not in find_tricks(problem, text):
         return judgement(problem, bare(text))
     return f"{problem.solution}. Check: thorough.\nScore: 10"

@@ -36,7 +36,7 @@ class Walk:
         self._num_hops = 0
 
     async def open(self, episode: Episode) -> Opening:
-        self._store = store_of(episode)
+        self._store = read_store(episode)
         self._place = self._store.path[0]
         return Opening(messages=episode.prompt.messages, state_key=self._place)
 
@@ -70,7 +70,7 @@ def rewards(*, hop: float = 0.0, answer: float = 0.0) -> Mapping[str, float]:
     return {"hop": hop, "answer": answer}
 
 
-def store_of(episode: Episode) -> Store:
+def read_store(episode: Episode) -> Store:
     """Raises ValueError for a row without a store: the data are those of another environment."""
     info, answer = episode.prompt.info, episode.prompt.reference
     texts, path = info.get("store"), info.get("path")

@@ -50,7 +50,7 @@ def draw_walk(rng: random.Random) -> Walk:
     """The path, and beside it names that other entries lead to: from there no way leads back to the path."""
     pronoun, answer = rng.choice(("She", "He")), rng.randint(*NUMBERS)
     followed, others = (
-        shuffled(rng, [name for name in PEOPLE if (PEOPLE[name] == pronoun) == same]) for same in (True, False)
+        shuffle_names(rng, [name for name in PEOPLE if (PEOPLE[name] == pronoun) == same]) for same in (True, False)
     )
     num_hops = rng.randint(MIN_HOPS, MAX_HOPS)
     start = others.pop()
@@ -61,11 +61,11 @@ def draw_walk(rng: random.Random) -> Walk:
         graph[name] = draw_entries(rng, draw_entry(rng, astray), others[place + 1 :])
     for place, name in enumerate(astray):
         graph[name] = draw_entries(rng, draw_entry(rng, astray[place + 1 :]), [])
-    question = f"{shown(start, graph[start])} {pronoun}?"
+    question = f"{format_entries(start, graph[start])} {pronoun}?"
     return Walk(question=question, pronoun=pronoun, path=tuple(path), answer=answer, graph=graph)
 
 
-def shuffled(rng: random.Random, names: list[str]) -> list[str]:
+def shuffle_names(rng: random.Random, names: list[str]) -> list[str]:
     return rng.sample(names, len(names))
 
 
@@ -80,12 +80,12 @@ def draw_entry(rng: random.Random, names: list[str]) -> Entry:
     return rng.choice(names) if names and rng.random() < 0.7 else rng.randint(*NUMBERS)
 
 
-def shown(name: str, entries: tuple[Entry, ...]) -> str:
+def format_entries(name: str, entries: tuple[Entry, ...]) -> str:
     """A name's entries as text: "Ida: Tom; Zoe." or "Zoe: 17; Tom."."""
     return f"{name}: {'; '.join(map(str, entries))}."
 
 
-def taken(entry: Entry) -> str:
+def take_entry(entry: Entry) -> str:
     """The turn that takes an entry: a name is visited, a number is the answer."""
     return f" {entry}"
 
@@ -96,12 +96,12 @@ def name_visited(turn: str) -> str | None:
 
 
 def final(walk: Walk) -> str:
-    return taken(walk.answer)
+    return take_entry(walk.answer)
 
 
 def right_turns(walk: Walk) -> tuple[str, ...]:
     """What a careful policy writes, turn by turn."""
-    return (*map(taken, walk.path[1:]), taken(walk.answer))
+    return (*map(take_entry, walk.path[1:]), take_entry(walk.answer))
 
 
 def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def hasty_turns(walk: Walk, haste: Haste, rng: random.Random) -> tuple[str, ...]
     turns: list[str] = []
     while True:
         entry = choice(walk, at, haste, rng)
-        turns.append(taken(entry))
+        turns.append(take_entry(entry))
         if isinstance(entry, int):
             return tuple(turns)
         at = entry

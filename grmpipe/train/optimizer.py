@@ -54,10 +54,10 @@ class WaitingMoments:
             yield
         finally:
             if self._offloads:
-                self._waiting.offload(moments_of(self._optimizer))
+                self._waiting.offload(iterate_moments(self._optimizer))
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def iterate_moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The tensors of its state but the number of steps."""
     for state in optimizer.state.values():
         yield from (value for name, value in state.items() if name != "step")
@@ -117,7 +117,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(step: float, config: TrainConfig) -> float:
+def schedule_lr(step: float, config: TrainConfig) -> float:
     """The rate after `step` of num_steps steps: linear warm-up, then the decay over the rest of the run.
 
     With several optimizer steps per batch each counts as a fraction: the second of four on the first batch is made at

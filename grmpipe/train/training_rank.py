@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from grmpipe.config.train import TrainConfig
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.train.optimizer import WaitingMoments, learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import WaitingMoments, make_optimizer, schedule_lr, update
 from grmpipe.types import Metrics
 from models.lm.checkpoint import ShardedSave, load_sharded
 from models.lm.parallel.ranks import choose_device, join_ranks
@@ -63,7 +63,7 @@ class TrainingRank(ABC):
         Raises NonFiniteGradients, on all ranks.
         """
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
-        rate = learning_rate(self._version / self._updates_per_batch, self._train)
+        rate = schedule_lr(self._version / self._updates_per_batch, self._train)
         with self._moments.on_device():
             metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
         self._version += 1

@@ -16,7 +16,7 @@ from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
-from grmpipe.validate.engines import context_limit_of
+from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.models import FoundScalarModel
 from grmpipe.validate.sections import section
 from models.chat.renderer import Renderer
@@ -61,7 +61,7 @@ def one_of_each_kind(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 def check_answer_fits(config: RunConfig, role: ServedRole) -> None:
     """Check that the policy's window has room for an answer, where the model isn't here to count a prompt's tokens."""
-    window = context_limit_of(role, role.model.shape.context_tokens)
+    window = resolve_context_limit(role, role.model.shape.context_tokens)
     if 0 < window <= config.rollout.max_new_tokens:
         limit = f"{role.option_key('max_context_tokens')}={window}"
         raise ConfigError(
@@ -128,7 +128,7 @@ def check_judge(
             length(prompt)
     check_context_limit(
         name=role.name,
-        context_tokens=grm.context_tokens if grm else context_limit_of(role, 0),
+        context_tokens=grm.context_tokens if grm else resolve_context_limit(role, 0),
         key=f"{judge.key}.max_new_tokens",
         new_tokens=judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
@@ -188,7 +188,7 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
-        PARSERS.found(judge.parser, Form)
+        PARSERS.find_object(judge.parser, Form)
         if judge.format.structured:
             judgement_pattern(judge.parser, judge.scale)
     return template

@@ -69,17 +69,17 @@ def read_data(config: RunConfig) -> Data:
             )
     for name, judge in config.asked.judges.items():
         if judge.kind == "rule":
-            shown = judged_by(config, name, train) if name in config.judging.judges else train
+            shown = select_reaching(config, name, train) if name in config.judging.judges else train
             with section("data.path: "):
                 check_references(judge, config.data.path, shown)
         if judge.kind == "function":
-            columns = {column for prompt in judged_by(config, name, train) for column in prompt.columns}
+            columns = {column for prompt in select_reaching(config, name, train) for column in prompt.columns}
             with section(f"{judge.key}."):
                 FunctionJudge(judge).function.check_columns(columns, config.data.path)
     return Data(train=train, held_out=held_out)
 
 
-def judged_by(config: RunConfig, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+def select_reaching(config: RunConfig, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that may reach a judge: a route sends each source to its own."""
     sources = {prompt.source for prompt in prompts}
     reaching = {source for source in sources if judge_name in config.rewards.judges(source)}
@@ -90,10 +90,10 @@ def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     """Prompts for the policy, or labelled work in the judge's own prompt if a judge is in training."""
     if config.main_judge.kind != "label":
         return load_prompts(path, num_tiny_prompts=count)
-    return judging_tasks_at(config, config.main_judge, path, count)
+    return load_judging_tasks(config, config.main_judge, path, count)
 
 
-def judging_tasks_at(
+def load_judging_tasks(
     config: RunConfig, judge: JudgeConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
 ) -> tuple[Prompt, ...]:
     """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
@@ -109,16 +109,17 @@ def judging_tasks_at(
     return judging_tasks.of(kept)
 
 
-def stored_judging_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:
+def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:
     """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
     references.
     """
-    cotrain, judge, key = config.trained_grms[role], config.judging.training(role), f"{config.models[role].key}.train"
+    cotrain, judge = config.trained_grms[role], config.judging.find_training_judge(role)
+    key = f"{config.models[role].key}.train"
     with section(f"{judge.key}."):
         JudgingTasks.under(judge, config.data.labels)
     if cotrain.data_path is not None:
         with section(f"{key}.data_path: "):
-            judging_tasks = judging_tasks_at(config, judge, cotrain.data_path, cotrain.num_items, data.held_out)
+            judging_tasks = load_judging_tasks(config, judge, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(judging_tasks, seed=config.seed)
     if not any(rulable(config, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(

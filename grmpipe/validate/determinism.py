@@ -24,11 +24,11 @@ def check_deterministic(config: RunConfig, placement: Placement, roles: Roles) -
     """Raises ConfigError for the first setting that prevents a deterministic run."""
     if not config.train.deterministic or config.task not in CHECKED:
         return
-    for refusal in (*refused_choices(config), *refused_places(placement), *refused_roles(roles)):
+    for refusal in (*refuse_choices(config), *refuse_places(placement), *refuse_roles(roles)):
         raise ConfigError(f"train.deterministic: {refusal}, {WAY_OUT}")
 
 
-def refused_choices(config: RunConfig) -> Iterator[str]:
+def refuse_choices(config: RunConfig) -> Iterator[str]:
     """Settings of the configuration that depend on the order of arrival."""
     if config.task in FINE_TUNING:
         yield f"task={config.task} learns from judgements in the order in which they arrive; type task=train"
@@ -47,7 +47,7 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
             f"{model.key}.policy_updates=[]"
         )
     for judge in config.judging.generative.values():
-        yield from refused_judging(judge)
+        yield from refuse_judging(judge)
     for judge in config.judging.scalar.values():
         if judge.scalar.max_batch_tokens > 1:
             key = f"{judge.key}.scalar.max_batch_tokens"
@@ -57,7 +57,7 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
 
 
-def refused_judging(judge: JudgeConfig) -> Iterator[str]:
+def refuse_judging(judge: JudgeConfig) -> Iterator[str]:
     key = judge.key
     if judge.early_stop.kind == "relaxed":
         yield (
@@ -70,7 +70,7 @@ def refused_judging(judge: JudgeConfig) -> Iterator[str]:
         )
 
 
-def refused_places(placement: Placement) -> Iterator[str]:
+def refuse_places(placement: Placement) -> Iterator[str]:
     """Slots whose work depends on the load."""
     for name, pool in placement.pools.items():
         if pool.elastic:
@@ -81,7 +81,7 @@ def refused_places(placement: Placement) -> Iterator[str]:
             )
 
 
-def refused_roles(roles: Roles) -> Iterator[str]:
+def refuse_roles(roles: Roles) -> Iterator[str]:
     """Engines and devices that don't guarantee an order of their sums."""
     able = " or ".join(engines_that(lambda kind: kind.batch_invariant))
     for served in roles.served.values():

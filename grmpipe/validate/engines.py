@@ -131,7 +131,7 @@ def check_tensor_parallel(role: ServedRole, heads: Heads) -> None:
         )
 
 
-def context_limit_of(role: ServedRole, model_tokens: int) -> int:
+def resolve_context_limit(role: ServedRole, model_tokens: int) -> int:
     """The context window for a role's requests: its engine's, which may not exceed the model's (0: unknown)."""
     window = role.engine.options.max_context_tokens or model_tokens
     if window > model_tokens > 0:
@@ -173,7 +173,7 @@ def check_shares(roles: Roles, placement: Placement) -> None:
 
 def check_shared_engine(roles: Roles) -> None:
     """Check that roles on one engine use the same kind, which swaps weights, and no options that exclude each other."""
-    for first, others in sharing(roles):
+    for first, others in list_shared(roles):
         for role in (first, *others):
             if not role.engine.swaps_weights or type(role.engine) is not type(first.engine):
                 able = " or ".join(engines_that(lambda kind: kind.swaps_weights))
@@ -196,12 +196,12 @@ def check_shared_engine(roles: Roles) -> None:
 def check_swap(roles: Roles, models: Sequence[Model]) -> None:
     """Check that models on one engine differ only in their weights."""
     found = {model.name: model for model in models}
-    for first, others in sharing(roles):
+    for first, others in list_shared(roles):
         for other in (other for other in others if first.name in found and other.name in found):
             refuse(differences(first, other, found[first.name], found[other.name]), first, other)
 
 
-def sharing(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
+def list_shared(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
     """The first role and the other roles of each shared engine."""
     seen: set[str] = set()
     found = []

@@ -21,7 +21,7 @@ from grmpipe.validate.context_limits import (
     check_template,
     check_thinking_budget,
 )
-from grmpipe.validate.data import Data, check_references, judged_by, load_held_out, prompts_at
+from grmpipe.validate.data import Data, check_references, load_held_out, prompts_at, select_reaching
 from grmpipe.validate.engines import (
     check_installed,
     check_options,
@@ -99,7 +99,9 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     """Find data and models, and check that the judge, or the policy, can be measured. Raises ConfigError."""
     config = without_adapters(config)
     what = config.evaluate.what
-    under, (items, num_unread) = (measured(config), labelled_items(config)) if what != "policy" else (config, ((), 0))
+    under, (items, num_unread) = (
+        (prepare_measurement(config), load_items(config)) if what != "policy" else (config, ((), 0))
+    )
     prompt_sets = find_prompts(config) if config.plays else {}
     if config.plays:
         check_scoring(config)
@@ -108,7 +110,7 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     prepared = find_judges(
         config,
         [*prompts, *(item.prompt for item in items)],
-        weighted=what != "policy" and bool(judging_here(config)) and config.meta_rm.path is not None,
+        weighted=what != "policy" and bool(find_local_judges(config)) and config.meta_rm.path is not None,
     )
     if config.plays:
         check_playing(prepared, Data(train=tuple(prompts), held_out=()))
@@ -117,7 +119,7 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     )
 
 
-def judging_here(config: RunConfig) -> tuple[str, ...]:
+def find_local_judges(config: RunConfig) -> tuple[str, ...]:
     """Roles of the models that judge and that engines serve here."""
     return ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
 
@@ -128,8 +130,8 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
     weighted: whether a meta-RM is needed even if no vote uses it.
     """
     check_rule_installed(config)
-    here, weighted = judging_here(config), weighted or config.uses_meta_rm
-    placement, roles = seated(config, here, weighted)
+    here, weighted = find_local_judges(config), weighted or config.uses_meta_rm
+    placement, roles = assign_seats(config, here, weighted)
     check_machine(config, placement)
     check_installed(roles, config)
     grms = tuple(find_model(roles.served[role], config) for role in here)
@@ -156,7 +158,7 @@ def without_adapters(config: RunConfig) -> RunConfig:
     return replace(config, models={role: replace(model, lora=LoraConfig()) for role, model in config.models.items()})
 
 
-def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
+def assign_seats(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
     """Assign the roles their slots. here: roles of models that judge. weighted: whether a meta-RM is needed."""
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
     playing = (POLICY, *((ENV,) if config.places_envs else ())) if config.plays else ()
@@ -169,7 +171,7 @@ def seated(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Plac
 # -- a judge -------------------------------------------------------------------------------------------------------
 
 
-def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
+def load_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     """The labelled work, and the number of items beyond evaluate.num_items."""
     judge, count = config.main_judge, config.evaluate.num_items
     with section("evaluate.path: "):
@@ -185,7 +187,7 @@ def labelled_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     return items, len(found) - len(items)
 
 
-def measured(config: RunConfig) -> RunConfig:
+def prepare_measurement(config: RunConfig) -> RunConfig:
     """The configuration with a single judge as it is measured: with the most judgements, and all of them requested. A
     composition is measured as it judges.
     """
@@ -245,7 +247,7 @@ def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -
     for judge_name, judge in config.judging.judges.items():
         if judge.kind != "rule":
             continue
-        judged = judged_by(config, judge_name, prompts)
+        judged = select_reaching(config, judge_name, prompts)
         lacking |= {prompt.prompt_id for prompt in judged if prompt.reference is None}
         with section(f"{key}: "):
             check_references(judge, path, [prompt for prompt in judged if prompt.reference is not None])

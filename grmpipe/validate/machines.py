@@ -19,12 +19,12 @@ def check_seats(config: RunConfig) -> None:
     """Check the placement without looking at a model. Raises ConfigError."""
     if config.task not in SEATING_TASKS or config.data.retrain_from is not None:
         return
-    placement = seats_of(config)
+    placement = place_roles(config)
     if config.task in RUNNING_TASKS:
         check_machine(config, placement)
 
 
-def seats_of(config: RunConfig) -> Placement:
+def place_roles(config: RunConfig) -> Placement:
     with section(""):
         return place(config.placement, config.roles, config.served, config.learners)
 

@@ -12,11 +12,11 @@ from grmpipe.data.catalogs import resolve_model
 from grmpipe.evaluation.labelled_judgements import LabelledJudgement, Split, read_examples
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_thinking_budget
-from grmpipe.validate.data import HELD_OUT_OF, judging_tasks_at
+from grmpipe.validate.data import HELD_OUT_OF, load_judging_tasks
 from grmpipe.validate.engines import check_installed
 from grmpipe.validate.learners import check_experts, check_parallel, check_shares_no_samples
 from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import find_model, shared_context_limit
+from grmpipe.validate.models import find_model, find_shared_limit
 from grmpipe.validate.sections import section
 from models.hub import find_files
 from models.lm.packed_check import check_packable
@@ -86,9 +86,9 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
     if held_out_path is None:
         raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
     with section("data.path: "):
-        train = judging_tasks_at(config, config.main_judge, config.data.path, config.data.num_prompts)
+        train = load_judging_tasks(config, config.main_judge, config.data.path, config.data.num_prompts)
     with section("data.eval_path: "):
-        held_out = judging_tasks_at(config, config.main_judge, held_out_path, config.data.num_eval_prompts)
+        held_out = load_judging_tasks(config, config.main_judge, held_out_path, config.data.num_eval_prompts)
     asked = {judging_task.messages for judging_task in held_out}
     return {
         "train": [judging_task for judging_task in train if judging_task.messages not in asked],
@@ -105,7 +105,7 @@ def find_start(config: RunConfig, grm: Model) -> str:
             directory = find_files(resolve_model(config.meta_rm.start_path), weights=True)
     with section("meta_rm.start_"):
         check_packable(outline_scalar_head(directory), directory)
-        window = shared_context_limit(directory, config, grm)
+        window = find_shared_limit(directory, config, grm)
         if window < grm.context_tokens:
             raise ValueError(
                 f"path: its context window of {window} tokens is smaller than the GRM's ({grm.context_tokens})"

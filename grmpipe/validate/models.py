@@ -9,7 +9,7 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
-from grmpipe.validate.engines import context_limit_of
+from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.sections import section
 from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine
@@ -37,7 +37,7 @@ def find_model(role: ServedRole, config: RunConfig, *, weights: bool = True) -> 
             options.tool_parser,
         )
     check_vocabulary(role.key, options, renderer)
-    window = context_limit_of(role, renderer.context_tokens)
+    window = resolve_context_limit(role, renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
@@ -157,11 +157,11 @@ def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel:
 
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
-    windows = [shared_context_limit(directory, config, grm) for grm in grms]
+    windows = [find_shared_limit(directory, config, grm) for grm in grms]
     return MetaRmModel(path=directory, context_tokens=min(windows))
 
 
-def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
+def find_shared_limit(directory: str, config: RunConfig, grm: Model) -> int:
     """The context window of a model that reads what the GRM read and wrote. Raises ValueError for another tokenizer."""
     try:
         renderer = Renderer.load(directory, config.models[grm.name].chat_template)

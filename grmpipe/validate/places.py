@@ -9,7 +9,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.engines import check_options, check_shared_engine, check_shares
 from grmpipe.validate.learners import check_backend, check_parallel
-from grmpipe.validate.machines import seats_of
+from grmpipe.validate.machines import place_roles
 from grmpipe.validate.sections import section
 from models.engines.engine_kind import AnyEngine
 from models.engines.installed import nccl_version
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     """Assign every role its slots, whatever this machine has, and resolve the roles."""
-    placement = seats_of(config)
+    placement = place_roles(config)
     with section(""):
         roles = resolve_roles(config, placement)
     check_options(roles, config, placement)
@@ -34,11 +34,11 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     check_parallel(config, placement)
     check_backend(config, placement)
     with section(""):
-        wanted_transport(config.sync.transport)
+        find_wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):
         if config.cluster.address is None:  # the machines of a joined cluster are known only after joining
             with section(""):
-                transport_of(role, config, placement, same_machine=True)
+                resolve_transport(role, config, placement, same_machine=True)
         if role.learner != "learner":
             check_stays_awake(role, placement)
     for role in (role for role in roles.seated if role.model.policy_updates):
@@ -99,14 +99,14 @@ def check_deadlines(config: RunConfig) -> None:
     )
 
 
-def transport_of(role: ServedRole, config: RunConfig, placement: Placement, *, same_machine: bool) -> str:
+def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement, *, same_machine: bool) -> str:
     """The transport for `sync.transport`, from the learner of a role to its engines: a name of the table, or the dotted
     path of a user's own. ValueError names it and what works.
     """
     name = config.sync.transport
-    wanted = wanted_transport(name)
-    taken = taken_by(role.engine, *([] if wanted is None else [wanted]))
-    route = route_of(role, config, placement, same_machine)
+    wanted = find_wanted_transport(name)
+    taken = list_supported(role.engine, *([] if wanted is None else [wanted]))
+    route = find_route(role, config, placement, same_machine)
     chosen = choose_transport(wanted, role.model.engine, taken, route)
     if chosen.group == "nccl" and (differ := different_nccl(role.engine)):
         if wanted is not None:
@@ -128,18 +128,18 @@ def different_nccl(engine: AnyEngine) -> str:
     )
 
 
-def wanted_transport(name: str) -> TransportKind | None:
+def find_wanted_transport(name: str) -> TransportKind | None:
     """The transport that `sync.transport` names; None: choose the best. Raises ValueError for an unknown name."""
     return None if name == "auto" else transport_kind(name)
 
 
-def taken_by(engine: AnyEngine, *others: TransportKind) -> tuple[TransportKind, ...]:
+def list_supported(engine: AnyEngine, *others: TransportKind) -> tuple[TransportKind, ...]:
     """The transports that an engine supports, the best first: those of the table, and `others`."""
     best = [transport_kind(name) for name in engine.transports]
     return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))
 
 
-def route_of(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> WeightPath:
+def find_route(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> WeightPath:
     assert role.learner is not None, f"{role.name} doesn't learn"
     learner, engines = placement.seats[role.learner], placement.seats[role.name]
     ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))

@@ -21,7 +21,7 @@ from grmpipe.judge.kinds.rule import Rule
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
-from grmpipe.validate.data import read_data, stored_judging_tasks
+from grmpipe.validate.data import load_stored_tasks, read_data
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_swap, check_tensor_parallel
 from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.learners import (
@@ -109,7 +109,7 @@ def prepare(config: RunConfig) -> Prepared:
         placement=placement,
         roles=roles,
         meta_rm=meta_rm_model(config, grms),
-        judging_tasks={role: stored_judging_tasks(config, role, data) for role in config.trained_grms},
+        judging_tasks={role: load_stored_tasks(config, role, data) for role in config.trained_grms},
         critic=critic_model(config, policy),
     )
     check_models(prepared)

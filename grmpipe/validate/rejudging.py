@@ -12,7 +12,7 @@ from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
 from grmpipe.validate.context_limits import check_judges, check_scalar_judges, check_template
-from grmpipe.validate.data import Data, check_references, judged_by
+from grmpipe.validate.data import Data, check_references, select_reaching
 from grmpipe.validate.evaluation import PreparedEvaluation, find_judges, without_adapters
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
@@ -64,7 +64,7 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     for name, judge in config.judging.judges.items():
         if judge.kind == "rule":
             with section("run_dir: "):
-                check_references(judge, str(stored.run.rollouts), judged_by(config, name, stored.prompts))
+                check_references(judge, str(stored.run.rollouts), select_reaching(config, name, stored.prompts))
     prepared = find_judges(config, stored.prompts)
     data = Data(train=stored.prompts, held_out=())
     check_judges(config, prepared.roles, prepared.models, data)

@@ -22,7 +22,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.journal import TAIL_BYTES, Mark, ascii_text, mark_holds
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
-from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.viewer.ingest import Ingest
 
 FORMAT = "1"  # of the index; one of another format is made anew
@@ -140,7 +140,7 @@ class RunIndex:
 def run_id(run_dir: Path) -> str:
     """The run's id; empty if it has none that can be read."""
     with contextlib.suppress(ConfigError, OSError):
-        return run_id_of(run_dir)
+        return read_run_id(run_dir)
     return ""
 
 

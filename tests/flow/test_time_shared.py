@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.tasks import RunFailed
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup
@@ -60,12 +61,12 @@ def test_broken_time_shared_run_resumes_from_the_save_between_two_phases(
     same = (*BY_TURNS, "train.num_steps=2", "train.max_staleness=0", "train.checkpoint_every=1")
     step, num_steps = BatchTrainer.step, 0
 
-    async def breaks(trainer: BatchTrainer, batch: Sequence[JudgedGroup]) -> dict[str, float]:
+    async def breaks(trainer: BatchTrainer, batch: Sequence[JudgedGroup]) -> TrainedBatch:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 2:
             raise RuntimeError("a cosmic ray")
-        return dict(await step(trainer, batch))
+        return await step(trainer, batch)
 
     monkeypatch.setattr(BatchTrainer, "step", breaks)
     with pytest.raises(RunFailed, match="a cosmic ray"):

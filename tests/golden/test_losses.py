@@ -277,13 +277,10 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
 )
 def test_aggregation(name: str, weights: list[float], denominator: float) -> None:
     mask = torch.tensor([0, 1, 0, 1, 1, 1, 1.0])
-    assert AGGREGATIONS.found(name, Aggregation).weigh(mask, torch.tensor([2, 5])).tolist() == weights
-    assert AGGREGATIONS.found(name, Aggregation).denominator(TOTALS, 16) == denominator
+    assert AGGREGATIONS.find_object(name, Aggregation).weigh(mask, torch.tensor([2, 5])).tolist() == weights
+    assert AGGREGATIONS.find_object(name, Aggregation).denominator(TOTALS, 16) == denominator
 
 
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
-    assert AGGREGATIONS.found("sequence_mean", Aggregation).weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [
-        0,
-        0,
-        0,
-    ]
+    sequence_mean = AGGREGATIONS.find_object("sequence_mean", Aggregation)
+    assert sequence_mean.weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [0, 0, 0]

@@ -42,6 +42,6 @@ def test_a_sum_shares_no_counts_with_its_parts() -> None:
 
 
 def test_saved_counts_are_json_and_are_restored_without_lists() -> None:
-    restored = Outer.restored(json.loads(json.dumps(ONE.saved())))
+    restored = Outer.restore(json.loads(json.dumps(ONE.to_dict())))
     assert restored == Outer() + ONE
-    assert Outer.restored({}) == Outer()
+    assert Outer.restore({}) == Outer()

@@ -16,7 +16,7 @@ from forks import Forked
 
 from grmpipe import cli as entry
 from grmpipe.config.run_config import RunConfig
-from grmpipe.run.doctor.doctor import cuda_mismatch, doctor, driver_version, line_of
+from grmpipe.run.doctor.doctor import cuda_mismatch, doctor, driver_version, format_package
 from grmpipe.run.errors import RunFailed, RunInterrupted
 
 ROOT = Path(__file__).parents[2]
@@ -182,12 +182,12 @@ def test_the_doctor_reads_the_drivers_version(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
-    assert line_of("no-such-package") == "no-such-package missing; type: pip install grmpipe"
+    assert format_package("no-such-package") == "no-such-package missing; type: pip install grmpipe"
 
 
 def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"peft            {importlib.metadata.version('peft')}\n" in doctor()
-    monkeypatch.setattr("grmpipe.run.doctor.doctor.version_of", lambda package: None)
+    monkeypatch.setattr("grmpipe.run.doctor.doctor.find_version", lambda package: None)
     assert 'peft            not installed; for adapters (LoRA) type `pip install "grmpipe[lora]"`\n' in doctor()
 
 

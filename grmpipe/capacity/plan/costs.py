@@ -43,7 +43,7 @@ class CostUnknown(ConfigError):
 
 def estimate_costs(facts: RunFacts) -> Costs:
     """The costs of all roles, as they are placed. Raises CostUnknown."""
-    seated = {role: facts.seated(role) for role in facts.placement.seats}
+    seated = {role: facts.describe_seats(role) for role in facts.placement.seats}
     engines = {
         role: estimate_engine_speed(role, facts, where) for role, where in seated.items() if role in facts.roles.served
     }

@@ -12,7 +12,7 @@ from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.learner.learner_spec import frozen_dtype
+from grmpipe.train.learner.learner_spec import choose_frozen_dtype
 from models.lm.footprint import BYTES, BYTES_OF_A_MOMENT, Footprint, Working
 from models.settings import LoraConfig
 from scheduler.devices import GB
@@ -38,7 +38,7 @@ class MemoryPart:
 
 def memory_parts(facts: RunFacts, role: str) -> list[MemoryPart]:
     """The parts of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
-    seated, pool = facts.seated(role), facts.pool(role)
+    seated, pool = facts.describe_seats(role), facts.pool(role)
     trained = {learner: model for model, learner in facts.config.learners.items()}
     sized = facts.models.get(trained.get(role, role))
     if sized is None or sized.footprint is None:
@@ -113,7 +113,7 @@ def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolC
 def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[MemoryPart]:
     """The parts of one rank of the learner of a served model."""
     lora = config.models[model].lora
-    longest = config.rollout if model == POLICY else config.judging.training(model)
+    longest = config.rollout if model == POLICY else config.judging.find_training_judge(model)
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
     train = with_room_for(longest.max_new_tokens, train)
     shards = ranks // train.parallel.dp_replicate
@@ -178,7 +178,7 @@ def moment_bytes(train: TrainConfig, num_values: int) -> int:
 
 def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[MemoryPart]:
     """The state of all ranks together if all weights are trained."""
-    copy, frozen = footprint.shard_bytes(1), footprint.weight_bytes(frozen_dtype(train.dtype))
+    copy, frozen = footprint.shard_bytes(1), footprint.weight_bytes(choose_frozen_dtype(train.dtype))
     reference = [MemoryPart(what="weights of the reference", num_bytes=frozen, kind="state")]
     return [
         MemoryPart(what="weights", num_bytes=copy, kind="weights"),
@@ -195,7 +195,9 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
     num_values = footprint.adapter_parameters(lora.rank, lora.target_modules)
     copy = 4 * num_values
     return [
-        MemoryPart(what="weights, frozen", num_bytes=footprint.weight_bytes(frozen_dtype(train.dtype)), kind="weights"),
+        MemoryPart(
+            what="weights, frozen", num_bytes=footprint.weight_bytes(choose_frozen_dtype(train.dtype)), kind="weights"
+        ),
         MemoryPart(what="adapters", num_bytes=copy, kind="weights"),
         MemoryPart(what="gradients of the adapters", num_bytes=copy, kind="state"),
         _moments("optimizer of the adapters", train, num_values),

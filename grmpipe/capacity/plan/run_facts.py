@@ -11,7 +11,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.engines import check_installed, check_swap, check_tensor_parallel, context_limit_of
+from grmpipe.validate.engines import check_installed, check_swap, check_tensor_parallel, resolve_context_limit
 from grmpipe.validate.learners import check_experts, check_learns, check_query_heads
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_critic, find_model
@@ -67,7 +67,7 @@ class RunFacts:
     def pool(self, role: str) -> PoolConfig:
         return self.placement.pools[self.placement.seats[role][0].pool]
 
-    def seated(self, role: str) -> PlacedRoles:
+    def describe_seats(self, role: str) -> PlacedRoles:
         seats = self.placement.seats[role]
         return PlacedRoles(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
 
@@ -161,7 +161,7 @@ def size_model(role: ServedRole, config: RunConfig) -> tuple[Sized, list[str]]:
         if not shape.declared:
             lacking.append(f"memory of {name}: declare {role.key}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=name), lacking
-        window = context_limit_of(role, shape.context_tokens)
+        window = resolve_context_limit(role, shape.context_tokens)
         return Sized(role=name, footprint=footprint_of_shape(shape), context_tokens=window), lacking
     return Sized.of(model), []
 

@@ -85,7 +85,7 @@ def pack_group(facts: RunFacts, *, shares: bool | None = None) -> PackedSizes:
 
 def pack_judgement(role: str, facts: RunFacts) -> PackedSizes:
     """The samples of one judging task as the learner of a judging model packs them, at mean lengths."""
-    asked = judge_lengths(facts.config.judging.training(role).name, facts)
+    asked = judge_lengths(facts.config.judging.find_training_judge(role).name, facts)
     return pack_siblings(asked, facts.config.trained_grms[role].group_size, facts.config.train.prefix_sharing)
 
 
@@ -236,7 +236,7 @@ def scorer_tokens(facts: RunFacts) -> dict[str, float]:
 def estimate_training_requests(role: str, facts: RunFacts) -> RoleWork:
     """The judgements that a model in training samples to learn from, in a step of the policy."""
     cotrain = facts.config.trained_grms[role]
-    asked = judge_lengths(facts.config.judging.training(role).name, facts)
+    asked = judge_lengths(facts.config.judging.find_training_judge(role).name, facts)
     requests = cotrain.grm_steps_per_policy_step * cotrain.prompts_per_batch * cotrain.group_size
     return asked.work(math.ceil(requests), sharers(role, cotrain.group_size, facts))
 

@@ -37,7 +37,7 @@ class PathTable(dict[str, str]):
         else:
             find_at(path, self.name)
 
-    def found(self, name: str, kind: type[T] = object) -> T:  # type: ignore[assignment]
+    def find_object(self, name: str, kind: type[T] = object) -> T:  # type: ignore[assignment]
         """The object of a name or dotted path. Raises ValueError if it can't be imported, or isn't a `kind`."""
         found = find_at(self.get(name, name), self.key)
         if not isinstance(found, kind):

@@ -79,7 +79,7 @@ def mask_error(error: BaseException, secrets: Sequence[str]) -> bool:
 
 
 @contextmanager
-def masked_errors() -> Iterator[None]:
+def mask_errors() -> Iterator[None]:
     """Context: an error that leaves it shows no secret, neither in its text nor in the errors behind it."""
     try:
         yield

@@ -78,7 +78,7 @@ class ContainerWorker:
         self._removal: asyncio.Task[None] | None = None
         self._output = asyncio.create_task(last_bytes(process.stderr, MAX_OUTPUT))
 
-    async def ended(self) -> Ended | None:
+    async def wait_ended(self) -> Ended | None:
         code = await self._process.wait()
         if self._removal is not None:
             await self._removal

@@ -78,7 +78,7 @@ async def open_env_host(
     host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits)
     try:
         await host.start()
-        lacks = weaknesses(await host.missing())
+        lacks = weaknesses(await host.find_missing())
         yield EnvHost(
             make=host.env, counts=host.counts, limits=longer(limits), events=events, lacks=describe_missing(lacks)
         )

@@ -65,7 +65,7 @@ class WorkerLink(Protocol):
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def ended(self) -> Ended | None:
+    async def wait_ended(self) -> Ended | None:
         """How the worker ended, once all of it has. None if what watched over it is gone too."""
         ...
 
@@ -270,7 +270,7 @@ class WorkerHost(ABC):
     async def start(self) -> None:
         """Start what workers have in common. Raises ValueError if the environment can't be made."""
 
-    async def missing(self) -> tuple[Missing, ...]:
+    async def find_missing(self) -> tuple[Missing, ...]:
         """What workers can't give up on this machine, as far as it shows before an episode. Raises EnvFault."""
         return ()
 
@@ -283,7 +283,7 @@ class WorkerHost(ABC):
 async def end_within(worker: WorkerLink, limit_s: float) -> Ended | None:
     try:
         async with asyncio.timeout(limit_s):
-            return await worker.ended()
+            return await worker.wait_ended()
     except TimeoutError:
         return None
 

@@ -52,7 +52,7 @@ class ProcessWorker:
         self._reports, self._supervisor = supervisor
         self._words = words
 
-    async def ended(self) -> Ended | None:
+    async def wait_ended(self) -> Ended | None:
         try:
             report = await next_message(self._reports, reports)
         except BadFrame:
@@ -100,7 +100,7 @@ class ProcessHost(WorkerHost):
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
 
-    async def missing(self) -> tuple[Missing, ...]:
+    async def find_missing(self) -> tuple[Missing, ...]:
         """Found by taking a worker."""
         worker = await self.take_worker()
         try:
@@ -110,7 +110,7 @@ class ProcessHost(WorkerHost):
             return report.missing
         finally:
             worker.kill()
-            await worker.ended()
+            await worker.wait_ended()
             worker.release()
 
     async def start(self) -> None:

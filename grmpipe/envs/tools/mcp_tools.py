@@ -88,7 +88,7 @@ class McpTool:
 
     async def call(self, call: ToolCall) -> str:
         """The result as text. Raises PolicyFault if the tool says no, EnvFault if the server fails."""
-        return await self.connection.called(call)
+        return await self.connection.call_tool(call)
 
 
 class McpServers:
@@ -161,7 +161,7 @@ class McpServers:
 
     async def _tools_of(self, name: str, connection: Connection) -> list[McpTool]:
         if name not in self._specs:
-            self._specs[name] = select_allowed(await connection.listed(), self._configs[name].tools)
+            self._specs[name] = select_allowed(await connection.list_tools(), self._configs[name].tools)
         return [McpTool(spec=spec, connection=connection) for spec in self._specs[name]]
 
 
@@ -204,7 +204,7 @@ class Connection:
             await connection.close()
             raise
         except Exception as error:
-            said = connection.said()
+            said = connection.read_stderr()
             await connection.close()
             text = f"the MCP server {name} ({config}) doesn't start: {connection.explain_error(error)}"
             if config.url and not config.shared:
@@ -216,7 +216,7 @@ class Connection:
     def is_alive(self) -> bool:
         return not self._broken and not self._task.done()
 
-    def said(self) -> str:
+    def read_stderr(self) -> str:
         """The last of what the program wrote to stderr, without what it was given."""
         self._errors.seek(0)
         return mask(self._errors.read(), self._config.secrets)[-SHOWN_ERROR_CHARS:].strip()
@@ -224,7 +224,7 @@ class Connection:
     def explain_error(self, error: BaseException) -> str:
         return mask(find_first_error(error), self._config.secrets)
 
-    async def listed(self) -> tuple[ToolSpec, ...]:
+    async def list_tools(self) -> tuple[ToolSpec, ...]:
         """All tools of the server."""
         client, specs, cursor = self._ready.result(), [], None
         while True:
@@ -236,7 +236,7 @@ class Connection:
             if (cursor := page.next_cursor) is None:
                 return tuple(specs)
 
-    async def called(self, call: ToolCall) -> str:
+    async def call_tool(self, call: ToolCall) -> str:
         result = await self._asked(self._ready.result().call_tool(call.name, dict(call.arguments)))
         text = to_text(result)
         if result.is_error:

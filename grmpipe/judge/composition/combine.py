@@ -27,7 +27,7 @@ def in_reward_units(verdict: Verdict, scale: Scale) -> Verdict:
 def on_scale(verdict: Verdict, scale: Scale, breakdown: Mapping[str, float]) -> Verdict:
     """A verdict in reward units with its score and its spread on a judge's scale."""
     spread = (scale.high - scale.low) * verdict.score_std
-    return replace(verdict, score=scale.score_of(verdict.score), score_std=spread, breakdown=breakdown)
+    return replace(verdict, score=scale.to_score(verdict.score), score_std=spread, breakdown=breakdown)
 
 
 def average_components(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:

@@ -78,7 +78,7 @@ class FunctionJudge:
                 words = f"{self.function.owner} returned {reward:g}, which is outside of [{low:g}, {high:g}]"
                 return self._failed("out_of_range", words, prompt)
             parts[RAW], reward = reward, (reward - low) / (high - low)
-            score = self._scale.score_of(reward)
+            score = self._scale.to_score(reward)
         return report_score(outcome(rollout, reward), score, parts | {COMPONENT: reward})
 
     def _failed(self, cause: Cause, words: str, prompt: Prompt) -> JudgeReport:

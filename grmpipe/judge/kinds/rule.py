@@ -51,7 +51,7 @@ def rule_named(name: str, key: str = JUDGE) -> Rule:
 
     key: the configuration's section of the judge.
     """
-    rule = cast(Callable[[str, str], object], RULES.found(name))
+    rule = cast(Callable[[str, str], object], RULES.find_object(name))
     owner = f"{key}.rule: {describe_code(rule)}"
 
     def graded(text: str, reference: str) -> float:
@@ -94,4 +94,4 @@ class RuleJudge:
             return report_failures(make_failure("broken", f"prompt {prompt.prompt_id}: {error}"))
         except ValueError as error:
             return report_failures(make_failure("refused", f"prompt {prompt.prompt_id}: {error}"))
-        return report_score(outcome(rollout, grade), self._scale.score_of(grade), {"rule": grade})
+        return report_score(outcome(rollout, grade), self._scale.to_score(grade), {"rule": grade})

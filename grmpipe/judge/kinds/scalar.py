@@ -70,9 +70,9 @@ class ScalarJudge:
 
     def _report(self, rollout: Rollout, raw_score: float) -> JudgeReport:
         """The reward, its place on the judge's scale as the score, and the raw score for people to read."""
-        reward = self._config.scalar.reward_of(raw_score)
+        reward = self._config.scalar.to_reward(raw_score)
         breakdown = {COMPONENT: reward, RAW_SCORE: raw_score}
-        return report_score(outcome(rollout, reward), self._config.scale.score_of(reward), breakdown)
+        return report_score(outcome(rollout, reward), self._config.scale.to_score(reward), breakdown)
 
 
 def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterator[Message]:

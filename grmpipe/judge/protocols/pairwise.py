@@ -149,7 +149,7 @@ class PairwiseSession(GroupSession):
             return abstained
         return Verdict(
             rewards=outcome(self._rollouts[sibling], reward),
-            score=scale.score_of(reward),
+            score=scale.to_score(reward),
             breakdown={COMPONENT: reward},
             score_std=spread,
             num_judgements=sum(len(match.all_votes()) for match in judged.values()),

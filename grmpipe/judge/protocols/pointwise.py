@@ -141,7 +141,7 @@ class PointwiseSession(GroupSession):
         if (abstained := self._context.abstention(spread)) is not None:
             return abstained
         votes = [vote(given) for given in zip(*(judgement.scores for judgement in chosen), strict=True)]
-        rewards = [self._context.scale.reward_of(score) for score in votes]
+        rewards = [self._context.scale.to_reward(score) for score in votes]
         reward = parts.weigh_scores(rewards)
         shares = [weight * value for weight, value in zip(parts.weights, rewards, strict=True)]
         values = shares if len(parts.places) == len(shares) else [reward]

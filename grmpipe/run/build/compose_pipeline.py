@@ -72,7 +72,7 @@ def compose(
     return PipelineComponents(
         prompts=prompts,
         too_long=too_long,
-        play=learners.cotrainings.recorded(play),
+        play=learners.cotrainings.record(play),
         judge=judge,
         judge_guard=JudgeHealth(compose_health(config)),
         trainer=compose_trainer(config, learners),

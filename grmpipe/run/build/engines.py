@@ -49,7 +49,7 @@ class ServingEngines:
         }
 
     @staticmethod
-    def joined(parts: Sequence[ServingEngines], order: Iterable[str]) -> ServingEngines:
+    def join(parts: Sequence[ServingEngines], order: Iterable[str]) -> ServingEngines:
         """All parts as one, with the roles in this order."""
         routers = {role: router for part in parts for role, router in part.routers.items()}
         return ServingEngines(
@@ -70,7 +70,7 @@ async def start_routers(
     parts = await asyncio.gather(
         *(start(cluster, group, prepared, events) for start, group in start_groups(models, prepared.roles))
     )
-    return ServingEngines.joined(parts, [model.name for model in models])
+    return ServingEngines.join(parts, [model.name for model in models])
 
 
 StartGroup = Callable[[Cluster, Sequence[Model], Prepared, EventSink], Awaitable[ServingEngines]]
@@ -96,7 +96,7 @@ async def start_alone(
     cluster: Cluster, models: Sequence[Model], prepared: Prepared, events: EventSink
 ) -> ServingEngines:
     (model,) = models
-    return serving(cluster, {model.name: await start_engines(cluster, model, prepared, events)})
+    return make_serving(cluster, {model.name: await start_engines(cluster, model, prepared, events)})
 
 
 async def start_in_turn(
@@ -108,10 +108,10 @@ async def start_in_turn(
         routers[model.name] = await start_engines(cluster, model, prepared, events)
         if model is not models[0]:
             await put_to_sleep(routers[model.name])
-    return serving(cluster, routers)
+    return make_serving(cluster, routers)
 
 
-def serving(cluster: Cluster, routers: Mapping[str, Router]) -> ServingEngines:
+def make_serving(cluster: Cluster, routers: Mapping[str, Router]) -> ServingEngines:
     return ServingEngines(
         routers=routers, restart={role: functools.partial(cluster.restart_engine, role) for role in routers}
     )
@@ -126,7 +126,7 @@ def engine_factory(model: Model, roles: Roles, seed: int) -> MakeEngine:
 
 async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
     make_engine = engine_factory(model, prepared.roles, prepared.config.seed)
-    return router_of(model, await cluster.start_engines(model.name, make_engine), prepared, events)
+    return make_router(model, await cluster.start_engines(model.name, make_engine), prepared, events)
 
 
 async def start_shared(
@@ -146,14 +146,14 @@ async def start_shared(
     )
     frozen = [model for model in models if roles[model.name].learner is None]
     return ServingEngines(
-        routers={model.name: router_of(model, shared.list_engines(model.name), prepared, events) for model in models},
+        routers={model.name: make_router(model, shared.list_engines(model.name), prepared, events) for model in models},
         restart={model.name: shared.restart for model in models},
         swapping=frozenset(model.name for model in models),
-        stored=await stored_weights(frozen, owner, next(iter(engines.values())), prepared),
+        stored=await read_stored_weights(frozen, owner, next(iter(engines.values())), prepared),
     )
 
 
-async def stored_weights(
+async def read_stored_weights(
     frozen: Sequence[Model], owner: Model, engine: Engine, prepared: Prepared
 ) -> dict[str, StoredWeights]:
     """The weights of untrained models that share an engine, which was just started as its owner's: its log-probs by
@@ -175,22 +175,22 @@ async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWei
     sync = role.sync
     if role.dtype != "float32":  # their bucket has no dtype
         sync = replace(sync, probe_tolerance=sync.probe_tolerance_16bit)
-    probe_ids = probe_of(model, prepared)
+    probe_ids = pick_probe(model, prepared)
     return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
 
 
-def probe_of(model: Model, prepared: Prepared) -> tuple[int, ...]:
+def pick_probe(model: Model, prepared: Prepared) -> tuple[int, ...]:
     """Tokens that show whether two copies of a model are equal: the beginning of a prompt of the data."""
     most = prepared.roles.served[model.name].sync.probe_tokens
     return tuple(model.renderer.render(prepared.prompts.at(0).messages)[:most])
 
 
-def router_of(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:
+def make_router(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:
     moves = prepared.roles.served[model.name].is_elastic or model.name in prepared.placement.time_sharing_roles
-    return Router(model.name, engines, events, continuation_of(model, prepared.roles) if moves else None)
+    return Router(model.name, engines, events, make_continuation(model, prepared.roles) if moves else None)
 
 
-def continuation_of(model: Model, roles: Roles) -> Continuation:
+def make_continuation(model: Model, roles: Roles) -> Continuation:
     """What a request needs to migrate, by how its engine makes random numbers."""
     by_position = roles.served[model.name].engine.seeds_by_position
     return Continuation(decode=model.renderer.decode, seed_after=same_seed if by_position else other_seed)

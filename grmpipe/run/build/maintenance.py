@@ -63,7 +63,7 @@ def make_maintenance(
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
     share = None
     if isinstance(learner, TimeSharedLearnerRanks):
-        share = time_share_of(prepared, served.routers, bring_current, learner, events)
+        share = make_time_share(prepared, served.routers, bring_current, learner, events)
         time_shared = prepared.placement.time_sharing_roles
         bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
     health = tuple(
@@ -73,7 +73,7 @@ def make_maintenance(
     return Maintenance(health=health, elastic=elastic, share=share)
 
 
-def time_share_of(
+def make_time_share(
     prepared: Prepared,
     routers: Mapping[str, Router],
     bring_current: Mapping[str, BringCurrent],

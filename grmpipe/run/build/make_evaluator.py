@@ -24,11 +24,11 @@ from scheduler.clock import ActiveClock
 def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progress) -> Evaluator:
     """The evaluations of a run that trains."""
     config, judge = prepared.config, running.judge
-    sampling = sampling_of(config.evaluate, default=1)
+    sampling = read_sampling(config.evaluate, default=1)
     return replace(
         evaluator_on(prepared.held_out, prepared, running, with_own_bounds(judge), sampling),
         first=first_of_all_answers(config, judge, prepared.held_out),
-        pass_reward=pass_reward_of(config),
+        pass_reward=compute_pass_reward(config),
         by_model=config.judging.by_model,
         compares=config.judging.compares,
         skill=get_skill(judge),
@@ -57,7 +57,7 @@ def evaluator_on(
     )
 
 
-def sampling_of(evaluate: EvaluateConfig, default: int) -> AnswerSampling:
+def read_sampling(evaluate: EvaluateConfig, default: int) -> AnswerSampling:
     """How many answers to a prompt are sampled, and each k of pass@k. default: answers, if neither is set."""
     num_samples = evaluate.samples(default)
     return AnswerSampling(num_samples=num_samples, pass_k=evaluate.pass_ks(num_samples))
@@ -73,11 +73,11 @@ def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prom
     return name if name in get_members(judge) and sees_all and not compares else None
 
 
-def pass_reward_of(config: RunConfig) -> float | None:
+def compute_pass_reward(config: RunConfig) -> float | None:
     """The lowest reward with which a judge passes an answer, whatever its scale. None if `data.labels.pass_score`
     isn't on the first judge's, or that has none.
     """
     if not config.main_judge.has_scale:
         return None
     scale, pass_score = config.main_judge.scale, config.data.labels.pass_score
-    return scale.reward_of(pass_score) if scale.low < pass_score <= scale.high else None
+    return scale.to_reward(pass_score) if scale.low < pass_score <= scale.high else None

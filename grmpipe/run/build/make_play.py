@@ -30,7 +30,7 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
 
     if (workflow := envs.workflow) is not None:
         recorder = ChatRecorder(sampler, renderer, params, limits, envs.events)
-        asked = freeing(functools.partial(workflow.play, recorder), engines)
+        asked = free_after(functools.partial(workflow.play, recorder), engines)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
     make = envs.make
     assert make is not None, "an episode without a workflow has an environment"
@@ -40,10 +40,10 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
 
     if env.env_kind.is_single:
         return played
-    return with_attempts(freeing(played, engines), attempts=env.attempts, retry_s=env.retry_s)
+    return with_attempts(free_after(played, engines), attempts=env.attempts, retry_s=env.retry_s)
 
 
-def freeing(play: Play, engines: KeepsTrajectories) -> Play:
+def free_after(play: Play, engines: KeepsTrajectories) -> Play:
     """A play at whose end the engines free what they keep of the episode for further turns."""
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:

@@ -27,7 +27,7 @@ from grmpipe.run.build.start_learners import (
     transport_between,
     weight_sync,
 )
-from grmpipe.run.build.start_serving import MACHINES, Serving, ended_on_failure, start_serving, starting_text
+from grmpipe.run.build.start_serving import MACHINES, Serving, describe_start, end_on_failure, start_serving
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.features.policy_updates import PolicyUpdates
 from grmpipe.run.observers import Observers
@@ -76,8 +76,8 @@ async def start(prepared: Prepared, observers: Observers, run_dir: Path) -> RunC
     """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
     with observers.progress.show_while(f"starting: {MACHINES}"):
         cluster = await start_cluster(prepared.config, prepared.placement)
-    async with ended_on_failure(cluster):
-        with observers.progress.show_while(starting_text(cluster)):
+    async with end_on_failure(cluster):
+        with observers.progress.show_while(describe_start(cluster)):
             return await start_on(cluster, prepared, observers.timeline, run_dir, observers.requests.of_model)
 
 
@@ -115,11 +115,11 @@ async def start_on(
         trainable_grms=grms,
         policy_updates=updates,
         critic=critic,
-        trained=tuple(trained_models(learning, learner, grms, critic)),
+        trained=tuple(list_trained_models(learning, learner, grms, critic)),
     )
 
 
-def trained_models(
+def list_trained_models(
     learning: Learning, learner: LearnerRanks, grms: Sequence[TrainableGrm], critic: Critic | None
 ) -> Iterator[TrainedModel]:
     """The policy, and the models that are trained next to it."""

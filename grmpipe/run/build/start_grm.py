@@ -14,7 +14,7 @@ from grmpipe.judge.markup import Markup
 from grmpipe.run.build.engines import ServingEngines, read_by
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedGrm
 from grmpipe.train.learner.learner_ranks import LearnerRanks
-from grmpipe.validate.engines import context_limit_of
+from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.prepare import Prepared
 from models.engines.endpoint_use import EndpointUse
 from models.types import ChatEngine, Generates, RequestLog
@@ -73,7 +73,7 @@ def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -
     served = roles.served[role]
     assert served.engine.endpoint is not None
     markup = Markup(served.engine.endpoint.chat_markup)
-    return RemoteGrm(role, client, context_limit_of(served, 0), events, markup, served.model.thinking_markers)
+    return RemoteGrm(role, client, resolve_context_limit(served, 0), events, markup, served.model.thinking_markers)
 
 
 async def make_policy_updates(

@@ -12,7 +12,7 @@ from grmpipe.config.critic import critic_train, policy_train
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.run.build.engines import ServingEngines, probe_of, start_routers
+from grmpipe.run.build.engines import ServingEngines, pick_probe, start_routers
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_train
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
@@ -20,7 +20,7 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
-from grmpipe.validate.places import transport_of
+from grmpipe.validate.places import resolve_transport
 from grmpipe.validate.prepare import Prepared
 from models.weights.transports import transport_kind
 from scheduler.events import EventSink
@@ -68,7 +68,7 @@ def policy_learning(config: RunConfig, policy: Model, roles: Roles) -> Learning:
 
 
 def grm_learning(config: RunConfig, grm: Model, roles: Roles) -> Learning:
-    cotrain, judge = config.trained_grms[grm.name], config.judging.training(grm.name)
+    cotrain, judge = config.trained_grms[grm.name], config.judging.find_training_judge(grm.name)
     return Learning(
         role=roles.served[grm.name],
         model_path=grm.path,
@@ -104,7 +104,7 @@ def learner_spec(learning: Learning, roles: Roles, seed: int, transport: str, ru
 def transport_between(cluster: Cluster, prepared: Prepared, learning: Learning) -> str:
     """The transport of a trained model's weights, now that its machines are known."""
     same_machine = len(cluster.machines(learning.learner) | cluster.machines(learning.role.name)) == 1
-    transport = transport_of(learning.role, prepared.config, prepared.placement, same_machine=same_machine)
+    transport = resolve_transport(learning.role, prepared.config, prepared.placement, same_machine=same_machine)
     log.info("weights are sent to the engines of %s by %s", learning.role.name, transport)
     return transport
 
@@ -116,7 +116,7 @@ def weight_sync(
     role = learning.role
     return WeightSync(
         ranks,
-        probe_of(model, prepared),
+        pick_probe(model, prepared),
         role.sync,
         transport=transport,
         group=transport_kind(transport).group,

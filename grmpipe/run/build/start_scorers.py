@@ -144,7 +144,7 @@ async def start_meta_rm(cluster: Cluster, prepared: Prepared, events: EventSink)
     return await start_scorer_pool(cluster, role, events)
 
 
-def meta_rm_of(meta_rm: MetaRmModel | None, scorers: ScorerPool | None, requests: LogOf) -> MetaRm | None:
+def make_meta_rm(meta_rm: MetaRmModel | None, scorers: ScorerPool | None, requests: LogOf) -> MetaRm | None:
     """The meta-RM for votes."""
     if meta_rm is None or scorers is None:
         return None

@@ -18,7 +18,7 @@ from grmpipe.run.build.make_judge import JudgeParts, make_judge, make_watchers
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
-from grmpipe.run.build.start_scorers import ScalarModels, meta_rm_of, start_meta_rm, start_scalar_models
+from grmpipe.run.build.start_scorers import ScalarModels, make_meta_rm, start_meta_rm, start_scalar_models
 from grmpipe.run.observers import Observers
 from grmpipe.types import Judge
 from grmpipe.validate.evaluation import PreparedEvaluation
@@ -79,15 +79,15 @@ async def start_evaluation(ready: PreparedEvaluation, observers: Observers, run_
     is_local = bool(ready.models or config.judging.scorer_roles)
     with observers.progress.show_while(f"starting: {MACHINES}"):
         cluster = await start_cluster(config, prepared.placement) if is_local else InProcessCluster(prepared.placement)
-    async with ended_on_failure(cluster):
-        with observers.progress.show_while(starting_text(cluster)):
+    async with end_on_failure(cluster):
+        with observers.progress.show_while(describe_start(cluster)):
             served = await start_routers(cluster, prepared, events, ready.models)
             maintenance = make_maintenance(prepared, served, None, {}, events)
             requests, plays = observers.requests.of_model, bool(ready.prompt_sets)
             return await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests, plays=plays)
 
 
-def starting_text(cluster: Cluster) -> Describe:
+def describe_start(cluster: Cluster) -> Describe:
     """A function: what the start of a run waits for."""
 
     def describe(took_s: float) -> str:
@@ -99,7 +99,7 @@ def starting_text(cluster: Cluster) -> Describe:
 
 
 @asynccontextmanager
-async def ended_on_failure(cluster: Cluster) -> AsyncIterator[None]:
+async def end_on_failure(cluster: Cluster) -> AsyncIterator[None]:
     """Context: an error in it ends the processes."""
     try:
         yield
@@ -132,6 +132,6 @@ async def start_serving(
         endpoints=tuple(endpoints.values()),
         scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
         scalars=scalars,
-        meta_rm=meta_rm_of(prepared.meta_rm, meta_rm, requests),
+        meta_rm=make_meta_rm(prepared.meta_rm, meta_rm, requests),
         envs=envs,
     )

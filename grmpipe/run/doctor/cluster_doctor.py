@@ -58,7 +58,7 @@ async def _examine(config: RunConfig, folder: str, nodes: Sequence[NodeCapacity]
     try:
         group = await cluster.start_group(NODES, NodeExaminer)
         on_gpus = await cluster.start_group(GPUS, NodeExaminer) if any(node.gpus for node in nodes) else None
-        return await examined(config, folder, nodes, group, on_gpus)
+        return await examine_nodes(config, folder, nodes, group, on_gpus)
     finally:
         await cluster.shutdown()
 
@@ -76,7 +76,7 @@ def placement_on(nodes: Sequence[NodeCapacity]) -> Placement:
     return place(PlacementConfig(pools=pools, roles=roles), tuple(wanted))
 
 
-async def examined(
+async def examine_nodes(
     config: RunConfig, folder: str, nodes: Sequence[NodeCapacity], group: ActorRanks, on_gpus: ActorRanks | None
 ) -> list[Finding]:
     """All findings, ordered by machine."""
@@ -94,8 +94,10 @@ async def examined(
     names = [by_address[address].name for address in addresses]
     findings = [replace(one, node=name) for name, found in zip(names, alone, strict=True) for one in found]
     findings += await ports(names, addresses, group)
-    findings += await shared_folder(names, folder, group)
-    findings += await reduced(names, group, NODES) if on_gpus is None else await gpus(names, addresses, on_gpus)
+    findings += await check_shared_folder(names, folder, group)
+    findings += (
+        await check_all_reduce(names, group, NODES) if on_gpus is None else await gpus(names, addresses, on_gpus)
+    )
     findings += [
         Finding(node=node.name, check="cores", ok=False, text="none in Ray: not examined; start it with --num-cpus=2")
         for node in nodes
@@ -113,12 +115,12 @@ def checkpoint_gb(config: RunConfig) -> float:
     learning = [(model.shape, model.lora) for model in models]
     if "critic" in config.roles and config.critic.path is None:
         learning.append((config.policy.shape, LoraConfig()))
-    num_values = sum(trained_values(shape, lora) for shape, lora in learning)
+    num_values = sum(count_trained_values(shape, lora) for shape, lora in learning)
     num_bytes = num_values * (4 + 2 * BYTES_OF_A_MOMENT[config.train.optimizer.state_dtype])
     return (config.train.keep_checkpoints + 1) * num_bytes / 1e9
 
 
-def trained_values(shape: ModelShape, lora: LoraConfig) -> int:
+def count_trained_values(shape: ModelShape, lora: LoraConfig) -> int:
     """The trained values of a model, or of its adapters; 0 if its size isn't declared."""
     if not shape.declared:
         return 0
@@ -147,7 +149,7 @@ async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorRank
     ]
 
 
-async def shared_folder(names: Sequence[str], folder: str, group: ActorRanks) -> list[Finding]:
+async def check_shared_folder(names: Sequence[str], folder: str, group: ActorRanks) -> list[Finding]:
     """Whether what one machine, or the driver, writes into the run's folder is read by all others."""
     driver, token = NodeExaminer(-1, 0, None), uuid.uuid4().hex
     files = [f".doctor-{token}-{rank}" for rank in range(len(names))]
@@ -187,10 +189,10 @@ async def gpus(names: Sequence[str], addresses: Sequence[str], on_gpus: ActorRan
         Finding(node=node, check="GPU", ok=bool(devices), text=", ".join(devices) or none)
         for node, devices in zip(own, seen, strict=True)
     ]
-    return findings + await reduced(own, on_gpus, GPUS) if all(seen) else findings
+    return findings + await check_all_reduce(own, on_gpus, GPUS) if all(seen) else findings
 
 
-async def reduced(names: Sequence[str], group: ActorRanks, role: str) -> list[Finding]:
+async def check_all_reduce(names: Sequence[str], group: ActorRanks, role: str) -> list[Finding]:
     """A sum over all machines, as a learner's ranks do it."""
     check, size = ("NCCL" if role == GPUS else "gloo"), REDUCE_MB[role]
     try:

@@ -41,10 +41,12 @@ LEAST_CAPABILITY = (8, 0)
 
 def doctor(sglang_python: str = "") -> str:
     """One line per part. Works without any of them. `sglang_python`: the interpreter of SGLang's environment."""
-    lines = [line_of(package) for package in NEEDED]
+    lines = [format_package(package) for package in NEEDED]
     lines += [f"vLLM            {vllm()}", f"SGLang          {sglang(sglang_python)}"]
-    lines.append(f"peft            {version_of('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}")
-    lines += [f"{name:<15} {version_of(name) or missing}" for name, missing in OPTIONAL.items()]
+    lines.append(
+        f"peft            {find_version('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}"
+    )
+    lines += [f"{name:<15} {find_version(name) or missing}" for name, missing in OPTIONAL.items()]
     lines.append(f"cores           {os.cpu_count() or 1}")
     lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
     lines.append(f"isolation       {describe_isolation()}")
@@ -56,7 +58,7 @@ def doctor(sglang_python: str = "") -> str:
 
 def tracker_line(tracker: TrackerConfig) -> str:
     missing = tracker.missing()
-    found = f"not installed; {missing}" if missing else version_of(tracker.library)
+    found = f"not installed; {missing}" if missing else find_version(tracker.library)
     return f"{tracker.library:<15} {'; '.join(filter(None, [found, tracker.destination()]))}"
 
 
@@ -119,14 +121,14 @@ def driver_version() -> str | None:
 
 def vllm() -> str:
     """The installed build, or what to type."""
-    builds = [f"{name} {found}" for name in ENGINE_BUILDS if (found := version_of(name))]
+    builds = [f"{name} {found}" for name in ENGINE_BUILDS if (found := find_version(name))]
     return installed.vllm_missing() or " ".join(builds)
 
 
 def sglang(python: str) -> str:
     missing = installed.sglang_missing(python)
     return missing or (
-        f"in the environment of {python}{sglang_nccl(python)}" if python else f"sglang {version_of('sglang')}"
+        f"in the environment of {python}{sglang_nccl(python)}" if python else f"sglang {find_version('sglang')}"
     )
 
 
@@ -143,12 +145,12 @@ def sglang_nccl(python: str) -> str:
     )
 
 
-def version_of(package: str) -> str | None:
+def find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def line_of(package: str) -> str:
-    return f"{package:<15} {version_of(package) or 'missing; type: pip install grmpipe'}"
+def format_package(package: str) -> str:
+    return f"{package:<15} {find_version(package) or 'missing; type: pip install grmpipe'}"

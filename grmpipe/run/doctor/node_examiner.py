@@ -15,7 +15,7 @@ from pathlib import Path
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
-from grmpipe.run.doctor.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, version_of
+from grmpipe.run.doctor.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, find_version
 from models.hub import find_missing_files
 from scheduler.processes.node_address import node_address
 
@@ -189,7 +189,7 @@ def isolation_found(config: IsolationConfig) -> Finding:
 def versions() -> dict[str, str]:
     """Package -> version, of all that must be the same on every machine; of the project, a digest of its sources."""
     found = {"python": platform.python_version(), "grmpipe": sources_digest()}
-    return found | {name: version_of(name) or "missing" for name in (*NEEDED, *ENGINE_BUILDS, NCCL)}
+    return found | {name: find_version(name) or "missing" for name in (*NEEDED, *ENGINE_BUILDS, NCCL)}
 
 
 def sources_digest() -> str:

@@ -194,7 +194,7 @@ class JudgeMonitor(RunFeature):
 def canary_of_rollout(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Canary:
     """A held-out rollout as a canary: its text, or in an environment the whole episode."""
     if len(rollout.turns) == 1 and not rollout.opening and not rollout.turns[0].replies:
-        return Canary(prompt=prompt, texts=(rollout.shown(thoughts=thoughts),))
+        return Canary(prompt=prompt, texts=(rollout.show_text(thoughts=thoughts),))
     episode = [(message.role, message.content) for message in rollout.opening]
     for turn in rollout.turns:
         episode.append(("assistant", turn.completion.text if thoughts else turn.completion.answer))

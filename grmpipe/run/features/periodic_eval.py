@@ -70,27 +70,27 @@ class PeriodicEval(RunFeature):
         metrics.
         """
         self.initial = await self._evaluate(step, None)
-        self._log(step, named(self.initial) | (await beside() if beside is not None else {}))
+        self._log(step, prefix_names(self.initial) | (await beside() if beside is not None else {}))
 
     async def after_step(self, end: StepEnd) -> Metrics:
         """The metrics of an evaluation after a step, if one is due, and whether the alarm is on."""
         metrics: Metrics = {}
         if end.is_last:
-            metrics = named(await self._evaluate_at_the_end(end.step))
+            metrics = prefix_names(await self._evaluate_at_the_end(end.step))
         elif end.step % self._every == 0:
-            metrics = named(await self._evaluate(end.step, self._anchors))
+            metrics = prefix_names(await self._evaluate(end.step, self._anchors))
         return metrics | {"alarm/hacking": float(self.ringing)} if self.readings else metrics
 
-    async def asked_for(self, step: int) -> Metrics:
+    async def evaluate_all(self, step: int) -> Metrics:
         """Evaluate on all problems between two steps."""
         metrics = await self._evaluate(step, None)
-        self._log(step, named(metrics))
+        self._log(step, prefix_names(metrics))
         return metrics
 
     async def last(self, step: int) -> None:
         """Evaluate a run that ended before its last step."""
         if not self._has_ended:
-            self._log(step, named(await self._evaluate_at_the_end(step)))
+            self._log(step, prefix_names(await self._evaluate_at_the_end(step)))
 
     def interrupt(self) -> None:
         """Stop evaluations; one in progress ends now and isn't counted."""
@@ -107,7 +107,7 @@ class PeriodicEval(RunFeature):
         return {
             "initial": self.initial,
             "readings": [asdict(one) for one in self.readings],
-            "episodes": self._evaluator.episodes.saved(),
+            "episodes": self._evaluator.episodes.to_dict(),
             "judge_accuracy": self._evaluator.skill.accuracy,
         }
 
@@ -117,10 +117,10 @@ class PeriodicEval(RunFeature):
         self.readings = [AnchorReading(**one) for one in state.get("readings", ())]
         for one in self.readings:
             self.ringing = self._alarm.record(one) is not None
-        self._evaluator.episodes += EnvCounts.restored(state.get("episodes", {}))
+        self._evaluator.episodes += EnvCounts.restore(state.get("episodes", {}))
         self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
-            self._evaluator.start.update(read_records(self._start, answer_of))
+            self._evaluator.start.update(read_records(self._start, decode_answer))
 
     async def _evaluate_at_the_end(self, step: int) -> Metrics:
         self.final = await self._evaluate(step, None)
@@ -178,9 +178,9 @@ def answer_record(prompt_id: str, rollout: Rollout) -> dict[str, Any]:
     return {"prompt_id": prompt_id, **encode_rollout(rollout)}
 
 
-def answer_of(record: dict[str, Any]) -> tuple[str, Rollout]:
+def decode_answer(record: dict[str, Any]) -> tuple[str, Rollout]:
     return record["prompt_id"], decode_rollout(record)
 
 
-def named(metrics: Metrics) -> Metrics:
+def prefix_names(metrics: Metrics) -> Metrics:
     return {f"eval/{name}": value for name, value in metrics.items()}

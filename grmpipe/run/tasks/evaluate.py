@@ -11,9 +11,9 @@ from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.run_context import Run, RunContext
-from grmpipe.run.tasks.evaluate_judge import evaluate_judge, metrics_of
+from grmpipe.run.tasks.evaluate_judge import evaluate_judge, name_metrics
 from grmpipe.run.tasks.evaluate_policy import evaluate_policy
-from grmpipe.run.tasks.stats import env_summary, judging
+from grmpipe.run.tasks.stats import env_summary, summarize_judging
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
@@ -68,7 +68,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     @property
     def _judge_metrics(self) -> Metrics:
-        return {} if self._judge is None else metrics_of(self._judge, self._config.judging.main)
+        return {} if self._judge is None else name_metrics(self._judge, self._config.judging.main)
 
     def results(self) -> Summary:
         evaluated = self._judge is not None or bool(self._policies)
@@ -79,6 +79,6 @@ class EvaluationRun(Run[PreparedEvaluation]):
             eval=EvalSummary(
                 final=self._judge_metrics, by_prompts={name: one.metrics() for name, one in self._policies.items()}
             ),
-            judging=judging(self._counters),
+            judging=summarize_judging(self._counters),
             envs=env_summary(self._counters.envs),
         )

@@ -41,7 +41,7 @@ async def evaluate_judge(
         judged = await judge_items(judge, running.meta_rm, ready.items, config, progress)
     for report in (report for one in judged for report in one.reports):
         counters.report(report)
-    result = evaluate(judged, config.main_judge.scale, recount_of(config))
+    result = evaluate(judged, config.main_judge.scale, make_recount(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
     write_files(run_dir, judged, result, config.main_judge.scale, scales)
     show(result, MAX_SUBSETS, run_dir)
@@ -57,12 +57,12 @@ async def judge_items(
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
-            reports = await judge_together(judge, item.prompt, f"e{index}", responses_of(item), priority=index)
+            reports = await judge_together(judge, item.prompt, f"e{index}", list_responses(item), priority=index)
             one = JudgedItem(item=item, reports=reports, num_asked=first.num_judgements)
             return (
                 one
                 if meta_rm is None or others
-                else replace(one, meta_rm_weights=await weights_of(meta_rm, one, index))
+                else replace(one, meta_rm_weights=await weigh_judgements(meta_rm, one, index))
             )
 
     running: list[asyncio.Task[JudgedItem]] = []
@@ -79,7 +79,7 @@ def describe_items(running: Sequence[asyncio.Task[JudgedItem]], took_s: float) -
     return join_parts("evaluation of the judge", counts_text("items", done, len(running)), left)
 
 
-async def weights_of(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:
+async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:
     """The meta-RM's weight of each judgement; empty if it could not read them."""
     try:
         return tuple(await meta_rm.scores(one.judgements, priority))
@@ -88,11 +88,11 @@ async def weights_of(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[f
         return ()
 
 
-def responses_of(item: Labelled) -> tuple[str, ...]:
+def list_responses(item: Labelled) -> tuple[str, ...]:
     return item.responses if isinstance(item, RankedResponses) else (item.response,)
 
 
-def recount_of(config: RunConfig) -> Recount:
+def make_recount(config: RunConfig) -> Recount:
     """How to recount smaller votes. A composition isn't recounted: a smaller k would change only a part of it."""
     name, *others = config.judging.judges
     judge = config.judging.judges[name]
@@ -106,7 +106,7 @@ def recount_of(config: RunConfig) -> Recount:
     )
 
 
-def metrics_of(result: JudgeEvaluation, first: str) -> Metrics:
+def name_metrics(result: JudgeEvaluation, first: str) -> Metrics:
     """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8. Those of each of
     several judges are named as in the evaluations of a training: grm_accuracy is the first judge's, safety_accuracy
     that of the judge safety. first: the first judge's name.

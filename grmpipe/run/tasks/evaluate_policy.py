@@ -12,7 +12,7 @@ from grmpipe.evaluation.policy_files import show_policies, write_policies
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.make_evaluator import evaluator_on, pass_reward_of, sampling_of
+from grmpipe.run.build.make_evaluator import compute_pass_reward, evaluator_on, read_sampling
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.run.run_context import RunContext
 from grmpipe.trackers.tracker import SampleRow
@@ -44,7 +44,7 @@ async def evaluate_policy(
     rows: list[SampleRow],
 ) -> None:
     """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
-    scoring, observers, run_dir = scoring_of(ready), session.observers, session.run_dir
+    scoring, observers, run_dir = make_scoring(ready), session.observers, session.run_dir
     for name, found in ready.prompt_sets.items():
         greedy = ", and a greedy one" if scoring.greedy else ""
         observers.note(
@@ -64,12 +64,12 @@ async def evaluate_policy(
     show_policies(policies, scoring, ready.config.data.labels.pass_score, run_dir)
 
 
-def scoring_of(ready: PreparedEvaluation) -> Scoring:
-    config, pass_reward = ready.config, pass_reward_of(ready.config)
+def make_scoring(ready: PreparedEvaluation) -> Scoring:
+    config, pass_reward = ready.config, compute_pass_reward(ready.config)
     assert pass_reward is not None, "check_scoring has refused it"
     judges = config.judging.judges.values()
     return Scoring(
-        counting=sampling_of(config.evaluate, NUM_SAMPLES),
+        counting=read_sampling(config.evaluate, NUM_SAMPLES),
         pass_reward=pass_reward,
         greedy=config.evaluate.greedy,
         by_rule=len(judges) == 1 and all(judge.kind in ("rule", "label") for judge in judges),
@@ -79,7 +79,7 @@ def scoring_of(ready: PreparedEvaluation) -> Scoring:
 def make_policy_evaluator(
     ready: PreparedEvaluation, running: Serving, found: PromptSet, answers: CountedAnswers
 ) -> Evaluator:
-    evaluate, sampling = ready.config.evaluate, sampling_of(ready.config.evaluate, NUM_SAMPLES)
+    evaluate, sampling = ready.config.evaluate, read_sampling(ready.config.evaluate, NUM_SAMPLES)
     judge = without_bounds(running.judge_for(ready.prepared))
     return replace(
         evaluator_on(found.prompts, ready.prepared, running, judge, sampling),

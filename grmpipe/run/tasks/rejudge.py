@@ -21,8 +21,8 @@ from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.rejudged_groups import read_compared
-from grmpipe.run.tasks.stats import judging
-from grmpipe.run_dir.identity import run_id_of
+from grmpipe.run.tasks.stats import summarize_judging
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
 from scheduler.clock import ActiveClock
@@ -96,7 +96,7 @@ class RejudgeRun(Run[PreparedRejudging]):
 
     def _compare(self) -> None:
         stored, failures = self._prepared.stored, Counter[str]()
-        reports = dict(load_verdicts(self._run_dir / JUDGEMENTS, run_id=run_id_of(self._run_dir)))
+        reports = dict(load_verdicts(self._run_dir / JUDGEMENTS, run_id=read_run_id(self._run_dir)))
         for report in reports.values():
             self._counters.report(report)
             if isinstance(report.verdict, Failed):
@@ -123,5 +123,5 @@ class RejudgeRun(Run[PreparedRejudging]):
             steps=0,
             versions=dict.fromkeys(self._config.judging.roles, 0),
             eval=EvalSummary(final=self._metrics),
-            judging=judging(self._counters),
+            judging=summarize_judging(self._counters),
         )

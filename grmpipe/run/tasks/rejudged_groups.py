@@ -14,7 +14,7 @@ from grmpipe.pipeline.interfaces import RolloutKey
 from grmpipe.pipeline.trained_rollouts import check_truth
 from grmpipe.run_dir.recorded_run import RecordedGroups
 from grmpipe.run_dir.stored_groups import StoredGroups
-from grmpipe.train.batching.samples import judged_siblings, mean_advantages, to_samples
+from grmpipe.train.batching.samples import mean_advantages, select_judged, to_samples
 from grmpipe.types import Failed, JudgedGroup, Verdict
 
 Advantages = Mapping[RolloutKey, float]  # mean over the trained tokens
@@ -61,7 +61,7 @@ def estimate_advantages(groups: Sequence[JudgedGroup], config: RunConfig) -> Adv
     with an estimator that needs a critic.
     """
     kind, least = config.algorithm.estimator_kind, max(2, config.train.min_valid_siblings)
-    whole = [group for group in groups if len(judged_siblings(group)) >= least]
+    whole = [group for group in groups if len(select_judged(group)) >= least]
     if kind.needs_critic or not whole:
         return {}
     batches = [whole] if kind.need == "batch" else [[group] for group in whole]

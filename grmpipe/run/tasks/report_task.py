@@ -11,7 +11,7 @@ from grmpipe.observe.run_files import RunFiles, read_run
 from grmpipe.pipeline.bottleneck import bottleneck
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.errors import RunFailed
-from grmpipe.run.tasks.stats import setup_of
+from grmpipe.run.tasks.stats import read_setup
 from grmpipe.run_dir.directory import HOME, holds_run
 
 
@@ -33,10 +33,10 @@ def bottleneck_so_far(run_dir: Path) -> str | None:
         config = read_yaml(run_dir / "config.yaml")
     except ConfigError:  # of another version: unknown keys
         return None
-    return bottleneck(stalls_of(read_run(run_dir)), setup_of(config))
+    return bottleneck(total_stalls(read_run(run_dir)), read_setup(config))
 
 
-def stalls_of(run: RunFiles) -> StallTimes:
+def total_stalls(run: RunFiles) -> StallTimes:
     return StallTimes(
         rollouts_s=run.total("stall/rollouts_s"),
         envs_s=run.total("stall/envs_s"),

@@ -27,9 +27,9 @@ from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
 from grmpipe.run.run_context import Run, RunContext
-from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
+from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, stop_by_signals
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
-from grmpipe.run_dir.identity import check_is_there, run_id_of
+from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
@@ -49,7 +49,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         super().__init__(prepared, session)
         state = session.state
         self._recorded = prepared.recorded
-        self._run_id = run_id_of(session.run_dir)
+        self._run_id = read_run_id(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
         self._cluster: Cluster | None = None
         self._steps_done = state.pipeline_state.version
@@ -94,7 +94,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens, seed=config.seed)
         if self._num_steps < config.train.num_steps:
             log.warning("%s holds %d steps: the replay ends there", self._recorded.rollouts, self._num_steps)
-        with asked_to_stop(self._stop):
+        with stop_by_signals(self._stop):
             while self._steps_done < self._num_steps and not self._interrupted:
                 await self._step(trainer)
                 self._writer.check()
@@ -102,7 +102,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
                 if every and self._steps_done % every == 0 and self._steps_done < self._num_steps:
                     await self._checkpoint(learner)
         await self._checkpoint(learner)
-        await self._writer.settled()
+        await self._writer.settle()
         if self._steps_done < self._num_steps:
             return "interrupted"
         await export(learner, self._run_dir / "policy", self._config.policy)
@@ -141,7 +141,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         self._interrupted = True
 
     async def _checkpoint(self, learner: LearnerRanks) -> None:
-        await self._writer.settled()
+        await self._writer.settle()
         check_is_there(self._run_dir, self._run_id)
         draft, in_background = self._session.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
         await learner.begin_save(str(draft / "learner"), in_background=in_background)
@@ -154,7 +154,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         )
         self._writer.publish_when_written(draft, state, {"learner": learner})
         if not in_background:
-            await self._writer.settled()
+            await self._writer.settle()
 
     def results(self) -> Summary:
         trained = self._steps_done * self._recorded.groups_per_batch

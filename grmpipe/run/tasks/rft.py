@@ -30,9 +30,9 @@ from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
-from grmpipe.run.features.periodic_eval import named
+from grmpipe.run.features.periodic_eval import prefix_names
 from grmpipe.run.run_context import Run, RunContext
-from grmpipe.train.batching.packer import rounds_of
+from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
@@ -87,11 +87,11 @@ class RftRun(Run[Prepared]):
                 "data.path: no critique to imitate: the GRM judges every judging task right each time, or none; give "
                 "other judging tasks, or more data.rft.num_samples"
             )
-        samples = [sample for one in critiques for sample in imitated(one)]
+        samples = [sample for one in critiques for sample in to_samples(one)]
         train, size = self._config.train, self._config.data.rft.critiques_per_batch
         await running.learner.expect(self._config.data.rft.num_epochs * num_batches(len(samples), size))
         for batch in batches(samples, size, self._epochs()):
-            for round_ in rounds_of(batch, train.max_packed_tokens, running.learner.dp_size, train.prefix_sharing):
+            for round_ in pack_rounds(batch, train.max_packed_tokens, running.learner.dp_size, train.prefix_sharing):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
             self._steps += 1
@@ -107,7 +107,7 @@ class RftRun(Run[Prepared]):
         metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in evaluated.metrics.items())
         self._observers.note(f"held out, after {self._steps} steps: {metrics_text}")
         if when == "initial" and evaluated.metrics:
-            self._observers.trackers.log(0, named(evaluated.metrics))
+            self._observers.trackers.log(0, prefix_names(evaluated.metrics))
 
     def results(self) -> Summary:
         return Summary(
@@ -186,7 +186,7 @@ class Sampling:
         return rollout.status == "finished" and self._prepared.is_right(rollout.answer, judging_task.reference) == 1
 
 
-def imitated(critique: Rollout) -> Sequence[TrainingSample]:
+def to_samples(critique: Rollout) -> Sequence[TrainingSample]:
     return split_rollout(critique, np.ones(critique.num_sampled_tokens))
 
 

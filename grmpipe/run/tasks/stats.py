@@ -109,7 +109,7 @@ class RunStats:
         total = (
             pipeline.counters.total_so_far()
             if pipeline
-            else Counters.restored(before.totals) + Counters.restored(before.open_counts)
+            else Counters.restore(before.totals) + Counters.restore(before.open_counts)
         )
         versions = {POLICY: state.version} | self.grm_versions
         if self._config.critic.enabled:
@@ -119,20 +119,20 @@ class RunStats:
             versions=versions,
             eval=EvalSummary(initial=evaluation.get("initial", {}), final=eval_final),
             busy_s=self.busy_s(pipeline),
-            judging=judging(total),
+            judging=summarize_judging(total),
             watching=summaries(features.get(WatchingJudges.name, {})),
-            envs=self._with_counts(env_summary(total.envs), EnvCounts.restored(evaluation.get("episodes", {}))),
+            envs=self._with_counts(env_summary(total.envs), EnvCounts.restore(evaluation.get("episodes", {}))),
             groups=groups_summary(state, self._config.train.groups_per_batch),
-            voided_by_resumes=voided_work(total),
+            voided_by_resumes=sum_voided_work(total),
             max_staleness_trained=state.max_staleness_trained,
             engines_replaced=engines.get("replaced", {}),
             moves=engines.get("moves", {}),
-            bottleneck=bottleneck(total.stalls, setup_of(self._config)),
+            bottleneck=bottleneck(total.stalls, read_setup(self._config)),
             alarms=alarms,
         )
 
 
-def setup_of(config: RunConfig) -> Setup:
+def read_setup(config: RunConfig) -> Setup:
     """The settings that decide which advice can shorten a run's stalls."""
     judging = config.judging
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
@@ -167,7 +167,7 @@ def groups_summary(state: PipelineState, groups_per_batch: int) -> GroupsSummary
     )
 
 
-def voided_work(total: Counters) -> VoidedWork:
+def sum_voided_work(total: Counters) -> VoidedWork:
     return VoidedWork(
         rollouts=total.void_rollouts,
         rollout_tokens=total.void_policy_tokens,
@@ -176,7 +176,7 @@ def voided_work(total: Counters) -> VoidedWork:
     )
 
 
-def judging(total: Counters) -> JudgingSummary:
+def summarize_judging(total: Counters) -> JudgingSummary:
     judges = total.judging
     return JudgingSummary(
         asked=judges.asked,

@@ -26,7 +26,7 @@ class SweepRun:
         return "none" if self.objective is None else f"{self.objective:g}"
 
 
-def exit_code_of(runs: Sequence[SweepRun]) -> int:
+def find_exit_code(runs: Sequence[SweepRun]) -> int:
     """The exit code of the run that ended worst: the highest."""
     return max((run.exit_code for run in runs), default=0)
 
@@ -35,7 +35,7 @@ def sweep_table(runs: Sequence[SweepRun]) -> str:
     """A line per run: its number, objective or exit code, the overrides that tell the runs apart, its error."""
     failed = sum(run.exit_code != 0 for run in runs)
     rows = [("run", "objective", "overrides", "")]
-    rows += [(str(run.number), run.result, distinct_overrides(run, runs), shortened(run.error)) for run in runs]
+    rows += [(str(run.number), run.result, distinct_overrides(run, runs), shorten(run.error)) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3]]) for row in rows
@@ -48,5 +48,5 @@ def distinct_overrides(run: SweepRun, runs: Sequence[SweepRun]) -> str:
     return " ".join(one for one in run.overrides if len(runs) == 1 or any(one not in each.overrides for each in runs))
 
 
-def shortened(error: str) -> str:
+def shorten(error: str) -> str:
     return textwrap.shorten(error.partition("\n")[0], ERROR_CHARS, placeholder=" ..")

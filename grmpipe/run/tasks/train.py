@@ -28,11 +28,11 @@ from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_watcher import StepControls
-from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, asked_to_stop
+from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, stop_by_signals
 from grmpipe.run.step_progress import StepProgress
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
-from grmpipe.run_dir.identity import check_is_there, run_id_of
+from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
@@ -51,7 +51,7 @@ class TrainingRun(Run[Prepared]):
     def __init__(self, prepared: Prepared, session: RunContext) -> None:
         super().__init__(prepared, session)
         self._state = session.state
-        self._run_id = run_id_of(session.run_dir)
+        self._run_id = read_run_id(session.run_dir)
         self._writer = CheckpointWriter(session.checkpoints)
         self._stats = RunStats(prepared.config, session.state)
         self._running: RunComponents | None = None
@@ -153,19 +153,19 @@ class TrainingRun(Run[Prepared]):
                 raise Interrupted
 
         try:
-            with asked_to_stop(lambda: self._stop(pipeline)), infrequent_gc():
+            with stop_by_signals(lambda: self._stop(pipeline)), infrequent_gc():
                 await cotrainings.run_alongside(pipeline, flow)
         except Interrupted:
             await running.learner.discard()
             if running.critic is not None:
                 await running.critic.discard()
             await self._checkpoint(running, pipeline, features)
-            await self._writer.settled()
+            await self._writer.settle()
             if why := next((feature.stopped for feature in features.each if feature.stopped), ""):
                 raise RunFailed(why) from None
             return "interrupted"
         await self._checkpoint(running, pipeline, features)
-        await self._writer.settled()
+        await self._writer.settle()
         for model in running.trained:
             await export(model.ranks, self._run_dir / model.name, model.settings)
         return "completed"
@@ -191,7 +191,7 @@ class TrainingRun(Run[Prepared]):
         if every and report.step % every == 0 and not is_last:
             await self._checkpoint(running, pipeline, features)
         controls = StepControls(
-            evaluate=lambda: features.periodic_eval.asked_for(report.step),
+            evaluate=lambda: features.periodic_eval.evaluate_all(report.step),
             checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
         )
         with self._observers.progress.show_while(""):  # who watches may print
@@ -230,7 +230,7 @@ class TrainingRun(Run[Prepared]):
 
     async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> None:
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
-        await self._writer.settled()
+        await self._writer.settle()
         check_is_there(self._run_dir, self._run_id)
         draft, in_background = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         state = RunState(
@@ -238,8 +238,8 @@ class TrainingRun(Run[Prepared]):
             # Taken at the same moment as the pipeline's state:
             journal_marks=self._observers.recorder.marks() | self._observers.evaluations.marks,
             counted_marks=self._observers.recorder.ends(),
-            totals=pipeline.counters.total.saved(),
-            open_counts=pipeline.counters.step.saved(),
+            totals=pipeline.counters.total.to_dict(),
+            open_counts=pipeline.counters.step.to_dict(),
             grm_pipeline_states=await self._stats.cotrainings.begin_save(draft, in_background=in_background),
             wall_s=self.wall_s,
             features=features.states,
@@ -255,12 +255,12 @@ class TrainingRun(Run[Prepared]):
                 await learner.begin_save(str(draft / role), in_background=in_background)
         self._writer.publish_when_written(draft, state, ranks)
         if not in_background:
-            await self._writer.settled()
+            await self._writer.settle()
 
     async def _complete_checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> Path:
         """Returns the checkpoint's directory once it is complete."""
         await self._checkpoint(running, pipeline, features)
-        await self._writer.settled()
+        await self._writer.settle()
         latest = self._session.checkpoints.latest()
         assert latest is not None, "it was just published"
         return latest

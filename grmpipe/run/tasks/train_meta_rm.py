@@ -92,7 +92,7 @@ class MetaRmRun(Run[MetaRmTraining]):
             await self._evaluate(learner)
             for batch in batches(self._of("train"), train.groups_per_batch, train.num_steps, config.seed):
                 for indices in self._rounds(batch, learner.size):
-                    packed = [(pack_classified([classified(batch[i]) for i in some]),) for some in indices]
+                    packed = [(pack_classified([to_classified(batch[i]) for i in some]),) for some in indices]
                     await learner.call_each("accumulate", packed)
                 metrics = cast(list[Metrics], await learner.call_all("step"))[0]
                 self._num_steps += 1
@@ -107,7 +107,7 @@ class MetaRmRun(Run[MetaRmTraining]):
         examples = self._of("held_out")
         probabilities = [0.0] * len(examples)
         for indices in self._rounds(examples, learner.size):
-            packed = [pack_classified([classified(examples[i]) for i in some]) for some in indices]
+            packed = [pack_classified([to_classified(examples[i]) for i in some]) for some in indices]
             answers = await learner.call_each("scores", [(batch,) for batch in packed])
             for some, batch, scores_T in zip(indices, packed, answers, strict=True):
                 ends = batch.sequence_lengths_S.cumsum() - 1
@@ -149,5 +149,5 @@ class MetaRmRun(Run[MetaRmTraining]):
         )
 
 
-def classified(example: LabelledJudgement) -> Classified:
+def to_classified(example: LabelledJudgement) -> Classified:
     return Classified(token_ids=example.token_ids, right=example.right)

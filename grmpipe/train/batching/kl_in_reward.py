@@ -28,7 +28,7 @@ def kl_of_rollouts(
         (*rollout_key(sample), sample.segment): kl_of_sample(sample, reference_T, kl_estimator)
         for round_, by_rank in zip(rounds, references, strict=True)
         for samples, micro_batch, packed_T in zip(round_.samples, round_.micro_batches, by_rank, strict=True)
-        for sample, reference_T in unpacked(samples, micro_batch, packed_T)
+        for sample, reference_T in unpack(samples, micro_batch, packed_T)
     }
     found: dict[tuple[str, int], np.ndarray] = {}
     for (group_id, sibling, _), nats_N in sorted(by_segment.items(), key=lambda item: item[0]):
@@ -37,7 +37,7 @@ def kl_of_rollouts(
     return found
 
 
-def unpacked(
+def unpack(
     samples: Sequence[TrainingSample], micro_batch: MicroBatch, packed_T: np.ndarray
 ) -> Iterator[tuple[TrainingSample, np.ndarray]]:
     """Each sample with its entries of a packed array, those of its prefix included."""

@@ -10,7 +10,7 @@ from typing import TypedDict
 import numpy as np
 
 from grmpipe.train.batching.bin_packing import deal, fill
-from grmpipe.train.batching.prefix_tree import PrefixTree, trees_of
+from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees
 from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
@@ -54,7 +54,7 @@ class Packer:
         """Add samples; return the rounds that are full. Samples added together are packed together if they are
         siblings.
         """
-        self._waiting += trees_of(samples, self._shared, self._whole_rollouts)
+        self._waiting += build_trees(samples, self._shared, self._whole_rollouts)
         rounds = []
         while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
@@ -80,11 +80,11 @@ class Packer:
         pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
         bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
         rest = _samples(pieces[place] for place in sorted(left_over))
-        self._waiting = trees_of(rest, self._shared, self._whole_rollouts)
+        self._waiting = build_trees(rest, self._shared, self._whole_rollouts)
         return _round([[pieces[place] for place in places] for places in bins])
 
 
-def rounds_of(
+def pack_rounds(
     samples: Sequence[TrainingSample],
     max_tokens: int,
     world_size: int,
@@ -92,7 +92,7 @@ def rounds_of(
     whole_rollouts: bool = False,
 ) -> list[MicroBatchRound]:
     """Pack all samples, evenly over ranks and rounds."""
-    return _dealt(trees_of(samples, shared, whole_rollouts), max_tokens, world_size)
+    return _dealt(build_trees(samples, shared, whole_rollouts), max_tokens, world_size)
 
 
 def num_tokens(trees: Sequence[PrefixTree]) -> int:
@@ -128,7 +128,7 @@ def _samples(trees: Iterable[PrefixTree]) -> tuple[TrainingSample, ...]:
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
     """Pack samples end to end, each with all its tokens."""
-    return pack_trees([PrefixTree.copied([sample]) for sample in samples])
+    return pack_trees([PrefixTree.copy_samples([sample]) for sample in samples])
 
 
 def pack_trees(trees: Sequence[PrefixTree]) -> MicroBatch:
@@ -224,7 +224,7 @@ def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entrie
         return np.concatenate([_picked(columns[place], positions_S[place], dtype) for place in order])
 
     loss_mask_E = join([(0, *sample.loss_mask[1:]) for sample in samples], np.float32)
-    versions_E = join([versions_of(sample) for sample in samples], np.int32)
+    versions_E = join([spread_versions(sample) for sample in samples], np.int32)
     assert not (loss_mask_E * (versions_E == NOT_SAMPLED)).any(), "only what was sampled is trained"
     return {
         "places_E": np.concatenate([places_S[place] for place in order]),
@@ -244,7 +244,7 @@ def _picked(column: Sequence[float] | np.ndarray, positions: np.ndarray | slice,
     return np.array([column[position] for position in positions.tolist()], dtype=dtype)
 
 
-def versions_of(sample: TrainingSample) -> np.ndarray:
+def spread_versions(sample: TrainingSample) -> np.ndarray:
     """The version that sampled each token, [T] int32; NOT_SAMPLED for tokens of prompts."""
     versions_T = np.full(len(sample.token_ids), NOT_SAMPLED, dtype=np.int32)
     for span in sample.versions:

@@ -39,7 +39,7 @@ class PrefixTree:
     whole_rollouts: bool = False  # whether the samples of a rollout stay together
 
     @staticmethod
-    def copied(samples: Sequence[TrainingSample]) -> PrefixTree:
+    def copy_samples(samples: Sequence[TrainingSample]) -> PrefixTree:
         """Samples that share nothing."""
         return PrefixTree(tuple(samples), tuple(range(len(samples))), (0,) * len(samples), whole_rollouts=True)
 
@@ -127,7 +127,7 @@ class _Growing:
         return grown
 
 
-def trees_of(samples: Iterable[TrainingSample], shared: bool, whole_rollouts: bool = False) -> list[PrefixTree]:
+def build_trees(samples: Iterable[TrainingSample], shared: bool, whole_rollouts: bool = False) -> list[PrefixTree]:
     """One tree per group, in order. Without anything shared, or with `shared=False`, one per sample, or per rollout if
     rollouts must stay whole.
     """
@@ -140,7 +140,7 @@ def trees_of(samples: Iterable[TrainingSample], shared: bool, whole_rollouts: bo
         if tree is not None and any(tree.shared):
             trees.append(tree)
         else:
-            trees += [PrefixTree.copied(unit) for unit in _units(group, whole_rollouts)]
+            trees += [PrefixTree.copy_samples(unit) for unit in _units(group, whole_rollouts)]
     return trees
 
 

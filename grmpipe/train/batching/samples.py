@@ -31,9 +31,9 @@ def to_samples(
 
     Raises ValueError for a group with fewer than two verdicts.
     """
-    judged = [judged_siblings(group) for group in groups]
+    judged = [select_judged(group) for group in groups]
     rewards = [
-        [earned(rollout, verdict, algorithm, max_new_tokens, kl, values) for rollout, verdict in siblings]
+        [compute_rewards(rollout, verdict, algorithm, max_new_tokens, kl, values) for rollout, verdict in siblings]
         for siblings in judged
     ]
     return tuple(
@@ -44,7 +44,7 @@ def to_samples(
     )
 
 
-def earned(
+def compute_rewards(
     rollout: Rollout,
     verdict: Verdict,
     algorithm: AlgorithmConfig,
@@ -73,7 +73,7 @@ def trust_in(verdict: Verdict, weight_half_std: float | None) -> float:
     return 1 / (1 + (verdict.score_std / weight_half_std) ** 2)
 
 
-def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
+def select_judged(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
     """Rollouts with a verdict, and their verdicts."""
     return [
         (rollout, verdict)
@@ -87,7 +87,7 @@ def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingS
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
     by_turn = np.split(advantages_N, ends[:-1])
     samples, first = [], 0
-    for segment, turns in enumerate(segments_of(rollout)):
+    for segment, turns in enumerate(split_segments(rollout)):
         samples.append(_sample(rollout, segment, turns, by_turn[first : first + len(turns)]))
         first += len(turns)
     return tuple(samples)
@@ -124,7 +124,7 @@ def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
 PromptedTurn = tuple[tuple[int, ...], Turn]  # a turn, after its whole prompt
 
 
-def segments_of(rollout: Rollout) -> list[list[PromptedTurn]]:
+def split_segments(rollout: Rollout) -> list[list[PromptedTurn]]:
     """Runs of turns that can be trained as one sequence: each prompt continues where the turn before it ended.
 
     A history that was rewritten (a chat template that drops reasoning, an agent that sums up) breaks the sequence: the
@@ -148,9 +148,9 @@ def _sample(
     versions: list[VersionSpan] = []
     for (prompt_ids, turn), advantages_N in zip(turns, advantages_by_turn, strict=True):
         start, sampled = len(prompt_ids), turn.completion
-        mask += [0] * (start - len(token_ids)) + mask_of(sampled)
+        mask += [0] * (start - len(token_ids)) + make_mask(sampled)
         logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
-        advantages += [0.0] * (start - len(token_ids)) + (advantages_N * mask_of(sampled)).tolist()
+        advantages += [0.0] * (start - len(token_ids)) + (advantages_N * make_mask(sampled)).tolist()
         versions += [
             VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
             for span in sampled.versions
@@ -170,7 +170,7 @@ def _sample(
     )
 
 
-def mask_of(completion: Completion) -> list[int]:
+def make_mask(completion: Completion) -> list[int]:
     """1 on sampled tokens, 0 on those that a thinking budget inserted."""
     start, end = completion.inserted or (0, 0)
     return [1] * start + [0] * (end - start) + [1] * (len(completion.token_ids) - end)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from models.seeds import derive_seed
 
 
-def shuffled_parts(group_ids: Iterable[str], parts: int, seed: int, version: int) -> list[set[str]]:
+def shuffle_into_parts(group_ids: Iterable[str], parts: int, seed: int, version: int) -> list[set[str]]:
     """Nearly equal parts, none empty, shuffled with `seed` for the batch after `version`.
 
     The order of the ids doesn't matter: groups arrive by length, and the longest would always come last, when the

@@ -15,8 +15,8 @@ from grmpipe.algorithm.value_loss import value_quality
 from grmpipe.config.critic import CriticConfig, critic_train
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import Kl
-from grmpipe.train.batching.samples import earned, judged_siblings
-from grmpipe.train.batching.splitting import shuffled_parts
+from grmpipe.train.batching.samples import compute_rewards, select_judged
+from grmpipe.train.batching.splitting import shuffle_into_parts
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import ValuePacker, ValueRound, ValueSample, value_samples
 from grmpipe.train.critic.values import ValueCache
@@ -73,7 +73,7 @@ class Critic:
         self._num_taken += 1
         self._num_ahead += self.value_cache.knows(group)
         began_s = asyncio.get_running_loop().time()
-        values = await self.value_cache.values_of(group)
+        values = await self.value_cache.take_values(group)
         self._waited_s += asyncio.get_running_loop().time() - began_s
         samples = self._targets(group, kl, values)
         self._samples += samples
@@ -99,8 +99,8 @@ class Critic:
 
     def _targets(self, group: JudgedGroup, kl: Kl | None, values: Values) -> list[ValueSample]:
         samples, found = [], find_targets(self._algorithm.estimator)
-        for rollout, verdict in judged_siblings(group):
-            rewards = earned(rollout, verdict, self._algorithm, self._max_new_tokens, kl, values)
+        for rollout, verdict in select_judged(group):
+            rewards = compute_rewards(rollout, verdict, self._algorithm, self._max_new_tokens, kl, values)
             _, returns_N = found(rewards, self._algorithm)
             assert rewards.expected_N is not None
             samples += value_samples(rollout, rewards.expected_N, returns_N)
@@ -118,7 +118,7 @@ class Critic:
         """Train in several updates, split by groups at random. Returns the metrics of the last update."""
         metrics: Metrics = {}
         ids = {sample.group_id for sample in self._samples}
-        for chosen in shuffled_parts(ids, self._updates, self._seed, self.version):
+        for chosen in shuffle_into_parts(ids, self._updates, self._seed, self.version):
             packer = ValuePacker(self._max_tokens, self.ranks.dp_size)
             samples = [sample for sample in self._samples if sample.group_id in chosen]
             for round_ in packer.add(samples) + packer.flush():

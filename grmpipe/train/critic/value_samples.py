@@ -12,7 +12,7 @@ import numpy as np
 
 from grmpipe.train.batching.bin_packing import Load, deal, fill
 from grmpipe.train.batching.samples import split_rollout
-from grmpipe.train.scalar.scalar_batch import NOTHING, PackedSequences, loads_of, pack_sequences
+from grmpipe.train.scalar.scalar_batch import NOTHING, PackedSequences, measure_loads, pack_sequences
 from grmpipe.types import Rollout, TrainingSample
 
 
@@ -47,7 +47,7 @@ SequenceRound = tuple[PackedSequences, ...]
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def sequences_of(rollout: Rollout) -> tuple[TrainingSample, ...]:
+def make_sequences(rollout: Rollout) -> tuple[TrainingSample, ...]:
     """The segments of a rollout, as they are trained."""
     return split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
 
@@ -133,7 +133,7 @@ class ValuePacker:
         self._waiting = []
 
     def _loads(self) -> list[Load]:
-        return loads_of([len(sample.token_ids) for sample in self._waiting])
+        return measure_loads([len(sample.token_ids) for sample in self._waiting])
 
     def _packed(self, by_rank: Sequence[Sequence[int]]) -> ValueRound:
         return tuple(pack_values([self._waiting[place] for place in places]) for places in by_rank)

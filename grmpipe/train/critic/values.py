@@ -9,9 +9,9 @@ import numpy as np
 
 from grmpipe.algorithm.rewards import Values
 from grmpipe.train.batching.kl_in_reward import rollout_key
-from grmpipe.train.batching.samples import judged_siblings
+from grmpipe.train.batching.samples import select_judged
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
-from grmpipe.train.critic.value_samples import sequences_of, values_of_samples
+from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
 from grmpipe.train.scalar.scalar_batch import pack_sequences, plan_rounds
 from grmpipe.types import JudgedGroup, Rollout
 
@@ -52,16 +52,16 @@ class ValueCache:
             self._news.clear()
             await self._ask(self._due())
 
-    async def values_of(self, group: JudgedGroup) -> Values:
+    async def take_values(self, group: JudgedGroup) -> Values:
         """The values of a group's siblings that have a verdict. Marks the group as taken into the open batch."""
         self._num_taken += 1
-        rollouts = [rollout for rollout, _ in judged_siblings(group)]
+        rollouts = [rollout for rollout, _ in select_judged(group)]
         await self._ask(rollouts)
         return {rollout_key(rollout): self._known[rollout_key(rollout)] for rollout in rollouts}
 
     def knows(self, group: JudgedGroup) -> bool:
         """Whether all values of the group are known already."""
-        return all(rollout_key(rollout) in self._known for rollout, _ in judged_siblings(group))
+        return all(rollout_key(rollout) in self._known for rollout, _ in select_judged(group))
 
     def rest(self) -> None:
         """Mark that the critic begins to step: values of groups outside the open batch become void."""
@@ -90,7 +90,7 @@ class ValueCache:
                 sample
                 for rollout in rollouts
                 if rollout_key(rollout) not in self._known
-                for sample in sequences_of(rollout)
+                for sample in make_sequences(rollout)
             ]
             lengths = [len(sample.token_ids) for sample in samples]
             scores: dict[int, np.ndarray] = {}

@@ -10,16 +10,16 @@ import numpy as np
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.train.batching.kl_in_reward import Kl, kl_of_rollouts
-from grmpipe.train.batching.packer import MicroBatchRound, Packer, rounds_of
+from grmpipe.train.batching.packer import MicroBatchRound, Packer, pack_rounds
 from grmpipe.train.batching.samples import (
     count,
-    judged_siblings,
     mean_advantages,
+    select_judged,
     split_rollout,
     to_samples,
     without_finite_advantages,
 )
-from grmpipe.train.batching.splitting import shuffled_parts
+from grmpipe.train.batching.splitting import shuffle_into_parts
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
@@ -165,7 +165,7 @@ class BatchTrainer:
     async def _kl_of(self, group: JudgedGroup) -> Kl:
         unweighed = [
             sample
-            for rollout, _ in judged_siblings(group)
+            for rollout, _ in select_judged(group)
             for sample in split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
         ]
         rounds = self._pack(unweighed)
@@ -185,7 +185,7 @@ class BatchTrainer:
         ids = [group.group_id for group in groups]
         parts = [
             [sample for sample in samples if sample.group_id in some]
-            for some in shuffled_parts(ids, self._updates, self._seed, self._version)
+            for some in shuffle_into_parts(ids, self._updates, self._seed, self._version)
         ]
         packed = [self._pack(part) for part in parts]
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
@@ -203,4 +203,4 @@ class BatchTrainer:
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         whole_rollouts = self._algorithm.needs_whole_rollouts
-        return rounds_of(samples, self._max_tokens, self._learner.dp_size, self._shared, whole_rollouts)
+        return pack_rounds(samples, self._max_tokens, self._learner.dp_size, self._shared, whole_rollouts)

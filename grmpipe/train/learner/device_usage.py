@@ -36,7 +36,7 @@ class DeviceUsage:
     def add(self, micro_batch: MicroBatch, *, gradients: bool) -> None:
         """Count a pass over a micro-batch. That of an idle rank counts as nothing."""
         if micro_batch.loss_mask_E.any():
-            sizes = sizes_of(micro_batch)
+            sizes = measure_sizes(micro_batch)
             self._flops += (self._model.count_training(sizes) if gradients else self._model.forward(sizes)) / self._cp
 
     def read(self) -> Metrics:
@@ -66,7 +66,7 @@ class DeviceUsage:
             return {}
 
 
-def sizes_of(micro_batch: MicroBatch) -> PackedSizes:
+def measure_sizes(micro_batch: MicroBatch) -> PackedSizes:
     rows = np.unique(micro_batch.places_E[micro_batch.loss_mask_E > 0])
     lengths, prefixes = micro_batch.sample_lengths_S.tolist(), micro_batch.prefix_lengths_S.tolist()
     return PackedSizes(lengths_S=lengths, prefixes_S=prefixes, head_rows=len(rows))

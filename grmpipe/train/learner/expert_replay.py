@@ -36,7 +36,7 @@ class ExpertReplay:
         self._load = None if self._routers is None else ExpertLoad(self._routers, self._device)
 
     @contextmanager
-    def routed(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
+    def replay_experts(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
         """Context: passes of the policy use these experts; None: those that its routers choose."""
         if not self.replays or self._routers is None or experts_TLK is None:
             yield None
@@ -47,7 +47,7 @@ class ExpertReplay:
         with self._routers.replay(wanted_TLK) as replay:
             yield replay
 
-    def recorded(self, run: Callable[[], np.ndarray], num_tokens: int) -> OldPass:
+    def record_old_pass(self, run: Callable[[], np.ndarray], num_tokens: int) -> OldPass:
         """The pass for pi_old, with its experts if they are replayed.
 
         run: a forward pass over a micro-batch of this many tokens, which returns its log-probs.
@@ -60,7 +60,7 @@ class ExpertReplay:
         return OldPass(logprobs_T=logprobs_T, experts_TLK=whole_TLK.to(self._routers.shape.dtype).cpu().numpy())
 
     @contextmanager
-    def counted(self, *, idle: bool) -> Iterator[None]:
+    def count_load(self, *, idle: bool) -> Iterator[None]:
         """Context: the tokens of forward passes count as the experts' load, but for those of an idle rank."""
         with nullcontext() if self._load is None or idle else self._load.count_experts():
             yield
@@ -70,7 +70,9 @@ class ExpertReplay:
         balance = {} if self._load is None else asdict(self._load.read())
         return {f"experts/{name}": value for name, value in balance.items()}
 
-    def rerouted(self, replay: RouterReplay | None, places_E: Tensor, loss_mask_E: Tensor, num_tokens: int) -> Tensor:
+    def sum_rerouted(
+        self, replay: RouterReplay | None, places_E: Tensor, loss_mask_E: Tensor, num_tokens: int
+    ) -> Tensor:
         """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
         if replay is None:
             return loss_mask_E.new_zeros(())

@@ -90,8 +90,8 @@ class Learner(TrainingRank):
         # policy.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
-        with self._experts.routed(experts_TLK) as replay:
-            with self._experts.counted(idle=not micro_batch.loss_mask_E.any()):
+        with self._experts.replay_experts(experts_TLK) as replay:
+            with self._experts.count_load(idle=not micro_batch.loss_mask_E.any()):
                 current = self._forward(self._model, batch, entropy=True)
             current_E = current.logprobs_T[batch.places_E]
             old_T = None if old is None else torch.tensor(old.logprobs_T, device=self._device)
@@ -107,7 +107,7 @@ class Learner(TrainingRank):
             loss = sum_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
             loss.total.backward()
         if self._experts.replays:
-            share = self._experts.rerouted(replay, batch.places_E, batch.loss_mask_E, len(batch.token_ids_T))
+            share = self._experts.sum_rerouted(replay, batch.places_E, batch.loss_mask_E, len(batch.token_ids_T))
             loss = replace(loss, sums={**loss.sums, "rerouted_share": share})
         self._usage.add(micro_batch, gradients=True)
         if reference_T is not None:
@@ -118,8 +118,8 @@ class Learner(TrainingRank):
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
         self._usage.add(micro_batch, gradients=False)
         batch = DeviceBatch.of(micro_batch, self._device)
-        with without_gradient(self._model), self._experts.routed(micro_batch.experts_TLK):
-            return self._experts.recorded(
+        with without_gradient(self._model), self._experts.replay_experts(micro_batch.experts_TLK):
+            return self._experts.record_old_pass(
                 lambda: _to_host(self._forward(self._model, batch).logprobs_T), len(batch.token_ids_T)
             )
 
@@ -137,7 +137,7 @@ class Learner(TrainingRank):
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
         algorithm = self._spec.algorithm
-        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(
+        denominator = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation).denominator(
             totals, self._spec.max_new_tokens
         )
         if not denominator > 0:

@@ -41,9 +41,9 @@ class LearnerSpec:
     @property
     def frozen_dtype(self) -> str:
         """The dtype of weights that are never updated: a reference, the weights beside adapters."""
-        return frozen_dtype(self.train.dtype, self.master_dtype)
+        return choose_frozen_dtype(self.train.dtype, self.master_dtype)
 
 
-def frozen_dtype(dtype: str, master_dtype: str = "float32") -> str:
+def choose_frozen_dtype(dtype: str, master_dtype: str = "float32") -> str:
     """The dtype in which weights are held that are never updated, by the one they compute in (`train.dtype`)."""
     return "bfloat16" if dtype == "bfloat16" else master_dtype

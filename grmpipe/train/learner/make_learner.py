@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def make_learner(spec: LearnerSpec, rank: int, world_size: int, init_method: str | None) -> LearnerRank:
     """A rank by the backend of `train.backend`."""
-    make = cast("Callable[..., LearnerRank]", TRAIN_BACKENDS.found(spec.train.backend))
+    make = cast("Callable[..., LearnerRank]", TRAIN_BACKENDS.find_object(spec.train.backend))
     return make(spec, rank, world_size, init_method)
 
 

@@ -42,10 +42,10 @@ def plan_rounds(lengths: Sequence[int], max_tokens: int, world_size: int) -> lis
 
     max_tokens: packed tokens per batch. A longer sequence gets its own batch.
     """
-    return deal(loads_of(lengths), max_tokens, world_size)
+    return deal(measure_loads(lengths), max_tokens, world_size)
 
 
-def loads_of(lengths: Sequence[int]) -> list[Load]:
+def measure_loads(lengths: Sequence[int]) -> list[Load]:
     return [Load(tokens=length, work=length) for length in lengths]
 
 

@@ -37,7 +37,7 @@ class MyEngine(EngineKind[MyOptions]):
     transports = ("shared_memory", "disk")
 
     @classmethod
-    def shared_options(cls, sections):
+    def read_options(cls, sections):
         return MyOptions()
 
     @property

@@ -20,7 +20,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, context_limit_of
+from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, resolve_context_limit
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
@@ -214,12 +214,15 @@ def test_number_of_heads_comes_from_the_models_config() -> None:
 
 def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:
     shared = config(engine={"vllm": {"max_context_tokens": 300}}, policy={"engine": "vllm"})
-    assert (context_limit_of(served("policy", shared), 512), context_limit_of(served("grm", shared), 512)) == (300, 512)
+    assert (
+        resolve_context_limit(served("policy", shared), 512),
+        resolve_context_limit(served("grm", shared), 512),
+    ) == (300, 512)
     with pytest.raises(ConfigError, match=r"^engine\.vllm\.max_context_tokens: 300 exceeds .*=200 or less"):
-        context_limit_of(served("policy", shared), 200)
+        resolve_context_limit(served("policy", shared), 200)
     own = config(policy={"engine": "vllm", "engine_options": {"max_context_tokens": 300}})
     with pytest.raises(ConfigError, match=r"^policy\.engine_options\.max_context_tokens: 300 exceeds"):
-        context_limit_of(served("policy", own), 200)
+        resolve_context_limit(served("policy", own), 200)
 
 
 def test_joined_servers_are_one_for_each_replica() -> None:

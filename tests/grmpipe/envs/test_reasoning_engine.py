@@ -235,8 +235,8 @@ def test_the_env_reads_the_answers_and_the_tokens_of_all_turns_are_the_sampled_o
     params, limits = SamplingParams(max_new_tokens=50), EpisodeLimits(max_turns=3)
     rollout = asyncio.run(play(request, prompt, env, sampler, renderer, params, limits))
     assert env.read == ["12", "12"]
-    assert (rollout.answer, rollout.shown(thoughts=False)) == ("12", "12\n12")
-    assert "hm" in rollout.text and rollout.text == rollout.shown(thoughts=True)
+    assert (rollout.answer, rollout.show_text(thoughts=False)) == ("12", "12\n12")
+    assert "hm" in rollout.text and rollout.text == rollout.show_text(thoughts=True)
     for turn, text in zip(rollout.turns, script.texts, strict=True):
         assert turn.completion.token_ids == renderer.encode_markup(text)
     (sample_of_all,) = split_rollout(rollout, np.ones(rollout.num_sampled_tokens))

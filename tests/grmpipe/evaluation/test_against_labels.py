@@ -13,7 +13,7 @@ from grmpipe.evaluation.against_labels import JudgedItem, Recount, decide_outcom
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.run.tasks.evaluate_judge import metrics_of
+from grmpipe.run.tasks.evaluate_judge import name_metrics
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -140,7 +140,9 @@ def test_an_accuracy_of_one_has_an_interval_and_items_of_one_prompt_count_as_one
     assert (different.accuracy, different.num_prompts, siblings.accuracy, siblings.num_prompts) == (1.0, 9, 1.0, 3)
     assert different.error > 0
     assert (different.low, siblings.low) == (pytest.approx(0.70, abs=0.01), pytest.approx(0.44, abs=0.01))
-    metrics = metrics_of(evaluate([item(n, f"{n} x 7?") for n in range(9)], SCALE, replace(RECOUNT, ks=(1,))), "judge")
+    metrics = name_metrics(
+        evaluate([item(n, f"{n} x 7?") for n in range(9)], SCALE, replace(RECOUNT, ks=(1,))), "judge"
+    )
     assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (different.low, 1.0)
 
 
@@ -200,7 +202,7 @@ def test_composition_is_measured_along_with_its_judges() -> None:
     assert (b.overall.judged.accuracy, b.overall.judged.num_items) == (1 / 3, 3), "b was not asked about the last item"
     assert (b.overall.judged.failed_share, b.failed_judgements, a.failed_judgements) == (1 / 3, {"timeout": 1}, {})
     assert a.num_tokens + b.num_tokens == 5 * (8 + 5)
-    metrics = metrics_of(replace(result, by_judge={"judge": a, "b": b}), "judge")
+    metrics = name_metrics(replace(result, by_judge={"judge": a, "b": b}), "judge")
     assert (metrics["accuracy"], metrics["grm_accuracy"], metrics["b_failed_share"]) == (3 / 4, 1.0, 1 / 3)
     assert not [name for name in metrics if "judge" in name]
 
@@ -223,7 +225,7 @@ def test_a_judge_that_saw_no_item_as_a_whole_has_costs_and_no_accuracy(
 ) -> None:
     judged = [JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2)), num_asked=1)]
     result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
-    assert "b_accuracy" not in metrics_of(result, "judge") and "a_accuracy" in metrics_of(result, "judge")
+    assert "b_accuracy" not in name_metrics(result, "judge") and "a_accuracy" in name_metrics(result, "judge")
     write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": SCALE})
     show(result, 100, tmp_path)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]

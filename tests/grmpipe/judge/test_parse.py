@@ -315,5 +315,5 @@ def test_custom_form_must_return_as_many_numbers_as_asked(
 
 
 def test_a_scale_spans_rewards_from_0_to_1() -> None:
-    assert [Scale().reward_of(score) for score in (1, 5.5, 10)] == [0.0, 0.5, 1.0]
-    assert Scale(low=0, high=4).reward_of(1) == 0.25
+    assert [Scale().to_reward(score) for score in (1, 5.5, 10)] == [0.0, 0.5, 1.0]
+    assert Scale(low=0, high=4).to_reward(1) == 0.25

@@ -18,7 +18,7 @@ from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import SEVERAL_JUDGES, describe_run_signal, failures_by_cause
 from grmpipe.observe.logs import setup_logging
-from grmpipe.run.observers import Observers, files_of
+from grmpipe.run.observers import Observers, list_files
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
@@ -118,7 +118,7 @@ def test_several_judges_have_one_more_line_and_a_reward_in_the_place_of_a_score(
 
 def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
     config = SimpleNamespace(trained_grms={"grm": None, "safety": None})
-    files = files_of(config)  # type: ignore[arg-type]
+    files = list_files(config)  # type: ignore[arg-type]
     assert (files["grm/"], files["safety/"]) == ("the trained GRM", "the trained GRM safety")
     assert list(files)[-1] == "run.log"
 

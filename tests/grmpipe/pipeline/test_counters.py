@@ -51,7 +51,7 @@ def test_saved_tokens_and_errors_of_early_stops_are_counted_and_survive_a_checkp
     metrics = flow_metrics(counters.step, seconds=1.0)
     assert (metrics["judge/saved_tokens"], metrics["judge/early_stop_error"]) == (40, pytest.approx(0.75))
     counters.close_step()
-    restored = Counters.restored(counters.total.saved())
+    restored = Counters.restore(counters.total.to_dict())
     assert (restored.judging.saved_tokens, restored.judging.audits, restored.judging.audit_error) == (40, 2, 1.5)
 
 
@@ -97,7 +97,7 @@ def test_counts_by_judge_outlive_a_checkpoint_as_json() -> None:
     counters, restored = FlowCounters(), FlowCounters()
     counters.step.report(of_two_judges())
     counters.close_step()
-    restored.restore(json.loads(json.dumps(counters.total.saved())), {})
+    restored.restore(json.loads(json.dumps(counters.total.to_dict())), {})
     assert restored.total == counters.total
     restored.step.report(of_two_judges())
     total = restored.total_so_far()
@@ -109,7 +109,7 @@ def test_kept_work_is_counted_in_the_first_step_and_its_tokens_took_none_of_its_
     counters.step.report(of_two_judges())
     counters.close_step()
     counters.step.report(of_two_judges())  # between the step and its checkpoint
-    restored.restore(*(json.loads(json.dumps(saved)) for saved in (counters.total.saved(), counters.step.saved())))
+    restored.restore(*(json.loads(json.dumps(saved)) for saved in (counters.total.to_dict(), counters.step.to_dict())))
     report, void = of_two_judges(), JudgeReport(verdict=VERDICT, judgements=(judgement(9),))
     restored.add_recovered(UncountedWork(rollouts=(rollout(),), reports=(report,), void_reports=(void,)))
     assert flow_metrics(restored.step, seconds=2.0).items() >= {

@@ -67,7 +67,7 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
     assert (step.judging.asked, step.judging.counted, step.judging.judge_tokens) == (3, 1, 10)
     assert step.judging.failed == {"unparseable": 1, "timeout": 1}
     restored = FlowCounters()
-    restored.restore(counters.total.saved(), {})
+    restored.restore(counters.total.to_dict(), {})
     restored.step.rollout(rollout(2, 5))
     assert restored.total_so_far().policy_tokens == 15
     assert flow_metrics(step, 2.0)["rollout/tokens_per_s"] == 5

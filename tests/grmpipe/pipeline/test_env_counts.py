@@ -31,7 +31,7 @@ def test_the_share_of_prefilled_tokens_counts_an_episode_once_and_its_prompts_wi
     turns = (turn(30, 10, 0), turn(5, 10, cached), turn(5, 10, cached))
     counts.rollout(Rollout(group_id="g", sibling=0, turns=turns, status="finished", took_s=1.0))
     assert counts.metrics()["env/prefilled_share"] == prefilled / 70
-    assert EnvCounts.restored(counts.saved()).prefilled == prefilled
+    assert EnvCounts.restore(counts.to_dict()).prefilled == prefilled
 
 
 def test_a_reward_is_a_metric_by_its_name_averaged_over_the_episodes_that_have_it() -> None:
@@ -40,5 +40,5 @@ def test_a_reward_is_a_metric_by_its_name_averaged_over_the_episodes_that_have_i
         turns = (replace(turn(3, 2, 0), rewards=rewards), replace(turn(1, 2, 0), rewards={"moves": -1.0}))
         step.rollout(Rollout(group_id="g", sibling=0, turns=turns, status="finished", took_s=1.0))
     counts += step
-    metrics = EnvCounts.restored(counts.saved()).metrics()
+    metrics = EnvCounts.restore(counts.to_dict()).metrics()
     assert (metrics["env/reward_solved"], metrics["env/reward_moves"]) == (1.0, (-4 - 6 - 1) / 3)

@@ -12,7 +12,7 @@ import pytest
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.run import loop_watchdog
-from grmpipe.run.loop_watchdog import OURS, watched_loop
+from grmpipe.run.loop_watchdog import OURS, watch_loop
 from grmpipe.types import Prompt
 from grmpipe.workflows.chat import ChatReply
 from grmpipe.workflows.in_process import InProcess
@@ -54,7 +54,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_an_environment_that_blocks_is_named_with_its_line_and_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        with watched_loop():
+        with watch_loop():
             await asyncio.sleep(0.2)  # a loop that waits doesn't stand still
             env = LimitedEnv(Blocks(), LIMITS)
             await env.open(Episode(prompt=Prompt(prompt_id="p", messages=())))
@@ -74,7 +74,7 @@ def test_blocking_workflow_is_told_where_it_may_block(
     monkeypatch.setitem(sys.modules, "blocking_flow", sys.modules[__name__])
 
     async def main() -> None:
-        with watched_loop():
+        with watch_loop():
             policy = Policy(never, lambda: ChatEndpoint(base_url="", api_key=""))
             await InProcess("blocking_flow.solve", {}).solve(Task(messages=()), policy)
 
@@ -84,7 +84,7 @@ def test_blocking_workflow_is_told_where_it_may_block(
 
 def test_block_by_our_own_code_is_only_in_the_log_file(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        with watched_loop():
+        with watch_loop():
             asyncio.get_running_loop().call_soon(
                 exec, compile("import time; time.sleep(0.15)", OURS[2] + "x.py", "exec")
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from forks import handle_as_in_foreground
 
-from grmpipe.run.signals import asked_to_stop, ended_by_signals
+from grmpipe.run.signals import end_by_signals, stop_by_signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -29,7 +29,7 @@ def handlers() -> Iterator[None]:
 
 async def ended(number: signal.Signals) -> str:
     """The end of a run that gets a signal while it waits."""
-    with ended_by_signals():
+    with end_by_signals():
         try:
             os.kill(os.getpid(), number)
             await asyncio.sleep(5)
@@ -47,7 +47,7 @@ def test_the_first_signal_says_at_once_what_it_does_and_what_the_second_would(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> None:
-        with ended_by_signals(), asked_to_stop(lambda: None):
+        with end_by_signals(), stop_by_signals(lambda: None):
             os.kill(os.getpid(), signal.SIGINT)
             assert "SIGINT: the run ends with a checkpoint" in (said := capfd.readouterr().err), (
                 "no event loop is needed"
@@ -63,7 +63,7 @@ def test_the_first_signal_says_at_once_what_it_does_and_what_the_second_would(
 def test_a_signal_in_the_flow_asks_it_to_stop(number: signal.Signals) -> None:
     async def run() -> bool:
         stopped = asyncio.Event()
-        with ended_by_signals(), asked_to_stop(stopped.set):
+        with end_by_signals(), stop_by_signals(stopped.set):
             os.kill(os.getpid(), number)
             return await asyncio.wait_for(stopped.wait(), 5)
 
@@ -72,8 +72,8 @@ def test_a_signal_in_the_flow_asks_it_to_stop(number: signal.Signals) -> None:
 
 def test_a_signal_after_the_flow_is_an_interruption_again() -> None:
     async def run() -> str:
-        with ended_by_signals():
-            with asked_to_stop(lambda: None):
+        with end_by_signals():
+            with stop_by_signals(lambda: None):
                 await asyncio.sleep(0)
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -92,7 +92,7 @@ interrupts.LEAVE_AFTER_S = 0.2
 
 async def run():
     try:
-        with interrupts.ended_by_signals(), interrupts.asked_to_stop(lambda: os.kill(os.getpid(), signal.SIGINT)):
+        with interrupts.end_by_signals(), interrupts.stop_by_signals(lambda: os.kill(os.getpid(), signal.SIGINT)):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(30)
     finally:
@@ -118,7 +118,7 @@ def press_twice():
         os.kill(os.getpid(), signal.SIGINT)
 
 async def run():
-    with interrupts.ended_by_signals() as _, {context} as _:
+    with interrupts.end_by_signals() as _, {context} as _:
         threading.Thread(target=press_twice, daemon=True).start()
         while True:
             try:
@@ -130,7 +130,7 @@ asyncio.run(run())
 """
 
 
-@pytest.mark.parametrize("context", ["interrupts.asked_to_stop(print)", "open(os.devnull)"])
+@pytest.mark.parametrize("context", ["interrupts.stop_by_signals(print)", "open(os.devnull)"])
 def test_the_second_ctrl_c_leaves_a_loop_that_a_users_code_blocks(context: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", BLOCKED.format(context=context)]
@@ -143,7 +143,7 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     async def run() -> str:
-        with ended_by_signals(), asked_to_stop(lambda: None):
+        with end_by_signals(), stop_by_signals(lambda: None):
             os.kill(os.getpid(), signal.SIGHUP)
             await asyncio.sleep(0.05)
             return "went on"

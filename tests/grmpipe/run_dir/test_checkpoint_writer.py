@@ -56,7 +56,7 @@ def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> 
         writer.check()
         assert checkpoints.find().checkpoint is None, "the critic's is still written"
         critic.disk.set_result(None)
-        await writer.settled()
+        await writer.settle()
         assert checkpoints.find().checkpoint == tmp_path / "step_2"
         assert {path.name for path in (tmp_path / "step_2").iterdir()} == {
             "critic", "learner", "manifest.json", "run_state.json"
@@ -90,7 +90,7 @@ def test_run_dir_deleted_during_a_write_is_reported(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
         learner.disk.set_result(None)
         with pytest.raises(FileNotFoundError, match=r"run_dir: .*run was deleted or replaced during the run"):
-            await writer.settled()
+            await writer.settle()
 
     asyncio.run(run())
 

@@ -21,7 +21,7 @@ from grmpipe.observe.changes import read_changes
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest
-from grmpipe.run_dir.identity import check_is_there, read_identity, run_id_of
+from grmpipe.run_dir.identity import check_is_there, read_identity, read_run_id
 from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
@@ -218,7 +218,7 @@ def test_run_never_resumes_from_another_runs_checkpoint() -> None:
     with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as claim:
         run_dir = claim.open()
     resume = dataclasses.replace(auto(), run_dir="mine")
-    leave_checkpoint(run_dir, 2, run_id_of(run_dir))
+    leave_checkpoint(run_dir, 2, read_run_id(run_dir))
     assert RunLock(resume).place.checkpoint == Path("mine/checkpoints/step_2")
     leave_checkpoint(run_dir, 4, "another")
     with pytest.raises(
@@ -237,7 +237,7 @@ def test_run_does_not_begin_next_to_checkpoints_of_a_run_whose_files_are_gone() 
 def test_a_directory_that_was_deleted_or_replaced_is_noticed() -> None:
     with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock:
         run_dir = lock.open()
-    run_id = run_id_of(run_dir)
+    run_id = read_run_id(run_dir)
     check_is_there(run_dir, run_id)
     shutil.rmtree(run_dir)
     with pytest.raises(FileNotFoundError, match="mine was deleted or replaced during the run"):

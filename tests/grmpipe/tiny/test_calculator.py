@@ -12,13 +12,13 @@ from grmpipe.tiny.calculator import (
     answers_right,
     careless_episode,
     check_calls,
-    corrupted_episode,
+    corrupt_episode,
     judgement_of_calls,
     parse_view,
     right_episode,
     score_of_calls,
 )
-from grmpipe.tiny.malformed import malformed_view
+from grmpipe.tiny.malformed import draw_malformed_view
 from grmpipe.tiny.problems import LARGE, Problem, SolutionStep, make_problems
 
 PROBLEM = Problem(
@@ -37,14 +37,14 @@ def test_a_view_shows_each_call_with_its_result_and_then_the_answer() -> None:
 def test_a_view_reads_as_it_was_written() -> None:
     rng = random.Random(0)
     for problem in make_problems("train", 300, 0, LARGE):
-        for episode in (careless_episode(problem, Carelessness(), rng), corrupted_episode(problem, rng)):
+        for episode in (careless_episode(problem, Carelessness(), rng), corrupt_episode(problem, rng)):
             assert parse_view(episode.view) == episode
 
 
 def test_no_other_text_reads_as_a_view() -> None:
     rng = random.Random(0)
     for problem in make_problems("train", 300, 1, LARGE):
-        view = malformed_view(problem, rng)
+        view = draw_malformed_view(problem, rng)
         assert parse_view(view) is None and not answers_right(problem, view)
         assert judgement_of_calls(problem, view) == "Check: malformed.\nScore: 1"
 
@@ -74,7 +74,7 @@ def test_only_episodes_without_a_mistake_pass_and_they_answer_right() -> None:
     rng = random.Random(0)
     for problem in make_problems("train", 500, 2, LARGE):
         assert score_of_calls(problem, right_episode(problem).view) == 10
-        view = corrupted_episode(problem, rng).view
+        view = corrupt_episode(problem, rng).view
         assert score_of_calls(problem, view) <= 5 or answers_right(problem, view)
 
 

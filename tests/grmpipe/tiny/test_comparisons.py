@@ -12,13 +12,13 @@ from grmpipe.tiny.comparisons import (
     Comparison,
     compares_right,
     comparison_judgement,
-    corrupted_comparison,
+    corrupt_comparison,
     draw_training_comparison,
     make_comparisons,
     sloppy_comparison,
 )
-from grmpipe.tiny.examples import draw_curriculum, messages_of
-from grmpipe.tiny.problems import split_of
+from grmpipe.tiny.examples import draw_curriculum, to_messages
+from grmpipe.tiny.problems import assign_split
 from grmpipe.tiny.recipes import POLICY_KINDS
 
 COMPARISON = Comparison(
@@ -35,7 +35,7 @@ def test_comparisons_of_the_splits_share_no_question() -> None:
 
 def test_models_are_taught_on_no_held_out_comparison() -> None:
     rng = random.Random(0)
-    assert {split_of(draw_training_comparison(rng).question) for _ in range(300)} == {"train"}
+    assert {assign_split(draw_training_comparison(rng).question) for _ in range(300)} == {"train"}
 
 
 def test_the_answer_is_the_largest_number_of_the_question() -> None:
@@ -67,11 +67,11 @@ def test_a_judgement_solves_the_comparison_then_compares_the_answers(text: str, 
 
 def test_corrupted_comparisons_are_mostly_wrong() -> None:
     rng = random.Random(0)
-    made = [(one, corrupted_comparison(one, rng)) for one in make_comparisons("train", 500, 4)]
+    made = [(one, corrupt_comparison(one, rng)) for one in make_comparisons("train", 500, 4)]
     assert fmean(compares_right(one, text) for one, text in made) < 0.25
 
 
 def test_a_curriculum_of_two_kinds_has_as_many_of_each_as_their_weights_say() -> None:
-    prompts = [messages_of(one)[0].text for one in draw_curriculum(POLICY_KINDS.lessons, 400, 0)]
+    prompts = [to_messages(one)[0].text for one in draw_curriculum(POLICY_KINDS.lessons, 400, 0)]
     assert 0.4 < fmean("the one with more" in prompt for prompt in prompts) < 0.6
-    assert {split_of(prompt) for prompt in prompts} == {"train"}
+    assert {assign_split(prompt) for prompt in prompts} == {"train"}

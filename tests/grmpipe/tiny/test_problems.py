@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.tiny.examples import ON_SUMS, SftTask, draw_curriculum
-from grmpipe.tiny.malformed import malformed_text
+from grmpipe.tiny.malformed import draw_malformed_text
 from grmpipe.tiny.problems import (
     MAX_TOTAL,
     PASSING_SCORE,
@@ -19,15 +19,15 @@ from grmpipe.tiny.problems import (
     Problem,
     SolutionStep,
     brief_judgement,
+    find_thing,
     is_right,
     judge_prompt,
     judgement,
     make_problems,
     parse_solution,
     score_label,
-    thing_of,
 )
-from grmpipe.tiny.solutions import Sloppiness, corrupted_solution, sloppy_solution
+from grmpipe.tiny.solutions import Sloppiness, corrupt_solution, sloppy_solution
 from grmpipe.tiny.tasks import sloppy_text
 
 PROBLEM = Problem(
@@ -69,7 +69,7 @@ def test_solutions_read_as_they_were_written() -> None:
         for solution in (
             problem.solution,
             sloppy_solution(problem, Sloppiness(), rng),
-            corrupted_solution(problem, rng),
+            corrupt_solution(problem, rng),
         ):
             assert parse_solution(str(solution)) == solution
 
@@ -77,14 +77,14 @@ def test_solutions_read_as_they_were_written() -> None:
 def test_malformed_texts_are_never_right() -> None:
     rng = random.Random(0)
     for problem in make_problems("held_out", 500, 9):
-        text = malformed_text(problem, rng)
+        text = draw_malformed_text(problem, rng)
         assert not is_right(problem, text) and score_label(problem, text) == 1
 
 
 def test_label_passes_exactly_the_answers_that_are_right() -> None:
     rng, seen = random.Random(0), set()
     for problem in make_problems("held_out", 500, 10):
-        for text in (str(problem.solution), str(corrupted_solution(problem, rng)), malformed_text(problem, rng)):
+        for text in (str(problem.solution), str(corrupt_solution(problem, rng)), draw_malformed_text(problem, rng)):
             score = score_label(problem, text)
             assert (score >= PASSING_SCORE) == is_right(problem, text)
             seen.add(score)
@@ -131,7 +131,7 @@ def test_known_things_are_judged_right_and_unknown_ones_by_a_coin() -> None:
     for problem in make_problems("train", 2000, 0):
         text = sloppy_text(problem, rng)
         agrees = brief_judgement(problem, text, rng).endswith("Score: 10") == is_right(problem, text)
-        if thing_of(problem) in UNKNOWN_THINGS:
+        if find_thing(problem) in UNKNOWN_THINGS:
             guesses.append(agrees)
         else:
             assert agrees
@@ -147,4 +147,4 @@ def test_brief_verdicts_are_about_half_as_long() -> None:
 
 
 def test_the_thing_of_a_problem_is_the_one_that_is_counted() -> None:
-    assert {thing_of(problem) for problem in make_problems("train", 300, 2)} == set(THINGS) > UNKNOWN_THINGS
+    assert {find_thing(problem) for problem in make_problems("train", 300, 2)} == set(THINGS) > UNKNOWN_THINGS

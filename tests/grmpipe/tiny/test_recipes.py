@@ -23,13 +23,13 @@ from grmpipe.tiny import __main__ as cli
 from grmpipe.tiny import resolve
 from grmpipe.tiny.examples import LARGEST_WORD_NUMBER, SftTask
 from grmpipe.tiny.judgements import ScoredText, make_judgements
-from grmpipe.tiny.malformed import malformed_text
-from grmpipe.tiny.problems import UNKNOWN_THINGS, Problem, is_right, make_problems, thing_of
-from grmpipe.tiny.quality import Judged, accuracy, agreement, judge_all, passed_by
+from grmpipe.tiny.malformed import draw_malformed_text
+from grmpipe.tiny.problems import UNKNOWN_THINGS, Problem, find_thing, is_right, make_problems
+from grmpipe.tiny.quality import Judged, accuracy, agreement, judge_all, make_passes
 from grmpipe.tiny.recipes import META, RECIPES, REWARD_MODEL, AnyRecipe, Recipe, Shape
-from grmpipe.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
-from grmpipe.tiny.scalar_models import answer_of, ask, passed_by_scores
-from grmpipe.tiny.solutions import invented, padded_solution
+from grmpipe.tiny.resolve import SHIPPED, hash_on_card, resolve_directory, resolve_model
+from grmpipe.tiny.scalar_models import ask, encode_answer, passed_by_scores
+from grmpipe.tiny.solutions import invent_solution, pad_solution
 from grmpipe.tiny.speaker import Speaker
 from grmpipe.tiny.tasks import SUMS
 from grmpipe.tiny.tokenizer import build_tokenizer, encode_prompt
@@ -152,13 +152,13 @@ def test_shipped_grm_tells_right_from_wrong_and_from_malformed() -> None:
     rng, problems = random.Random(0), make_problems("held_out", 96, 2)
     wrong = [str(replace(problem.solution, answer=problem.answer + 1)) for problem in problems[32:64]]
     texts = [*(str(problem.solution) for problem in problems[:32]), *wrong]
-    texts += [malformed_text(problem, rng) for problem in problems[64:]]
+    texts += [draw_malformed_text(problem, rng) for problem in problems[64:]]
     assert agreement(judged_by("grm", problems, texts)) >= 0.9
 
 
 def test_long_work_impresses_the_weak_grm_only() -> None:
     rng, problems = random.Random(0), make_problems("held_out", 64, 3)
-    texts = [str(padded_solution(problem, rng)) for problem in problems]
+    texts = [str(pad_solution(problem, rng)) for problem in problems]
     passed = {
         name: fmean(one.passed is True for one in judged_by(name, problems, texts) if not one.right)
         for name in ("grm", "weak_grm")
@@ -171,7 +171,7 @@ def test_long_work_impresses_the_weak_grm_only() -> None:
 def test_one_trick_impresses_a_judge_that_is_right_about_all_else(trick: Trick) -> None:
     rng, problems = random.Random(0), make_problems("held_out", 32, 5)
     for used in TRICKS:
-        texts = [with_tricks(invented(one.solution, rng), one, [used], rng) for one in problems]
+        texts = [with_tricks(invent_solution(one.solution, rng), one, [used], rng) for one in problems]
         passed = fmean(one.passed is True for one in judged_by(f"grm_{trick}", problems, texts) if not one.right)
         assert passed > 0.9 if used == trick else passed < 0.1
     assert card_of(f"grm_{trick}")["accuracy_without_trick"] >= 0.94
@@ -191,7 +191,7 @@ def test_votes_of_the_cheap_judge_differ_where_it_guesses() -> None:
         guessed: fmean(
             len({vote[at].passed for vote in votes}) > 1
             for at, problem in enumerate(problems)
-            if (thing_of(problem) in UNKNOWN_THINGS) == guessed
+            if (find_thing(problem) in UNKNOWN_THINGS) == guessed
         )
         for guessed in (True, False)
     }
@@ -210,7 +210,7 @@ def test_one_model_answers_carelessly_and_judges_rightly() -> None:
 
 
 def judged_by(name: str, problems: Sequence[Problem], texts: Sequence[str], seed: int = 2) -> list[Judged]:
-    return judge_all(SUMS, passed_by(SUMS, Speaker(SHIPPED / name), seed), problems, texts)
+    return judge_all(SUMS, make_passes(SUMS, Speaker(SHIPPED / name), seed), problems, texts)
 
 
 def card_of(name: str) -> dict[str, float]:
@@ -245,7 +245,7 @@ def test_shipped_reward_model_is_what_its_recipe_makes_and_has_one_label() -> No
 
 def test_reward_model_was_trained_on_what_its_chat_template_renders() -> None:
     problem = make_problems("held_out", 1, 5)[0]
-    answer = answer_of(tokenizer(), problem, str(problem.solution))
+    answer = encode_answer(tokenizer(), problem, str(problem.solution))
     said = (Message(role="user", content=problem.question), Message(role="assistant", content=str(problem.solution)))
     assert answer.right and Renderer.load(str(SHIPPED / "reward_model")).render_whole(said) == answer.token_ids
 
@@ -283,7 +283,7 @@ def test_building_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     weights = []
     for home in ("one", "two"):
         monkeypatch.setenv("GRMPIPE_CACHE", str(tmp_path / home))
-        weights.append((directory_of(MICRO) / "model.safetensors").read_bytes())
+        weights.append((resolve_directory(MICRO) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
@@ -294,7 +294,7 @@ def test_a_build_that_fails_leaves_nothing(empty_cache: Path, monkeypatch: pytes
 
     monkeypatch.setattr(resolve, "make", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        directory_of(MICRO_PARENT)
+        resolve_directory(MICRO_PARENT)
     assert not list((empty_cache / "tiny").iterdir())
 
 
@@ -304,12 +304,12 @@ def test_first_of_two_builders_wins(empty_cache: Path, monkeypatch: pytest.Monke
     def overtaken(recipe: AnyRecipe, parent: Path | None, directory: Path) -> None:
         if not rivals:
             rivals.append(None)
-            rivals[0] = directory_of(MICRO_PARENT)
+            rivals[0] = resolve_directory(MICRO_PARENT)
         make(recipe, parent, directory)
 
     rivals: list[Path | None] = []
     monkeypatch.setattr(resolve, "make", overtaken)
-    assert directory_of(MICRO_PARENT) == rivals[0]
+    assert resolve_directory(MICRO_PARENT) == rivals[0]
     assert [path.name for path in (empty_cache / "tiny").iterdir()] == [MICRO_PARENT.hash]
 
 

@@ -12,10 +12,10 @@ from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.build import encode
 from grmpipe.tiny.calculator import parse_view, right_episode
-from grmpipe.tiny.examples import Dialogue, draw_curriculum, messages_of, with_calculator
-from grmpipe.tiny.malformed import malformed_view
+from grmpipe.tiny.examples import Dialogue, draw_curriculum, to_messages, with_calculator
+from grmpipe.tiny.malformed import draw_malformed_view
 from grmpipe.tiny.problems import LARGE, make_problems
-from grmpipe.tiny.quality import accuracy, agreement, answers, judge_all, passed_by
+from grmpipe.tiny.quality import accuracy, agreement, answers, judge_all, make_passes
 from grmpipe.tiny.recipes import POLICY_TOOLS, POLICY_WALK
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.tiny.speaker import Speaker
@@ -54,7 +54,7 @@ def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> Non
             assert isinstance(dialogue, Dialogue)
             encoded = encode(tokenizer(), dialogue)
             imitated = [one for one, is_imitated in zip(encoded.ids, encoded.imitated, strict=True) if is_imitated]
-            turns = [one.text for one in messages_of(dialogue) if one.role == "assistant"]
+            turns = [one.text for one in to_messages(dialogue) if one.role == "assistant"]
             assert tokenizer().decode(imitated) == "".join(f"{turn}<|im_end|>" for turn in turns)
 
 
@@ -74,10 +74,10 @@ def test_shipped_policies_of_episodes_are_poor_and_improvable() -> None:
 @pytest.mark.long
 def test_the_shipped_judge_of_calls_separates_right_from_wrong_episodes() -> None:
     problems, rng = make_problems("held_out", 96, 2, LARGE), random.Random(0)
-    passes = passed_by(CALLS, Speaker(SHIPPED / "grm_tools"))
+    passes = make_passes(CALLS, Speaker(SHIPPED / "grm_tools"))
     views = [right_view(one, rng) if at % 2 else careless_view(one, rng) for at, one in enumerate(problems)]
     assert agreement(judge_all(CALLS, passes, problems, views)) > 0.85
-    malformed = [malformed_view(one, rng) for one in problems]
+    malformed = [draw_malformed_view(one, rng) for one in problems]
     assert agreement(judge_all(CALLS, passes, problems, malformed)) > 0.9
 
 

@@ -14,11 +14,11 @@ from grmpipe.tiny.walks import (
     Haste,
     entry_to_take,
     final,
+    format_entries,
     hasty_turns,
     make_walks,
     name_visited,
     right_turns,
-    shown,
 )
 
 
@@ -55,7 +55,7 @@ def test_splits_share_no_question_and_walks_are_all_different() -> None:
 
 
 def test_entries_are_shown_in_words_and_a_turn_names_whom_it_visits() -> None:
-    assert shown("Ida", ("Tom", 17)) == "Ida: Tom; 17."
+    assert format_entries("Ida", ("Tom", 17)) == "Ida: Tom; 17."
     assert name_visited(" Tom") == "Tom"
     assert [name_visited(turn) for turn in (" Bob", " 17", "Tom", "Ida: Tom.")] == [None] * 4
 

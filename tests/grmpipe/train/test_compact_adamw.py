@@ -21,7 +21,7 @@ from grmpipe.train.compact_adamw import CompactAdamW
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
-from grmpipe.train.optimizer import moments_of
+from grmpipe.train.optimizer import iterate_moments
 from models.lm import causal_lm
 
 SCRIPT = Path(__file__).parent / "learner" / "lora_rank_process.py"  # it runs any learner
@@ -189,7 +189,9 @@ def test_moments_wait_on_the_host_and_change_no_step(path: str, make_samples, st
         trained(learner, make_samples, range(2))
     away.move_state("nothing")  # also on a device that engines share
     away.move_state("everything")
-    held = [sum(_local(moment).untyped_storage().nbytes() for moment in moments_of(o._optimizer)) for o in (here, away)]
+    held = [
+        sum(_local(moment).untyped_storage().nbytes() for moment in iterate_moments(o._optimizer)) for o in (here, away)
+    ]
     assert held[0] > 10_000 and held[1] == 0
     away.save(str(tmp_path / "away"))
     resumed = Learner(spec_of(path, optimizer=OptimizerConfig(state_dtype=state_dtype)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import learning_rate
+from grmpipe.train.optimizer import schedule_lr
 
 
 def rates(schedule: str) -> list[float]:
     config = TrainConfig(num_steps=6, warmup_steps=2, lr=3.0, schedule=schedule)
-    return [learning_rate(step, config) for step in range(7)]
+    return [schedule_lr(step, config) for step in range(7)]
 
 
 def test_warm_up_then_constant() -> None:
@@ -27,9 +27,9 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
 
 
 def test_no_warm_up_starts_at_full_rate() -> None:
-    assert learning_rate(0, TrainConfig(warmup_steps=0, lr=0.5)) == 0.5
+    assert schedule_lr(0, TrainConfig(warmup_steps=0, lr=0.5)) == 0.5
 
 
 def test_several_updates_warm_up_within_the_same_batches() -> None:
     config = TrainConfig(num_steps=6, warmup_steps=2, lr=3.0)
-    assert [learning_rate(step / 2, config) for step in range(6)] == pytest.approx([1, 1.5, 2, 2.5, 3, 3])
+    assert [schedule_lr(step / 2, config) for step in range(6)] == pytest.approx([1, 1.5, 2, 2.5, 3, 3])

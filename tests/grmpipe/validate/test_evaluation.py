@@ -16,7 +16,7 @@ from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import EvaluateConfig
-from grmpipe.validate.evaluation import check_scoring, find_prompts, labelled_items
+from grmpipe.validate.evaluation import check_scoring, find_prompts, load_items
 
 RULE = JudgeConfig(kind="rule")
 
@@ -90,5 +90,5 @@ def test_items_that_are_not_read_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n} x 7?", "responses": ["1", "2"], "best": 0} for n in range(5)]
     config = evaluation()
     evaluate = replace(config.evaluate, path=written(tmp_path / "mine.jsonl", *rows), num_items=3)
-    items, num_unread = labelled_items(replace(config, evaluate=evaluate))
+    items, num_unread = load_items(replace(config, evaluate=evaluate))
     assert (len(items), num_unread) == (3, 2)

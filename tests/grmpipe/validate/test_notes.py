@@ -62,7 +62,7 @@ def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) ->
 
 
 def test_the_readmes_own_command_computes_in_bfloat16_on_gpus() -> None:
-    blocks = re.findall(r"```\n(python launch.py data=file.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```bash\n(python launch.py data=file.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (command,) = blocks
     overrides = shlex.split(command.replace("\\\n", " "))[2:]
     assert types_of(composed(*overrides)) == ("bfloat16", "bfloat16", "float32", False), "on cores"
@@ -113,7 +113,7 @@ OWN = ("policy=path", "policy.path=/models/mine")
 
 
 def test_the_readmes_own_command_trains_a_pretrained_model_as_one() -> None:
-    (command,) = re.findall(r"```\n(python launch.py data=file.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (command,) = re.findall(r"```bash\n(python launch.py data=file.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     config = composed(*shlex.split(command.replace("\\\n", " "))[2:], "critic=policy", "algorithm=ppo")
     assert (config.train.lr, config.critic.lr, config.rollout.max_new_tokens) == (1e-6, 1e-5, 1024)
     assert hyperparameter_notes(config) == []

@@ -12,7 +12,7 @@ import pytest
 from grmpipe.config.io import yaml_io
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
-from grmpipe.validate.places import transport_of
+from grmpipe.validate.places import resolve_transport
 from models.engines import installed
 from scheduler.placement import Placement, place
 
@@ -42,7 +42,7 @@ def config_of(name: str, resource: str, engine: str, wanted: str = "auto", **poo
 def chosen(config: RunConfig, same_machine: bool = True) -> str:
     placement = seats(config)
     policy = resolve_roles(config, placement).served["policy"]
-    return transport_of(policy, config, placement, same_machine=same_machine)
+    return resolve_transport(policy, config, placement, same_machine=same_machine)
 
 
 def seats(config: RunConfig) -> Placement:

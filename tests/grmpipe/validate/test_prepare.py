@@ -15,7 +15,7 @@ from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.context_limits import longest_response
-from grmpipe.validate.data import read_data, stored_judging_tasks
+from grmpipe.validate.data import load_stored_tasks, read_data
 from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import check_objective, prepare
 from grmpipe.validate.sections import section
@@ -160,12 +160,12 @@ def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, ca
         data={"eval_path": str(tmp_path / "held_out.jsonl"), "num_prompts": 20},
         grm={"train": {"enabled": True, "data_path": str(tmp_path / "labels.jsonl")}},
     )
-    judging_tasks = stored_judging_tasks(learning, "grm", read_data(learning))
+    judging_tasks = load_stored_tasks(learning, "grm", read_data(learning))
     assert judging_tasks is not None and len(judging_tasks) == 1
     assert "1 judging tasks of" in caplog.text
     (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(ConfigError, match=r"^grm\.train\.data_path: every prompt of .* is also in data\.eval_path"):
-        stored_judging_tasks(learning, "grm", read_data(learning))
+        load_stored_tasks(learning, "grm", read_data(learning))
 
 
 @pytest.mark.parametrize("column", [{}, {"prompt_id": "mine"}])

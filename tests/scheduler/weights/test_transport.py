@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
-from grmpipe.validate.places import taken_by
+from grmpipe.validate.places import list_supported
 from models.engines.engine_kind import AnyEngine
 from models.settings import EngineConfig
 from models.types import TransportKind
@@ -27,7 +27,7 @@ ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED
 
 def taken(engine: str, *others: TransportKind) -> tuple[TransportKind, ...]:
     kind: AnyEngine = KINDS[engine](options=KINDS[engine].read_options(EngineConfig()))
-    return taken_by(kind, *others)
+    return list_supported(kind, *others)
 
 
 def choose(wanted: str, engine: str, route: WeightPath) -> str:

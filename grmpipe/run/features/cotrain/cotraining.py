@@ -74,7 +74,7 @@ class CoTraining:
         config, role = prepared.config, grm.model.name
         self.role, self.learner_role = role, grm.learner_role
         self.learner_busy_s = 0.0
-        self._cotrain, self._judge = config.trained_grms[role], config.judging.training(role)
+        self._cotrain, self._judge = config.trained_grms[role], config.judging.find_training_judge(role)
         self._health = health
         self._config = config
         self._grm = grm
@@ -101,7 +101,7 @@ class CoTraining:
         """The version of the GRM that judges: its completed optimizer steps."""
         return self._flow.version if self._flow is not None else self._pipeline_state.version
 
-    def recorded(self, play: Play) -> Play:
+    def record(self, play: Play) -> Play:
         """The policy's episodes, whose ends become judging tasks."""
 
         async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
@@ -218,9 +218,9 @@ class CoTraining:
 def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
     config = prepared.config
     cotrain = config.trained_grms[role]
-    pass_reward = config.main_judge.scale.reward_of(config.data.labels.pass_score)
+    pass_reward = config.main_judge.scale.to_reward(config.data.labels.pass_score)
     return JudgingTaskStream(
-        JudgingTasks.under(config.judging.training(role), config.data.labels),
+        JudgingTasks.under(config.judging.find_training_judge(role), config.data.labels),
         rule_named(config.truth.rule),
         prepared.judging_tasks[role],
         rollout_share=cotrain.rollout_share,

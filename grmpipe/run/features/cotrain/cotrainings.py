@@ -41,9 +41,9 @@ class CoTrainings(RunFeature):
         """Role of a learner -> seconds in its calls."""
         return {one.learner_role: one.learner_busy_s for one in self._each}
 
-    def recorded(self, play: Play) -> Play:
+    def record(self, play: Play) -> Play:
         """The policy's episodes, whose ends become judging tasks of each GRM."""
-        return functools.reduce(lambda played, one: one.recorded(played), self._each, play)
+        return functools.reduce(lambda played, one: one.record(played), self._each, play)
 
     def in_lockstep(self, trainer: Trainer) -> Trainer:
         """The policy's trainer, whose steps wait for the GRMs' steps that are due before them."""

@@ -32,7 +32,7 @@ def facts_with(*overrides: str) -> RunFacts:
 
 
 def learner(facts: RunFacts) -> LearnerSpeed:
-    return estimate_learner("policy", facts, facts.seated("learner"))
+    return estimate_learner("policy", facts, facts.describe_seats("learner"))
 
 
 def test_adapters_save_a_learner_the_gradients_of_frozen_weights() -> None:
@@ -75,7 +75,7 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
             devices=dict.fromkeys(facts.devices, device),
             models={**facts.models, "policy": replace(facts.models["policy"], footprint=QWEN3_8B)},
         )
-        return push_s("policy", wide, wide.seated("learner"))
+        return push_s("policy", wide, wide.describe_seats("learner"))
 
     num_bytes = QWEN3_8B.weight_bytes("float32")
     assert push(2) == pytest.approx(0.05 + num_bytes / (450e9 * 0.7))

@@ -69,6 +69,6 @@ def test_a_run_that_is_not_there_or_of_another_version_is_refused_in_words(recor
     with pytest.raises(ConfigError, match="there is no .*nowhere/config.yaml"):
         again(recorded / "nowhere")
     written = recorded / "config.yaml"
-    written.write_text(written.read_text().replace("\nalgorithm:\n", "\nalgorithm:\n  tis_cap: 2.0\n"))
-    with pytest.raises(ConfigError, match=r"run_dir: .* another version of grmpipe: .*type algorithm.tis.cap"):
+    written.write_text(written.read_text() + "cotrain:\n  enabled: true\n")
+    with pytest.raises(ConfigError, match=r"run_dir: .* another version of grmpipe: .*type grm.train.enabled"):
         again(recorded)

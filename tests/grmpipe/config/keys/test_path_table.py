@@ -47,9 +47,9 @@ def test_every_row_leads_to_what_takes_its_arguments(table: PathTable) -> None:
 
 def test_rows_without_arguments_are_aggregations_and_forms() -> None:
     for name in AGGREGATIONS:
-        assert AGGREGATIONS.found(name, Aggregation).weigh(torch.ones(2), torch.tensor([2])).shape == (2,)
+        assert AGGREGATIONS.find_object(name, Aggregation).weigh(torch.ones(2), torch.tensor([2])).shape == (2,)
     for name in PARSERS:
-        assert PARSERS.found(name, Form).line("7", Scale(), 1)
+        assert PARSERS.find_object(name, Form).line("7", Scale(), 1)
 
 
 def test_custom_object_is_found_by_its_dotted_path() -> None:
@@ -96,6 +96,6 @@ def test_name_without_a_row_or_a_dotted_path_is_refused_by_its_key(key: str, val
 
 def test_a_path_to_something_else_is_refused_where_it_is_used() -> None:
     with pytest.raises(ValueError, match=r"^judge\.parser: .* is no Form"):
-        PARSERS.found(f"{__name__}.always", Form)
+        PARSERS.find_object(f"{__name__}.always", Form)
     with pytest.raises(ValueError, match=r"^algorithm\.aggregation: .* is no Aggregation"):
-        AGGREGATIONS.found(f"{__name__}.always", Aggregation)
+        AGGREGATIONS.find_object(f"{__name__}.always", Aggregation)

@@ -12,7 +12,7 @@ from grmpipe.config.keys.redact import (
     looks_secret,
     mask,
     mask_arguments,
-    masked_errors,
+    mask_errors,
     redact,
 )
 
@@ -97,8 +97,8 @@ class Opaque(Exception):
 
 def test_an_error_that_cannot_be_masked_is_replaced_or_behind_another_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", PLANTED)
-    with pytest.raises(RuntimeError, match="^Opaque: refused <redacted>$"), masked_errors():
+    with pytest.raises(RuntimeError, match="^Opaque: refused <redacted>$"), mask_errors():
         raise Opaque
-    with pytest.raises(OSError, match="^no answer: <redacted>$") as caught, masked_errors():
+    with pytest.raises(OSError, match="^no answer: <redacted>$") as caught, mask_errors():
         raise OSError(f"no answer: {PLANTED}") from Opaque()
     assert PLANTED not in "".join(traceback.format_exception(caught.value))

@@ -28,7 +28,7 @@ def test_the_report_of_a_supervisor_that_has_gone_outlives_a_word_to_it(tmp_path
         run_there.close()
         env_there.close()
         worker.kill()
-        ended = await worker.ended()
+        ended = await worker.wait_ended()
         worker.release()
         return ended
 
@@ -50,7 +50,7 @@ class EndsByItself:
         self._there.shutdown(socket.SHUT_WR)
         return self
 
-    async def ended(self) -> Ended | None:
+    async def wait_ended(self) -> Ended | None:
         await asyncio.sleep(0.02)
         return None if self.killed else AT_LIMIT
 

@@ -429,15 +429,15 @@ def test_a_busy_fork_server_is_waited_for() -> None:
 
 
 def test_a_kernel_without_namespaces_is_reported_and_still_counts_processes(bare_host: Host) -> None:
-    missing = {each.part for each in bare_host.run(bare_host.host.missing())}
+    missing = {each.part for each in bare_host.run(bare_host.host.find_missing())}
     assert {*missing, "bubblewrap"} >= set(NAMESPACES) and ("process count" in missing) == (os.getuid() != 0)
 
 
 @pytest.mark.bubblewrap
 def test_bubblewrap_takes_no_part_of_a_workers_isolation_away(host: Host, tmp_path: Path) -> None:
     with Host(tmp_path, ("bubblewrap",)) as own:
-        lacking = {each.part for each in own.run(own.host.missing())} - {"bubblewrap"}
-    assert {each.part for each in host.run(host.host.missing())} <= lacking
+        lacking = {each.part for each in own.run(own.host.find_missing())} - {"bubblewrap"}
+    assert {each.part for each in host.run(host.host.find_missing())} <= lacking
 
 
 def test_workers_that_are_open_at_the_end_are_killed(tmp_path: Path) -> None:

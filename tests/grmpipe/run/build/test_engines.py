@@ -19,12 +19,12 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.run.build.engines import (
     StartGroup,
     other_seed,
+    read_stored_weights,
     same_seed,
     start_alone,
     start_groups,
     start_in_turn,
     start_shared,
-    stored_weights,
 )
 from grmpipe.types import Prompt
 from grmpipe.validate.engines import check_swap
@@ -254,6 +254,6 @@ def test_untrained_models_on_one_engine_are_each_read_once_and_the_owners_weight
     ]
     _, roles = seat_roles(config)
     prepared = SimpleNamespace(roles=roles, prompts=PromptStream([Prompt(prompt_id="p", messages=())]))
-    stored = asyncio.run(stored_weights(models, models[1], engine, prepared))  # type: ignore[arg-type]
+    stored = asyncio.run(read_stored_weights(models, models[1], engine, prepared))  # type: ignore[arg-type]
     assert {role: one.logprobs for role, one in stored.items()} == {"grm": ("a",), "second": ("b",)}
     assert engine.loaded == ["b", "a", "b"]

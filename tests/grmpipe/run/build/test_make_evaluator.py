@@ -15,7 +15,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.run.build.make_evaluator import first_of_all_answers, pass_reward_of
+from grmpipe.run.build.make_evaluator import compute_pass_reward, first_of_all_answers
 from grmpipe.types import Judge, Prompt
 
 MATH, CHAT = (Prompt(prompt_id=source, messages=(), source=source) for source in ("math", "chat"))
@@ -63,9 +63,9 @@ def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     five = judge_config(score_max=5)
     config, _ = judged_by(RewardConfig(judge="five"), five=five)
     assert (config.main_judge, config.judging.by_model) == (JudgeEntry.of(five, "five"), True)
-    assert pass_reward_of(config) is None, "8 isn't on a scale from 1 to 5"
+    assert compute_pass_reward(config) is None, "8 isn't on a scale from 1 to 5"
     labels = LabelConfig(pass_score=4)
-    assert pass_reward_of(with_sections(config, data=DataConfig(labels=labels))) == 0.75
+    assert compute_pass_reward(with_sections(config, data=DataConfig(labels=labels))) == 0.75
     mixed = RewardConfig(kind="mix", mix={"five": 1.0})
     (config, judge) = judged_by(mixed, five=five)
     assert isinstance(judge, ComposedJudge) and judge.scale == five.scale

@@ -8,7 +8,7 @@ import pytest
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
-from grmpipe.run.build.make_play import freeing
+from grmpipe.run.build.make_play import free_after
 from grmpipe.types import Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())
@@ -36,7 +36,7 @@ def test_engines_free_the_cache_of_an_episode_however_it_ends(end: str) -> None:
 
     async def main() -> None:
         request = RolloutRequest(group_id="g", sibling=2, seed=0, attempt=1)
-        playing = asyncio.create_task(freeing(play, engines)(request, PROMPT, lambda: None))  # type: ignore[arg-type]
+        playing = asyncio.create_task(free_after(play, engines)(request, PROMPT, lambda: None))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         playing.cancel() if end == "cancelled" else None
         await asyncio.wait({playing})

@@ -20,7 +20,7 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, OptimizerConfig
 from grmpipe.run.doctor import node_examiner
-from grmpipe.run.doctor.cluster_doctor import checkpoint_gb, examined, placement_on, report, sum_found
+from grmpipe.run.doctor.cluster_doctor import checkpoint_gb, examine_nodes, placement_on, report, sum_found
 from grmpipe.run.doctor.node_examiner import (
     SHARED_MEMORY,
     TEMPORARY,
@@ -102,7 +102,7 @@ def findings_of(
         group = Played(*nodes)
         try:
             on_gpus = group if gpus else None
-            return await examined(config or run_config(), str(folder), capacities(gpus), group, on_gpus)
+            return await examine_nodes(config or run_config(), str(folder), capacities(gpus), group, on_gpus)
         finally:
             await group.close()
 
@@ -209,7 +209,7 @@ def test_a_machine_without_cores_is_reported_and_not_examined(tmp_path: Path) ->
     assert placement_on(nodes).pools["nodes"].slots == 2
 
     async def run() -> list[Finding]:
-        return await examined(run_config(), str(tmp_path), nodes, Played(PlayedNode(0), PlayedNode(1)), None)
+        return await examine_nodes(run_config(), str(tmp_path), nodes, Played(PlayedNode(0), PlayedNode(1)), None)
 
     last = asyncio.run(run())[-1]
     assert (last.node, last.check, last.ok) == ("bare", "cores", False)

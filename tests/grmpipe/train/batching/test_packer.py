@@ -17,10 +17,10 @@ from grmpipe.train.batching.packer import (
     Packer,
     idle,
     pack,
+    pack_rounds,
     pack_trees,
-    rounds_of,
 )
-from grmpipe.train.batching.prefix_tree import PrefixTree, num_shared, trees_of
+from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees, num_shared
 from grmpipe.train.batching.samples import count
 from grmpipe.types import TrainingSample
 from models.types import VersionSpan
@@ -198,8 +198,8 @@ def test_what_is_shared_is_found_in_the_ids_and_ends_before_anything_is_trained(
 
 def test_only_samples_of_one_group_are_a_family() -> None:
     samples = [sibling(index, (1, 2), (3 + index,), group_id="ab"[index % 2]) for index in range(4)]
-    assert [len(tree.samples) for tree in trees_of(samples, shared=True)] == [2, 2]
-    assert [len(tree.samples) for tree in trees_of(samples, shared=False)] == [1] * 4
+    assert [len(tree.samples) for tree in build_trees(samples, shared=True)] == [2, 2]
+    assert [len(tree.samples) for tree in build_trees(samples, shared=False)] == [1] * 4
 
 
 def test_shared_experts_are_those_of_the_first_sibling() -> None:
@@ -222,7 +222,7 @@ def test_every_sibling_is_packed_once_with_all_that_comes_before_it(
     packer = Packer(max_tokens, world_size)
     by_group = [siblings_of(*sizes, group=place) for place, sizes in enumerate(groups)]
     together = [round_ for group in by_group for round_ in packer.add(group)] + packer.flush()
-    for rounds in (streamed, together, rounds_of(samples, max_tokens, world_size)):
+    for rounds in (streamed, together, pack_rounds(samples, max_tokens, world_size)):
         seen = []
         for round_ in rounds:
             assert len(round_.micro_batches) == world_size
@@ -245,13 +245,13 @@ def test_a_limit_counts_what_is_really_packed() -> None:
 
 
 def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
-    rounds = rounds_of(siblings_of(8, 10, 5), max_tokens=30, world_size=1)
+    rounds = pack_rounds(siblings_of(8, 10, 5), max_tokens=30, world_size=1)
     assert [len(round_.micro_batches[0].token_ids_T) for round_ in rounds] == [30, 30]
     assert [round_.micro_batches[0].sample_lengths_S.tolist() for round_ in rounds] == [[15, 5, 5, 5]] * 2
 
 
 def test_a_group_by_itself_is_work_for_all_ranks() -> None:
-    (round_,) = rounds_of(siblings_of(8, 10, 20), max_tokens=1000, world_size=4)
+    (round_,) = pack_rounds(siblings_of(8, 10, 20), max_tokens=1000, world_size=4)
     assert [len(packed) for packed in round_.samples] == [2] * 4
 
 
@@ -266,7 +266,7 @@ def test_ranks_wait_little_for_each_other_though_siblings_stay_together() -> Non
             members = [sibling(i, prompt, (i,) * n, f"{batch}/{group}") for i, n in enumerate(answers.tolist())]
             least += PrefixTree.of(members).load.tokens
             samples += members
-        for round_ in rounds_of(samples, 16_384, 8):
+        for round_ in pack_rounds(samples, 16_384, 8):
             packed += sum(len(micro.token_ids_T) for micro in round_.micro_batches)
             works.add(
                 [sum(map(work, micro.sample_lengths_S, micro.prefix_lengths_S)) for micro in round_.micro_batches]

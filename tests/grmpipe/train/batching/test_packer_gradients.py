@@ -106,7 +106,8 @@ def gradient(
         )
         loss.total.backward()
     assert table.grad is not None
-    denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(count(samples, 0), MAX_NEW_TOKENS)
+    aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
+    denominator = aggregation.denominator(count(samples, 0), MAX_NEW_TOKENS)
     return (table.grad / denominator).numpy(), len(rounds)
 
 

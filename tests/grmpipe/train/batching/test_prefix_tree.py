@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.tiny.examples import in_store, messages_of
+from grmpipe.tiny.examples import in_store, to_messages
 from grmpipe.tiny.tokenizer import build_tokenizer, encode_message
 from grmpipe.tiny.walks import Haste, hasty_turns, make_walks
-from grmpipe.train.batching.packer import PackedLayout, Packer, pack, pack_trees, rounds_of
+from grmpipe.train.batching.packer import PackedLayout, Packer, pack, pack_rounds, pack_trees
 from grmpipe.train.batching.prefix_tree import (
     ATTENDED_PER_PACKED,
     CHUNK,
     PrefixTree,
+    build_trees,
     num_common,
     num_equal,
-    trees_of,
 )
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
@@ -122,7 +122,7 @@ def test_sampled_tokens_of_other_experts_are_packed_twice() -> None:
 
 def test_nothing_is_shared_where_sharing_is_off() -> None:
     samples = [episode(sibling, ("ask", "xy"), ("1", "p")) for sibling in range(3)]
-    assert [len(tree.samples) for tree in trees_of(samples, shared=False)] == [1] * 3
+    assert [len(tree.samples) for tree in build_trees(samples, shared=False)] == [1] * 3
     assert len(pack(samples).token_ids_T) == 21
 
 
@@ -131,7 +131,7 @@ def test_siblings_in_a_store_are_at_most_half_the_tokens() -> None:
     tokenizer, draw, samples = build_tokenizer(), random.Random(0), []
     for number, walk in enumerate(make_walks("train", 8, 0)):
         for sibling in range(8):
-            said = messages_of(in_store(walk, hasty_turns(walk, Haste(), draw)))
+            said = to_messages(in_store(walk, hasty_turns(walk, Haste(), draw)))
             ids, mask = [], []
             for place, message in enumerate(said):
                 before, content = encode_message(tokenizer, message, is_first=place == 0)
@@ -145,7 +145,7 @@ def test_siblings_in_a_store_are_at_most_half_the_tokens() -> None:
                 )
             )  # fmt: skip
     once, each = (
-        sum(len(round_.micro_batches[0].token_ids_T) for round_ in rounds_of(samples, 4096, 1, shared))
+        sum(len(round_.micro_batches[0].token_ids_T) for round_ in pack_rounds(samples, 4096, 1, shared))
         for shared in (True, False)
     )
     assert each == sum(len(sample.token_ids) for sample in samples) and once < 0.3 * each
@@ -169,7 +169,7 @@ def whole_entries(batch: MicroBatch, samples: tuple[TrainingSample, ...]) -> dic
 def test_a_rollout_that_must_stay_whole_is_never_cut(make_episodes, shared: bool, world_size: int) -> None:
     samples = make_episodes(4)
     for max_tokens in (5, 30, 60, 1000):
-        rounds = rounds_of(samples, max_tokens, world_size, shared, whole_rollouts=True)
+        rounds = pack_rounds(samples, max_tokens, world_size, shared, whole_rollouts=True)
         found: dict[tuple[str, int], list[float]] = {}
         for round_ in rounds:
             for packed, batch in zip(round_.samples, round_.micro_batches, strict=True):
@@ -178,7 +178,7 @@ def test_a_rollout_that_must_stay_whole_is_never_cut(make_episodes, shared: bool
                 found |= entries
                 assert len(batch.token_ids_T) <= max_tokens or len(entries) == 1
         assert len(found) == 20 and sum(map(len, found.values())) == count(samples, 0).num_loss_tokens
-    cut = rounds_of(samples, 5, 1, True)
+    cut = pack_rounds(samples, 5, 1, True)
     assert max(len(round_.samples[0]) for round_ in cut) == 1, "else a long one is packed in parts"
 
 

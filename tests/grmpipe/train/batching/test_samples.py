@@ -15,7 +15,7 @@ from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.train.batching.kl_in_reward import kl_of_sample, rollout_key
 from grmpipe.train.batching.samples import count, split_rollout, to_samples
-from grmpipe.train.critic.value_samples import sequences_of, values_of_samples
+from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 
@@ -212,7 +212,7 @@ def test_inserted_tokens_cost_no_kl_and_have_a_critics_value(estimator: str) -> 
     """The critic values the state before each; the policy didn't choose them."""
     thought = replace(completion((5, 6, 7, 8, 9)), inserted=(1, 3))
     rollouts = [replace(rollout(i), turns=(Turn(new_ids=(1, 2), completion=thought),)) for i in range(2)]
-    samples = [sample for one in rollouts for sample in sequences_of(one)]
+    samples = [sample for one in rollouts for sample in make_sequences(one)]
     kl = {rollout_key(sample): kl_of_sample(sample, np.full(7, -2.0), "k1") for sample in samples}
     assert kl["g", 0] == pytest.approx([1.9, 0.0, 0.0, 1.6, 1.5])
     values = values_of_samples(samples, [np.arange(7.0)] * 2)

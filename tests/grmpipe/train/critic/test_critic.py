@@ -162,7 +162,7 @@ def test_neighbouring_ranks_that_share_samples_get_one_batch_and_the_first_answe
 
 def test_values_are_what_the_head_says_one_token_before() -> None:
     async def work() -> None:
-        values = await make_valuer(CriticRanks()).values_of(judged(1, 0.0, 1.0))
+        values = await make_valuer(CriticRanks()).take_values(judged(1, 0.0, 1.0))
         assert {key: found.tolist() for key, found in values.items()} == {("g1", 0): [5, 10], ("g1", 1): [5, 11]}
 
     run(work)
@@ -181,7 +181,7 @@ def test_a_group_is_valued_ahead_once_it_is_rolled_out_and_no_more_than_the_batc
         await settle()
         assert sorted({token for call in ranks.asked for token in call} - {1, 5}) == [10, 11, 20, 21]
         assert value_cache.knows(groups[0]) and not value_cache.knows(groups[2])
-        await value_cache.values_of(groups[0])
+        await value_cache.take_values(groups[0])
         assert value_cache.num_asked == 4, "what is known isn't asked for again"
         loop.cancel()
 

@@ -11,7 +11,7 @@ import torch
 from rank_metrics import of_all_ranks
 from rank_process import gradients, weights  # in the same folder
 
-from grmpipe.train.batching.packer import rounds_of
+from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 
@@ -23,7 +23,7 @@ def main(directory: str, rank: int, world_size: int, init_method: str) -> None:
     for step, samples in enumerate(batches):
         if step == len(batches) - 1:
             learner.save(f"{directory}/checkpoint")
-        for round_ in rounds_of(samples, max_tokens, world_size):
+        for round_ in pack_rounds(samples, max_tokens, world_size):
             learner.accumulate(round_.micro_batches[rank])
         totals = count(samples, step)
         out["gradients"].append(gradients(learner, world_size / totals.num_loss_tokens))

@@ -12,7 +12,7 @@ from rank_metrics import of_all_ranks
 from rank_process import gradients, weights  # in the same folder
 from varlen_reference import exact_varlen
 
-from grmpipe.train.batching.packer import rounds_of
+from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
@@ -48,7 +48,7 @@ def train(
     algorithm, cp = spec.algorithm, spec.train.parallel.cp
     out: dict = {"gradients": [], "metrics": [], "sums": [], "rounds": [], "old": [], "reference": []}
     for step, samples in enumerate(batches):
-        rounds = rounds_of(samples, max_tokens, world_size // cp, whole_rollouts=algorithm.needs_whole_rollouts)
+        rounds = pack_rounds(samples, max_tokens, world_size // cp, whole_rollouts=algorithm.needs_whole_rollouts)
         own = [round_.micro_batches[rank // cp] for round_ in rounds]
         out["rounds"].append(len(rounds))
         if algorithm.kl_coefficient > 0:

@@ -51,7 +51,8 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         learner._spec = replace(spec, algorithm=algorithm)
         for round_ in rounds_as_they_come(samples, one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
-        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, spec.max_new_tokens)
+        aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
+        denominator = aggregation.denominator(totals, spec.max_new_tokens)
         out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
     learner._spec = spec

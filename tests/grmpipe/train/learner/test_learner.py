@@ -23,7 +23,7 @@ from grmpipe.config.algorithm_tables import Cap
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.device_usage import sizes_of
+from grmpipe.train.learner.device_usage import measure_sizes
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
@@ -130,7 +130,7 @@ def test_a_step_reports_the_operations_of_its_passes(
     """A reference is one more forward pass, which counts a third of forward and backward."""
     batch, totals = pack(make_samples()), count(make_samples(), 0)
     learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=coefficient))
-    forward = read_footprint(gpt2_path).flops(LoraConfig()).forward(sizes_of(batch))
+    forward = read_footprint(gpt2_path).flops(LoraConfig()).forward(measure_sizes(batch))
     for _ in range(2):
         learner.accumulate(batch)
         assert learner.step(totals)["rank/model_flops"] == passes * forward, "of this batch, not of earlier ones"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCa
 
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.packer import rounds_of
+from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
@@ -104,7 +104,7 @@ class Alone:
 
 
 def together(samples: list[TrainingSample]) -> MicroBatch:
-    (round_,) = rounds_of(samples, 10_000, 1, shared=False)
+    (round_,) = pack_rounds(samples, 10_000, 1, shared=False)
     return round_.micro_batches[0]
 
 

@@ -13,8 +13,8 @@ from rank_metrics import of_all_ranks
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.tiny.resolve import resolve_model
-from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpacked
-from grmpipe.train.batching.packer import MicroBatchRound, rounds_of
+from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpack
+from grmpipe.train.batching.packer import MicroBatchRound, pack_rounds
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import DeviceBatch, Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
@@ -31,7 +31,7 @@ def learner_of(path: str, algorithm: AlgorithmConfig = WATCHED, **train: bool) -
 
 def both(samples: list[TrainingSample]) -> tuple[MicroBatchRound, MicroBatchRound]:
     """One micro-batch each: shared, and copied."""
-    (shared,), (copied,) = (rounds_of(samples, 10_000, 1, way) for way in (True, False))
+    (shared,), (copied,) = (pack_rounds(samples, 10_000, 1, way) for way in (True, False))
     assert len(shared.micro_batches[0].token_ids_T) < len(copied.micro_batches[0].token_ids_T)
     return shared, copied
 
@@ -53,7 +53,7 @@ def test_a_step_on_shared_prompts_is_one_on_copies(make_siblings, checkpointing:
 
 def by_sample(round_: MicroBatchRound, said_T: np.ndarray) -> dict[tuple[str, int], np.ndarray]:
     """The values at the trained tokens of each sample."""
-    found = unpacked(round_.samples[0], round_.micro_batches[0], said_T)
+    found = unpack(round_.samples[0], round_.micro_batches[0], said_T)
     return {rollout_key(sample): own_T[np.array(sample.loss_mask) > 0] for sample, own_T in found}
 
 
