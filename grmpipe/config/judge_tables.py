@@ -11,7 +11,7 @@ VOTES_WITH_META_RM = ("weighted", "best")
 # `sum` is computed as the mean, which gives the same order, and shown as k times it: a failed judgement lowers no
 # score.
 VOTES = PathTable(
-    "judge.vote", ("scores",), "grmpipe.judge.verdict",
+    "judge.vote", ("scores",), "grmpipe.judge.votes",
     {"mean": "mean", "sum": "mean", "median": "median", "majority": "majority"}, VOTES_WITH_META_RM,
 )  # fmt: skip
 PARSERS = PathTable(

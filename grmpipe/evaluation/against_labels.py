@@ -16,7 +16,7 @@ from grmpipe.evaluation.intervals import Estimate, estimate_stratified
 from grmpipe.evaluation.leaderboards import Leaderboard, find_leaderboard
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
-from grmpipe.judge.verdict import Vote, mean
+from grmpipe.judge.votes import Vote, mean
 from grmpipe.types import (
     Failed,
     FailedJudgement,

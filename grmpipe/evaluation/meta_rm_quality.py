@@ -7,7 +7,7 @@ from statistics import fmean
 
 from grmpipe.evaluation.labelled_judgements import LabelledJudgement
 from grmpipe.judge.kinds.labels import judged_right
-from grmpipe.judge.verdict import average_weighted, best_indices, mean
+from grmpipe.judge.votes import average_weighted, best_indices, mean
 from grmpipe.train.scalar.classification import quality
 from grmpipe.types import Metrics
 

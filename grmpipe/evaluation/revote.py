@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.judge.protocols.pairwise import read_votes
-from grmpipe.judge.verdict import WON, Vote, best_indices, pair_result
+from grmpipe.judge.votes import WON, Vote, best_indices, pair_result
 from grmpipe.types import Judgement
 
 

@@ -1,24 +1,17 @@
-"""Counts of tokens, judgements and failures by cause, per step and in total; metrics of a step. Decides nothing."""
+"""Counts of tokens, judgements and failures by cause, per step and in total."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from grmpipe.algorithm.advantages import all_advantages_zero
-from grmpipe.algorithm.rewards import place_rewards
-from grmpipe.config.train import AlgorithmConfig
 from grmpipe.counts import Counts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
-from grmpipe.judge.monitor.position_bias import correlation
 from grmpipe.pipeline.env_counts import EnvCounts
-from grmpipe.pipeline.interfaces import RolloutKey, StepReport, UncountedWork
-from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.pipeline.interfaces import UncountedWork
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
-from scheduler.admission import Ledger
+from grmpipe.types import FailedJudgement, JudgeReport, Metrics, Rollout, Verdict
 
 
 @dataclass(slots=True)
@@ -184,118 +177,3 @@ class FlowCounters:
         """The counts of all closed steps and of the open one from a checkpoint: the metrics of its end lack nothing."""
         self.total = Counters.restore(saved)
         self.step = Counters.restore(saved_step).as_kept()
-
-
-def step_metrics(
-    report: StepReport,
-    counts: Counters,
-    ledger: Ledger,
-    right: Mapping[RolloutKey, float],
-    algorithm: AlgorithmConfig,
-) -> Metrics:
-    """All metrics of one step. right: by the rule, of its rollouts."""
-    return {
-        **flow_metrics(counts, report.stalls.steps_s),
-        **batch_metrics(report.groups, report.step - 1, algorithm),
-        **truth_metrics(right),
-        **with_pace(report.learner, report.learner_busy_s),
-        "time/step_s": report.stalls.steps_s,
-        "time/train_s": report.learner_busy_s,
-        **{f"stall/{name}": seconds for name, seconds in asdict(report.stalls).items() if name != "steps_s"},
-        "stall/envs_s": counts.envs.stall_s(report.stalls.rollouts_s),
-        "stall/groups_s": report.stalls.for_groups_s,
-        "stall/engines_idle_s": report.policy_idle_s,
-        "sync/push_s": report.sync.seconds,
-        "sync/pause_s": report.sync.pause_seconds,
-        "sync/bytes": float(report.sync.num_bytes),
-        "sync/probe_error_nats": report.sync.probe_error,
-        "groups/in_flight": float(ledger.in_flight),
-        **{f"groups/dropped_{cause}": float(count) for cause, count in ledger.dropped.items()},
-    }
-
-
-def truth_metrics(right: Mapping[RolloutKey, float]) -> Metrics:
-    """How right a batch is by the rule, on average. Empty if there are no references."""
-    return {"train/true_accuracy": statistics.fmean(right.values())} if right else {}
-
-
-def flow_metrics(counts: Counters, seconds: float) -> Metrics:
-    """Metrics of the rollouts and judgements that ended in a step of `seconds`."""
-    judging = counts.judging.metrics(seconds) | counts.judging.early_stop_metrics()
-    metrics = {
-        "rollout/finished": float(counts.rollouts),
-        "rollout/truncated_share": counts.truncated / counts.rollouts if counts.rollouts else 0.0,
-        "rollout/tokens": float(counts.policy_tokens),
-        "rollout/tokens_per_s": (counts.policy_tokens - counts.kept_policy_tokens) / seconds,
-        **{f"judge/{key}": value for key, value in judging.items()},
-        "judge/aborted_tasks": float(counts.aborted),
-        "judge/voided_verdicts": float(counts.voided),
-        **counts.envs.metrics(),
-    }
-    for name, judge in counts.by_judge.items():
-        own = judge.metrics(seconds) | judge.mean_scores()
-        metrics |= {f"judge/{name}/{key}": value for key, value in own.items()}
-    for name, cascade in counts.cascades.items():
-        metrics |= {f"cascade/{name}/{key}": value for key, value in cascade_metrics(cascade).items()}
-    return metrics
-
-
-def cascade_metrics(counts: CascadeCounts) -> Metrics:
-    """Metrics of a cascade: what it escalated, and the error of its sure verdicts as far as the audit knows it."""
-    known = {
-        "audit_error": counts.mean_error,
-        "audit_error_se": counts.standard_error,
-        "flipped_share": counts.flipped_share,
-    }
-    return {
-        "rollouts": float(counts.rollouts),
-        "unsure_share": counts.unsure_share,
-        "escalated_share": counts.escalated_share,
-        "audited": float(counts.audited),
-        **{name: value for name, value in known.items() if value is not None},
-    }
-
-
-def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig) -> Metrics:
-    """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness."""
-    pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
-    lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
-    valid = [(length, v) for length, (_, v) in zip(lengths, pairs, strict=True) if isinstance(v, Verdict)]
-    verdicts = [verdict for _, verdict in valid]
-    ages = [version - group.version for group in groups]
-    metrics = {
-        "train/grm_score": statistics.fmean(v.score for v in verdicts),
-        "train/reward": statistics.fmean(v.outcome for v in verdicts),
-        "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
-        **spread("response_length/", lengths),
-        **spread("prompt_length/", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
-        "train/zero_advantage_share": statistics.fmean(has_zero_advantages(group, algorithm) for group in groups),
-        "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
-        "judge/score_std": statistics.fmean(v.score_std for v in verdicts),
-        "staleness/mean": statistics.fmean(ages),
-        "staleness/max": float(max(ages)),
-    }
-    correlated = correlation([float(length) for length, _ in valid], [verdict.score for verdict in verdicts])
-    if correlated is not None:
-        metrics["judge/score_length_correlation"] = correlated
-    for name in sorted({name for verdict in verdicts for name in verdict.breakdown}):
-        parts = [verdict.breakdown[name] for verdict in verdicts if name in verdict.breakdown]
-        metrics |= {**spread(f"reward/{name}_", parts), f"reward/{name}_std": statistics.pstdev(parts)}
-    return metrics
-
-
-def spread(name: str, values: Sequence[float]) -> Metrics:
-    """Mean and bounds of values, as metrics whose names begin with `name`."""
-    if not values:
-        return {}
-    return {
-        f"{name}mean": statistics.fmean(values),
-        f"{name}min": float(min(values)),
-        f"{name}max": float(max(values)),
-    }
-
-
-def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator gives all siblings an advantage of zero, before any penalty: nothing to learn from."""
-    judged = zip(group.rollouts, group.verdicts, strict=True)
-    return all_advantages_zero([place_rewards(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_ledger import GroupLedger
 from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
+from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, Rollout
 from scheduler.admission import Admission, Ledger

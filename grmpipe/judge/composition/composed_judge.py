@@ -27,7 +27,7 @@ from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.verdict import median
+from grmpipe.judge.votes import median
 from grmpipe.types import Judge
 
 

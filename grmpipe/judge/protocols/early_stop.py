@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grmpipe.judge.verdict import TIED
+from grmpipe.judge.votes import TIED
 from grmpipe.types import Judgement
 
 Enough = Callable[[Sequence[Judgement], int], bool]  # (the first judgements, how many are still to come)

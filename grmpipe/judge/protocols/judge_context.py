@@ -18,7 +18,8 @@ from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.trajectory import Trajectory, make_trajectory
-from grmpipe.judge.verdict import Vote, average_weighted, best_indices, make_failure, mean, vote_named
+from grmpipe.judge.verdict import make_failure
+from grmpipe.judge.votes import Vote, average_weighted, best_indices, mean, vote_named
 from grmpipe.types import Failed, Judgement, Prompt, Rollout
 from models.chat.long_texts import off_loop_if_long
 from models.types import EngineDied, EngineRefused

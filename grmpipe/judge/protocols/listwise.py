@@ -9,7 +9,8 @@ from dataclasses import replace
 from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
-from grmpipe.judge.verdict import COMPONENT, Vote, all_failed, voted
+from grmpipe.judge.verdict import COMPONENT, all_failed, voted
+from grmpipe.judge.votes import Vote
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Rollout, Verdict
 from models.seeds import derive_seed, first_name
 

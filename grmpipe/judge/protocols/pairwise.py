@@ -11,7 +11,8 @@ from grmpipe.judge.protocols.early_stop import OrderCounts, Stop, fewest_for_a_w
 from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
-from grmpipe.judge.verdict import COMPONENT, LOST, TIED, WON, all_failed, outcome, pair_result
+from grmpipe.judge.verdict import COMPONENT, all_failed, outcome
+from grmpipe.judge.votes import LOST, TIED, WON, pair_result
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
 
 Pair = tuple[int, int]  # siblings, the lower one first

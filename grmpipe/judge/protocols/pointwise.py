@@ -13,7 +13,8 @@ from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import COMPONENT, mean, outcome_place, report_failures, score_std
+from grmpipe.judge.verdict import COMPONENT, outcome_place, report_failures
+from grmpipe.judge.votes import mean, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 from models.seeds import derive_seed, first_name
 

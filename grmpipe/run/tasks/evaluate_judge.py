@@ -17,7 +17,7 @@ from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import set_purpose
-from grmpipe.judge.verdict import mean, vote_named
+from grmpipe.judge.votes import mean, vote_named
 from grmpipe.observe.progress import Progress, counts_text, join_parts, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving

@@ -19,9 +19,9 @@ from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.recorder import GROUPS, TRAINED
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
-from grmpipe.pipeline.counters import batch_metrics, truth_metrics
 from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
 from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_learners import learner_spec, policy_learning

@@ -14,9 +14,9 @@ from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.consumer import Interrupted
-from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.step_metrics import step_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.compose_pipeline import make_parts
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features

@@ -12,7 +12,8 @@ from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import JudgedItem, Recount, decide_outcome, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.pointwise_adapter import rollout_of_text
-from grmpipe.judge.verdict import mean, voted
+from grmpipe.judge.verdict import voted
+from grmpipe.judge.votes import mean
 from grmpipe.run.tasks.evaluate_judge import name_metrics
 from grmpipe.types import (
     Failed,

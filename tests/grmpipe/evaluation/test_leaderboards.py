@@ -10,7 +10,8 @@ from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.leaderboards import REWARD_BENCH, REWARD_BENCH_2, RM_BENCH, Leaderboard
 from grmpipe.judge.pointwise_adapter import rollout_of_text
-from grmpipe.judge.verdict import mean, voted
+from grmpipe.judge.verdict import voted
+from grmpipe.judge.votes import mean
 from grmpipe.types import JudgeReport, Prompt, RankedResponses
 from models.types import Message
 

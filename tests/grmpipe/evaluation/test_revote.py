@@ -6,7 +6,7 @@ import math
 import random
 
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
-from grmpipe.judge.verdict import mean, median
+from grmpipe.judge.votes import mean, median
 from grmpipe.types import Judgement
 from models.types import Completion
 

@@ -22,7 +22,8 @@ from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.steps import split_steps
-from grmpipe.pipeline.counters import FlowCounters, flow_metrics
+from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.pipeline.step_metrics import flow_metrics
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn
 from models.chat.thinking import ThinkingMarkers, with_thought
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from grmpipe.algorithm.rewards import place_rewards
-from grmpipe.judge.verdict import average_weighted, best_indices, majority, mean, median, mix_verdicts, score_std, total
+from grmpipe.judge.verdict import mix_verdicts
+from grmpipe.judge.votes import average_weighted, best_indices, majority, mean, median, score_std, total
 from grmpipe.types import RewardSpan, Verdict
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses

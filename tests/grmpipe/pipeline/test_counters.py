@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from grmpipe.pipeline.counters import Counters, FlowCounters, flow_metrics
+from grmpipe.pipeline.counters import Counters, FlowCounters
 from grmpipe.pipeline.interfaces import UncountedWork
+from grmpipe.pipeline.step_metrics import flow_metrics
 from grmpipe.types import CascadeEvent, Failed, Judgement, JudgeReport, Rollout, StopAudit, Turn, Verdict
 from models.types import Completion, VersionSpan
 

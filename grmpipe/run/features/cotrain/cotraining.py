@@ -25,10 +25,10 @@ from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.consumer import Interrupted
-from grmpipe.pipeline.counters import batch_metrics
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, TrainedBatch, Trainer
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.step_metrics import batch_metrics
 from grmpipe.run.features.cotrain.grm_settings import (
     TrainableGrm,
     grm_algorithm,

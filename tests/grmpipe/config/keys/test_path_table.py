@@ -17,7 +17,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.forms import Form
 from grmpipe.judge.kinds.rule import rule_named
 from grmpipe.judge.parse import parser_named
-from grmpipe.judge.verdict import vote_named
+from grmpipe.judge.votes import vote_named
 
 
 def halved(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.judge.protocols.pairwise import list_pairs
-from grmpipe.judge.verdict import pair_result
+from grmpipe.judge.votes import pair_result
 from grmpipe.types import Failed, JudgeReport
 
 LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}

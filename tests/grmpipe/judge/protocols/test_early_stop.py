@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.judge.protocols.early_stop import Noise, OrderCounts, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
 from grmpipe.judge.protocols.sampled_judgements import sample_judgements
-from grmpipe.judge.verdict import pair_result
+from grmpipe.judge.votes import pair_result
 from grmpipe.types import Judgement, JudgeReport
 
 VOTES = st.lists(st.sampled_from([0.0, 0.5, 1.0, None]), min_size=8, max_size=8)  # None: the judgement failed

@@ -15,7 +15,8 @@ from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
-from grmpipe.judge.verdict import mean, voted
+from grmpipe.judge.verdict import voted
+from grmpipe.judge.votes import mean
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.run.features.judge_monitor import (

@@ -6,7 +6,8 @@ import pytest
 
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.kinds.rule import is_right
-from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.pipeline.counters import Counters, FlowCounters
+from grmpipe.pipeline.step_metrics import batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth
 from grmpipe.types import (
     Failed,
