@@ -1,4 +1,4 @@
-"""Finds a model's files on this machine: a directory as it is, a hub name in the cache. Reads none of them."""
+"""Finds a model's files on this machine: a directory as it is, a hub name in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers that wait in order of priority. Decides nothing: the owner of a gate releases them."""
+"""Callers that wait in order of priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, to check later that they are unchanged. Knows no checkpoint."""
+"""Sizes and checksums of files, to check later that they are unchanged."""
 
 from __future__ import annotations
 

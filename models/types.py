@@ -1,4 +1,4 @@
-"""The shared types of models: messages, sampling, completions, weights, engines. No behaviour."""
+"""The shared types of models: messages, sampling, completions, weights, engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak rates of devices: memory, bandwidth, arithmetic, links. Numbers only; asks no device."""
+"""Peak rates of devices: memory, bandwidth, arithmetic, links. Numbers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of the scheduler: spans on lanes. A sink is passed in from above; nothing here writes or draws."""
+"""Events of the scheduler: spans on lanes. A sink is passed in from above."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes of a learner over a batch beside forward and backward, by the settings of its algorithm. Knows no time."""
+"""The passes of a learner over a batch beside forward and backward, by the settings of its algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of prompts, rollouts and their groups. Frozen, checked; opens no file."""
+"""Settings of prompts, rollouts and their groups. Frozen, checked."""
 
 from __future__ import annotations
 

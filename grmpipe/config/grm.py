@@ -1,4 +1,4 @@
-"""Settings of models that judge, and of their learners next to the policy's. Frozen, checked; opens no file."""
+"""Settings of models that judge, and of their learners next to the policy's. Frozen, checked."""
 
 from __future__ import annotations
 

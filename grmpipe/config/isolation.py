@@ -1,4 +1,4 @@
-"""Settings of how episodes are kept apart from the run and from each other. Starts nothing."""
+"""Settings of how episodes are kept apart from the run and from each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of judging: protocol, votes, limits, the scale of scores, labels. Frozen, checked; opens no file."""
+"""Settings of judging: protocol, votes, limits, the scale of scores, labels. Frozen, checked."""
 
 from __future__ import annotations
 

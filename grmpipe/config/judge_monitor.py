@@ -1,4 +1,4 @@
-"""Settings of the judge's monitor: what is measured, how often, and limits on metrics. Frozen, checked; no I/O."""
+"""Settings of the judge's monitor: what is measured, how often, and limits on metrics. Frozen, checked."""
 
 from __future__ import annotations
 

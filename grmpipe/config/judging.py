@@ -1,4 +1,4 @@
-"""Who judges a run: its judges by name, the models that they ask, and the checks between both. Starts nothing."""
+"""Who judges a run: its judges by name, the models that they ask, and the checks between both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of task=rejudge. Frozen, checked; opens no file."""
+"""Settings of task=rejudge. Frozen, checked."""
 
 from __future__ import annotations
 

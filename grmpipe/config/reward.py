@@ -1,4 +1,4 @@
-"""Settings of the reward: how the verdicts of several judges become one. Frozen, checked; asks no judge."""
+"""Settings of the reward: how the verdicts of several judges become one. Frozen, checked."""
 
 from __future__ import annotations
 

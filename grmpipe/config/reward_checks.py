@@ -1,4 +1,4 @@
-"""Checks of compositions of judges that name each other. Asks no judge."""
+"""Checks of compositions of judges that name each other."""
 
 from __future__ import annotations
 

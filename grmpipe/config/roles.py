@@ -1,4 +1,4 @@
-"""The roles of a run: what follows for each from the configuration and the placement. Starts nothing."""
+"""The roles of a run: what follows for each from the configuration and the placement."""
 
 from __future__ import annotations
 

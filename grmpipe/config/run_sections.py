@@ -1,4 +1,4 @@
-"""All that a user can set for a run, by section, as it is typed. Chooses nothing, checks nothing across sections."""
+"""All that a user can set for a run, by section, as it is typed."""
 
 from __future__ import annotations
 

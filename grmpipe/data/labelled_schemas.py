@@ -1,4 +1,4 @@
-"""Rows of judgement benchmarks, by their fields. Each schema is a row of SCHEMAS; opens no file."""
+"""Rows of judgement benchmarks, by their fields. Each schema is a row of SCHEMAS."""
 
 from __future__ import annotations
 

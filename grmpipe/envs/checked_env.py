@@ -1,5 +1,5 @@
 """The door of environments: what a user's class raises gets an owner and a cause, what it returns is checked and made
-plain. Has no limits of time.
+plain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program of an episode in its own process group, which ends with this process at the latest. Speaks with none."""
+"""A program of an episode in its own process group, which ends with this process at the latest."""
 
 from __future__ import annotations
 

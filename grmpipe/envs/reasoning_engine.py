@@ -1,4 +1,4 @@
-r"""Samples completions whose thoughts are marked, within a thinking budget. Judges nothing; knows no engine's kind.
+r"""Samples completions whose thoughts are marked, within a thinking budget.
 
 prompt -> thought .. (budget used up) | "\n</think>\n\n" | -> answer
           sampled                       inserted             sampled, by a second request that continues the first

@@ -1,4 +1,4 @@
-"""The environment of one question and one answer. Never replies."""
+"""The environment of one question and one answer."""
 
 from __future__ import annotations
 

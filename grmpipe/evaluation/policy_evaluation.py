@@ -1,4 +1,4 @@
-"""A policy on prompts: its figures over all of them and by source. Pure; plays nothing."""
+"""A policy on prompts: its figures over all of them and by source. Pure."""
 
 from __future__ import annotations
 

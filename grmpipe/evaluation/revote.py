@@ -1,4 +1,4 @@
-"""Votes of fewer judgements: scores of subsets of the judgements sampled once. Pure; asks no model."""
+"""Votes of fewer judgements: scores of subsets of the judgements sampled once. Pure."""
 
 from __future__ import annotations
 

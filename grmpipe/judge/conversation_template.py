@@ -1,4 +1,4 @@
-"""Jinja templates of conversations: one user message, or a block for each message. Knows no field of a prompt.
+"""Jinja templates of conversations: one user message, or a block for each message.
 
     {% block system %}How to judge.{% endblock %}
     {% block user %}{{ question }} {{ response }}{% endblock %}

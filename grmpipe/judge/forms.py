@@ -1,4 +1,4 @@
-r"""The forms of a verdict: what ends a judgement, as regular expressions. Pure; reads no judgement.
+r"""The forms of a verdict: what ends a judgement, as regular expressions. Pure.
 
 A form accepts what a judge writes when asked for `Score: 7` or `\boxed{7}`: in any case, in Markdown emphasis, as a
 heading or a list item, as `7/10` if 10 is the highest score, with the number in the line after its label. A line of our

@@ -1,5 +1,5 @@
 """Markup in a text, broken so that nothing reads it as such: chat markup, a template's markers, signs of a verdict.
-Pure; knows no template or endpoint.
+Pure.
 
 Markup is also found where only its spelling differs: other white space or none between its words, full-width letters
 and brackets, curly quotes, characters that don't show.

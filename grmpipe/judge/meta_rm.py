@@ -1,4 +1,4 @@
-"""The meta-RM as a vote sees it: for each judgement the probability that it is right. Holds no model."""
+"""The meta-RM as a vote sees it: for each judgement the probability that it is right."""
 
 from __future__ import annotations
 

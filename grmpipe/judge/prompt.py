@@ -1,5 +1,4 @@
-"""The judge's prompt: a Jinja template, with the work under judgement behind a guard (grmpipe/judge/fence.py). Knows no
-tokens and no engine.
+"""The judge's prompt: a Jinja template, with the work under judgement behind a guard (grmpipe/judge/fence.py).
 
 A template in a model's own format declares the model's markers and the signs of its verdict
 (`{% set markers = [...] %}`); any other has a fence. A template may only print the guarded text, never compute with it:

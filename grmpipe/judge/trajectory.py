@@ -1,4 +1,4 @@
-"""A rollout as a judge reads it: what the policy and its environment said, in order. Pure; guards no text."""
+"""A rollout as a judge reads it: what the policy and its environment said, in order. Pure."""
 
 from __future__ import annotations
 

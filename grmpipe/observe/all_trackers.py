@@ -1,4 +1,4 @@
-"""All trackers of a run as one: each gets every step, and none can fail one. Knows no tracker by name."""
+"""All trackers of a run as one: each gets every step, and none can fail one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A file that grows by whole pieces: each piece is written completely or not at all. Knows nothing about its
-content.
-"""
+"""A file that grows by whole pieces: each piece is written completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""changes.jsonl: the keys that resumes of a run changed, and from which step. Decides nothing about them."""
+"""changes.jsonl: the keys that resumes of a run changed, and from which step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves as the geometry of an SVG: paths, ticks, labels. Pure; knows no run and no file."""
+"""Curves as the geometry of an SVG: paths, ticks, labels. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, readable during the run. Holds numbers only, and no checksums."""
+"""metrics.jsonl: one JSON object per step, readable during the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journals of a run: every rollout, every judgement, the end of each group, what was trained. Decides nothing."""
+"""The journals of a run: every rollout, every judgement, the end of each group, what was trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the files of a finished or crashed run, as far as they exist. Writes nothing.
+"""Reads the files of a finished or crashed run, as far as they exist.
 
 Every file may be missing, torn or of another version: unreadable parts are left out. Journals can be huge, so only
 their two ends are read.

@@ -1,4 +1,4 @@
-"""timeline.json: spans of the run as a Chrome trace, for ui.perfetto.dev and chrome://tracing. Draws nothing."""
+"""timeline.json: spans of the run as a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From judged groups to versions of the policy: takes groups as they are due, steps, pushes. Holds no group."""
+"""From judged groups to versions of the policy: takes groups as they are due, steps, pushes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of episodes, their turns and what went wrong, per step and in total; their metrics. Decides nothing."""
+"""Counts of episodes, their turns and what went wrong, per step and in total; their metrics."""
 
 from __future__ import annotations
 

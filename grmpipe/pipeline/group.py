@@ -1,4 +1,4 @@
-"""A group: the siblings of one prompt, from opening to its end. A state machine; it neither waits nor knows a clock."""
+"""A group: the siblings of one prompt, from opening to its end. A state machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one owner of all groups in flight: their states, rollouts and verdicts, and the open batch. It starts no work."""
+"""The one owner of all groups in flight: their states, rollouts and verdicts, and the open batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interfaces of the pipeline: its components, its settings, its reports. No behaviour."""
+"""The interfaces of the pipeline: its components, its settings, its reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From prompts to judged groups: admits, plays, judges, ends groups at their deadline. Holds and trains no group."""
+"""From prompts to judged groups: admits, plays, judges, ends groups at their deadline."""
 
 from __future__ import annotations
 

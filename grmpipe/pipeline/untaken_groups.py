@@ -1,4 +1,4 @@
-"""An index of the groups that no batch has taken: which is due first, how many are in each state. Decides nothing."""
+"""An index of the groups that no batch has taken: which is due first, how many are in each state."""
 
 from __future__ import annotations
 

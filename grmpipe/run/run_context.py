@@ -1,5 +1,5 @@
 """The shell of every task that starts processes: opens its files, ends it in order on signals, and writes any end to
-summary.json. Knows no task.
+summary.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`checkpoints/` of a run: publishes each whole or not at all, finds the newest whole one. Knows no model."""
+"""`checkpoints/` of a run: publishes each whole or not at all, finds the newest whole one."""
 
 from __future__ import annotations
 

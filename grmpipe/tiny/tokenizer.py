@@ -1,4 +1,4 @@
-"""The tokenizer of the tiny models: byte-level BPE with a ChatML-like template. Holds no weights."""
+"""The tokenizer of the tiny models: byte-level BPE with a ChatML-like template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A calculator for the word problems of tiny://tools/train, as functions that a policy calls. Knows no environment.
+"""A calculator for the word problems of tiny://tools/train, as functions that a policy calls.
 
 env=tools env.functions=grmpipe.tiny.tools data.path=tiny://tools/train
 """

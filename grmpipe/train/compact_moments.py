@@ -1,4 +1,4 @@
-"""AdamW's moments in fewer bytes: 16 bits with stochastic rounding, or 8 bits by blocks. Pure; knows no optimizer.
+"""AdamW's moments in fewer bytes: 16 bits with stochastic rounding, or 8 bits by blocks. Pure.
 
 8 bits are the dynamic code of arXiv 2110.02861 (section 2.2), for blocks of BLOCK values within a row, each divided by
 its largest magnitude. A block never crosses a row, so a checkpoint of it can be divided among other ranks.

@@ -1,5 +1,5 @@
 """An optimizer step on a sharded model: divides, checks and clips gradients, sets the learning rate; where its moments
-wait between steps. Knows no loss.
+wait between steps.
 """
 
 from __future__ import annotations

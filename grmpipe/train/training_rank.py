@@ -1,4 +1,4 @@
-"""One rank of any trained model: its device and ranks, its version, its saved state. Knows no loss."""
+"""One rank of any trained model: its device and ranks, its version, its saved state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a run can be repeated bit for bit (train.deterministic). Starts nothing.
+"""Checks that a run can be repeated bit for bit (train.deterministic).
 
 Settings that depend on the order in which answers arrive, or on the other requests in an engine, are refused. Every
 refusal is a ConfigError that names the key and what to type.

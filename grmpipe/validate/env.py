@@ -1,4 +1,4 @@
-"""Checks that the environment can be made, and that policy, limits and capacity fit it. Opens no environment."""
+"""Checks that the environment can be made, and that policy, limits and capacity fit it."""
 
 from __future__ import annotations
 

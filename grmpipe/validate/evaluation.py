@@ -1,4 +1,4 @@
-"""Checks an evaluation of a judge, of a policy, or of both before anything starts. Starts nothing."""
+"""Checks an evaluation of a judge, of a policy, or of both before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of task=train_meta_rm before anything starts. Writes nothing, starts nothing."""
+"""Checks of task=train_meta_rm before anything starts."""
 
 from __future__ import annotations
 

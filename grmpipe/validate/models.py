@@ -1,4 +1,4 @@
-"""Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic. Loads no weights."""
+"""Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic."""
 
 from __future__ import annotations
 

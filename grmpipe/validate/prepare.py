@@ -1,4 +1,4 @@
-"""Checks a run before anything starts. Writes nothing, starts nothing.
+"""Checks a run before anything starts.
 
 Every refusal is a ConfigError that names the key and what to type.
 """

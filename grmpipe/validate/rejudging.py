@@ -1,4 +1,4 @@
-"""Checks judging a run's rollouts again before anything starts. Writes and starts nothing.
+"""Checks judging a run's rollouts again before anything starts.
 
 Every refusal is a ConfigError that names the key and what to type.
 """

@@ -1,4 +1,4 @@
-"""Checks a retraining from a run before anything starts. Writes and starts nothing.
+"""Checks a retraining from a run before anything starts.
 
 Every refusal is a ConfigError that names the key and what to type.
 """

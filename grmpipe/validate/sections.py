@@ -1,4 +1,4 @@
-"""The form of refusals: a ConfigError that names the key. Checks nothing itself."""
+"""The form of refusals: a ConfigError that names the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means and counts over the rollouts of a run, from its index. Reads no journal."""
+"""Means and counts over the rollouts of a run, from its index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs in a folder, and what their small files say: status, metrics, configuration. Writes nothing."""
+"""The runs in a folder, and what their small files say: status, metrics, configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat between a workflow and the policy consists of: replies and refusals. No behaviour."""
+"""What a chat between a workflow and the policy consists of: replies and refusals."""
 
 from __future__ import annotations
 

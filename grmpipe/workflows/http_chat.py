@@ -1,4 +1,4 @@
-"""The policy's replies over HTTP, from the gateway of the run. For workflows in processes of their own; no server."""
+"""The policy's replies over HTTP, from the gateway of the run. For workflows in processes of their own."""
 
 from __future__ import annotations
 

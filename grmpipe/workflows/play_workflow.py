@@ -1,4 +1,4 @@
-"""Plays an episode whose loop the user owns: runs his function, and makes a rollout of what was recorded. No loop.
+"""Plays an episode whose loop the user owns: runs his function, and makes a rollout of what was recorded.
 
 When time is up (env.episode_s), finished turns stay and the rollout is truncated, unless the policy wasn't asked for
 the last env.step_s: then the workflow hangs, and the environment failed.

@@ -1,4 +1,4 @@
-"""What a workflow gets: its task, and the policy, by calls or by URL. Samples nothing itself.
+"""What a workflow gets: its task, and the policy, by calls or by URL.
 
 async def solve(task, policy):
     reply = await policy.chat(task.messages)

@@ -1,4 +1,4 @@
-"""Workflows as programs: one process group per episode, which asks the policy at the gateway. Runs no code here.
+"""Workflows as programs: one process group per episode, which asks the policy at the gateway.
 
 stdin    the task: {"messages": [..], "info": {..}, "prompt_id": "..", "seed": 0, "options": {..}}
 env      OPENAI_BASE_URL (and GRMPIPE_BASE_URL), OPENAI_API_KEY

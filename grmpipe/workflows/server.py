@@ -1,4 +1,4 @@
-"""The gateway: the policy as OpenAI's chat completions on this machine, a key for each episode. Records nothing itself.
+"""The gateway: the policy as OpenAI's chat completions on this machine, a key for each episode.
 
 POST /v1/chat/completions    Authorization: Bearer <the episode's key>; streams are sent once they are complete
 GET  /v1/models

@@ -1,5 +1,4 @@
 """What a chat template does with a conversation: where it puts texts, calls and results, and whether it takes tools.
-Knows no token ids.
 
 Refuses what would break the rendering of a conversation in pieces: tools that spell markup, lists that move.
 """

@@ -1,4 +1,4 @@
-"""Calls of tools written as JSON: hermes (Qwen), llama3_json, mistral. Pure; executes nothing.
+"""Calls of tools written as JSON: hermes (Qwen), llama3_json, mistral. Pure.
 
 What can't be read stays in the content, beside an error in words for the model.
 """

@@ -1,4 +1,4 @@
-"""Calls of tools written as Python: `[f(a=1), g(b="x")]`, or `f(1, 2)` in a line of its own. Pure; runs no code.
+"""Calls of tools written as Python: `[f(a=1), g(b="x")]`, or `f(1, 2)` in a line of its own. Pure.
 
 Only literal values are read, from the syntax tree. What can't be read stays in the content, beside an error in words
 for the model.

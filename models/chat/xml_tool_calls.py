@@ -1,4 +1,4 @@
-"""Calls of tools written with tags: qwen3_coder. Pure; executes nothing.
+"""Calls of tools written with tags: qwen3_coder. Pure.
 
 What can't be read stays in the content, beside an error in words for the model.
 """

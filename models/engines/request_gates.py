@@ -1,4 +1,4 @@
-"""Requests in progress in an event loop: joined by id, admitted by priority. Knows no engine and no network."""
+"""Requests in progress in an event loop: joined by id, admitted by priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves a model with a scalar head: sequences in, one number each. Batches its inputs; never samples."""
+"""Serves a model with a scalar head: sequences in, one number each. Batches its inputs."""
 
 from __future__ import annotations
 

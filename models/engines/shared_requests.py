@@ -1,4 +1,4 @@
-"""Requests in flight at an engine, each with all who wait for it. Sends nothing."""
+"""Requests in flight at an engine, each with all who wait for it."""
 
 from __future__ import annotations
 

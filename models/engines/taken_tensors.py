@@ -1,4 +1,4 @@
-"""The tensors that an engine's model takes in a push, by their names in checkpoints. Loads nothing."""
+"""The tensors that an engine's model takes in a push, by their names in checkpoints."""
 
 from __future__ import annotations
 

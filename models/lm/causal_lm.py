@@ -1,4 +1,4 @@
-"""Causal language models: loading, and log-probs of packed samples. Never generates."""
+"""Causal language models: loading, and log-probs of packed samples."""
 
 from __future__ import annotations
 

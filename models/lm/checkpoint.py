@@ -1,4 +1,4 @@
-"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows nothing of a run.
+"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories.
 
 Frozen weights aren't saved: they never change, and a resumed run loads the same files.
 """

@@ -1,5 +1,5 @@
 """The names and shapes of a model's tensors in checkpoints. transformers holds some of them fused (the experts of a
-mixture) or under other names; serving engines know those of checkpoints. Never sends a tensor, never reads a file.
+mixture) or under other names; serving engines know those of checkpoints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Offloads tensors: frees their device memory while their bytes wait on the host. Knows no model and no engine."""
+"""Offloads tensors: frees their device memory while their bytes wait on the host."""
 
 from __future__ import annotations
 

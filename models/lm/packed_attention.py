@@ -1,4 +1,4 @@
-"""Causal attention within packed samples, as transformers calls it. Holds no weights.
+"""Causal attention within packed samples, as transformers calls it.
 
 T: packed tokens, H: query heads, G: key heads, D: head size, N, Q, K: as in models/lm/packing.py.
 """

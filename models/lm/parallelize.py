@@ -1,4 +1,4 @@
-"""One model on several ranks: FSDP2 and its precision. Never trains."""
+"""One model on several ranks: FSDP2 and its precision."""
 
 from __future__ import annotations
 

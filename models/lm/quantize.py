@@ -1,4 +1,4 @@
-"""Rounds weights to few bits and back, in place: what a quantized sampler computes with. Speeds up nothing."""
+"""Rounds weights to few bits and back, in place: what a quantized sampler computes with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One delivery of a bucket in a thread of its own, while its caller makes the next bucket. Knows no transport."""
+"""One delivery of a bucket in a thread of its own, while its caller makes the next bucket."""
 
 from __future__ import annotations
 

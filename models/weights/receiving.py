@@ -1,4 +1,4 @@
-"""A bucket's bytes as torch tensors in an engine, over any transport. Neither sends nor loads them.
+"""A bucket's bytes as torch tensors in an engine, over any transport.
 
     group = BroadcastGroup(device, local_rank)      # one per process
     group.join(link)                                # begin_weights; link None: no broadcasts

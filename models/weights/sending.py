@@ -1,4 +1,4 @@
-"""The sending end of a weight transport, as the learner sees it. Knows neither the model nor the engines."""
+"""The sending end of a weight transport, as the learner sees it."""
 
 from __future__ import annotations
 

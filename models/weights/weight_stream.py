@@ -1,4 +1,4 @@
-"""A model, sharded or not, as a stream of unsharded tensors in buckets. Neither keeps nor sends them."""
+"""A model, sharded or not, as a stream of unsharded tensors in buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of actors and clusters: the protocols, and implementations in this process. No Ray."""
+"""Groups of actors and clusters: the protocols, and implementations in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Begins the calls of a process in the order in which they were made, in any order of arrival. Knows no Ray."""
+"""Begins the calls of a process in the order in which they were made, in any order of arrival."""
 
 from __future__ import annotations
 

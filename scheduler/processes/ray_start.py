@@ -1,4 +1,4 @@
-"""Starts or joins Ray, and reads what its machines have. Starts no process of the run."""
+"""Starts or joins Ray, and reads what its machines have."""
 
 from __future__ import annotations
 

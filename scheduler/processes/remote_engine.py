@@ -1,4 +1,4 @@
-"""An engine in another process, as an Engine: calls of one tick are sent together. Knows an actor, not Ray."""
+"""An engine in another process, as an Engine: calls of one tick are sent together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls between two processes of one machine, over a private Unix socket. Knows no Ray.
+"""Calls between two processes of one machine, over a private Unix socket.
 
 A call over Ray passes several threads at either end, and engines and learners are called tens of times per step, so
 they use this where possible. Only values of the types in wire_types.py are sent or decoded.

@@ -1,4 +1,4 @@
-"""The types that a call may send: those of each method's arguments and answer, and errors by name. No I/O.
+"""The types that a call may send: those of each method's arguments and answer, and errors by name.
 
 Both ends know the types before the first call; only these are decoded. Arrays are sent as type, shape and bytes. A
 class whose methods have other types can't be called this way (`UntypedCall`).

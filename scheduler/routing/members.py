@@ -1,4 +1,4 @@
-"""The engines of a role: which live, which serve, which are replaced. Knows no request."""
+"""The engines of a role: which live, which serve, which are replaced."""
 
 from __future__ import annotations
 

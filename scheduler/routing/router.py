@@ -1,5 +1,5 @@
 """A router: many engines of one role as one. Least load, siblings together, a trajectory's turns where its cache is,
-retries elsewhere. Starts no engine.
+retries elsewhere.
 
 It outlives its engines: requests wait while a replacement starts.
 """

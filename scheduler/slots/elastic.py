@@ -1,4 +1,4 @@
-"""Elastic pools: slots that change between roles. Carries out what balance.py decides; decides nothing itself.
+"""Elastic pools: slots that change between roles. Carries out what balance.py decides.
 
 A slot holds an engine for each role of its pool and serves one of them. A move from A to B:
 

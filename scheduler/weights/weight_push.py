@@ -1,4 +1,4 @@
-"""One push of weights to some engines: stream, confirm, probe. Knows nothing of other pushes.
+"""One push of weights to some engines: stream, confirm, probe.
 
     pause all -> begin, and join the group if weights are broadcast
     -> bucket by bucket: all engines load one while the learner makes the next

@@ -1,4 +1,4 @@
-"""The pushes of a learner to its engines, one at a time: which engine needs what, and new engines. Knows no tensors.
+"""The pushes of a learner to its engines, one at a time: which engine needs what, and new engines.
 
 A push holds the learner's weights and brings them to every engine (see weight_push.py). A new engine catches up with
 the last push or, if the learner has stepped since, waits for the next.

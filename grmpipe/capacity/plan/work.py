@@ -1,4 +1,4 @@
-"""The work of a step of a planned run, by role: its requests, their tokens, what learners train on. Knows no time."""
+"""The work of a step of a planned run, by role: its requests, their tokens, what learners train on."""
 
 from __future__ import annotations
 

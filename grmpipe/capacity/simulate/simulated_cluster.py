@@ -1,5 +1,5 @@
 """A run on a virtual clock, with the real pipeline, admission, groups, routers, judge and batches. Only engines and
-learner take time instead of working, and the driver takes the time it is given. Uses no disk and no process.
+learner take time instead of working, and the driver takes the time it is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""task=simulate: from a configuration to a simulation and its files. Starts no engine, needs no GPU."""
+"""task=simulate: from a configuration to a simulation and its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop on a virtual clock: when nothing is ready, time jumps to the next timer. No threads, no files."""
+"""An event loop on a virtual clock: when nothing is ready, time jumps to the next timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of task=rejudge: that of a run, with the judge that is typed. Starts nothing."""
+"""The configuration of task=rejudge: that of a run, with the judge that is typed."""
 
 from __future__ import annotations
 

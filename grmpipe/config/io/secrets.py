@@ -1,4 +1,4 @@
-"""The configuration as it may be written and shown: without secrets. Pure; writes nothing."""
+"""The configuration as it may be written and shown: without secrets. Pure."""
 
 from __future__ import annotations
 

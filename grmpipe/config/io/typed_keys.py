@@ -1,4 +1,4 @@
-"""Checks that no key of the command line is typed in vain. Starts nothing."""
+"""Checks that no key of the command line is typed in vain."""
 
 from __future__ import annotations
 

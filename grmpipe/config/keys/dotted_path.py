@@ -1,4 +1,4 @@
-"""Imports the object at a dotted path. Doesn't know what it should be."""
+"""Imports the object at a dotted path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's process may do: namespaces, limits, Landlock. Runs in forked children only, and starts nothing.
+"""What a worker's process may do: namespaces, limits, Landlock.
 
 A worker is two processes. The supervisor enters the namespaces (`enter_namespaces`) and stays outside of the bounds;
 its child, in which the environment lives, is the first process in them, and gives up all else (`confine`).

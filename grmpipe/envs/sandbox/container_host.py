@@ -1,4 +1,4 @@
-"""Starts a container for each episode, by the command line of docker, podman or apptainer. Builds no image."""
+"""Starts a container for each episode, by the command line of docker, podman or apptainer."""
 
 from __future__ import annotations
 

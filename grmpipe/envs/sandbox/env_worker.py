@@ -1,4 +1,4 @@
-"""The process in which an environment lives: answers the run's requests, one at a time. Confines nothing."""
+"""The process in which an environment lives: answers the run's requests, one at a time."""
 
 from __future__ import annotations
 

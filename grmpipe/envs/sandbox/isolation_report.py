@@ -1,4 +1,4 @@
-"""The isolation that this machine really gives, found by trying it in a worker. Changes nothing."""
+"""The isolation that this machine really gives, found by trying it in a worker."""
 
 from __future__ import annotations
 

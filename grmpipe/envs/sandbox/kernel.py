@@ -1,4 +1,4 @@
-"""Calls to the Linux kernel that Python's library lacks. Each raises OSError. Decides nothing."""
+"""Calls to the Linux kernel that Python's library lacks. Each raises OSError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up access to files, for itself and all that it starts. Knows no worker.
+"""Landlock: a process gives up access to files, for itself and all that it starts.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """

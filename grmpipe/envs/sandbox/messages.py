@@ -1,4 +1,4 @@
-"""What goes between the run and a worker, as frames: a length of four bytes, then MessagePack. Opens nothing.
+"""What goes between the run and a worker, as frames: a length of four bytes, then MessagePack.
 
 run -> worker   Open, Step, Close
 worker -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, BlamedEnv; Closed

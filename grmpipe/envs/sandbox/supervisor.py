@@ -1,5 +1,5 @@
 """The process between a host and a worker: enters the namespaces, forks the worker, keeps the end of its output, adds
-up its memory, kills it with all that it started, and reports how it ended. Runs no code of an environment.
+up its memory, kills it with all that it started, and reports how it ended.
 
 It ends the worker at the run's word, and when the run or the host has ended: its socket to the run closes, or it gets
 SIGTERM from the kernel.

@@ -1,4 +1,4 @@
-"""An environment that tries what a worker must not do, and says what it could. Harms nothing where it may."""
+"""An environment that tries what a worker must not do, and says what it could."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a worker and the memory that they hold, read by its supervisor. Ends none.
+"""The processes of a worker and the memory that they hold, read by its supervisor.
 
 Pages that processes share count once, where the kernel tells: it hides that of processes that hide themselves, as an
 environment's and its forks do, from all but root. Their pages count for each of them, but for what they had when the

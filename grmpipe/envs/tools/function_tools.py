@@ -1,4 +1,4 @@
-"""Typed functions as tools: their specifications, and checked calls of them. Knows no episode and no model."""
+"""Typed functions as tools: their specifications, and checked calls of them."""
 
 from __future__ import annotations
 

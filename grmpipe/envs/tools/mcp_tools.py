@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol: over stdin and stdout, or HTTP. Knows no episode.
+"""Tools of servers that speak the Model Context Protocol: over stdin and stdout, or HTTP.
 
 An answer that says no (MCP's is-error flag, an error of JSON-RPC) is the policy's fault; a server that can't be
 reached, or dies, is the environment's.

@@ -1,4 +1,4 @@
-"""The environment of tools: runs the policy's calls, and ends with its first turn without one. No model."""
+"""The environment of tools: runs the policy's calls, and ends with its first turn without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies without content that many judges score high, and how this judge scores them. Trains on nothing."""
+"""Replies without content that many judges score high, and how this judge scores them."""
 
 from __future__ import annotations
 

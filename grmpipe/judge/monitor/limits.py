@@ -1,4 +1,4 @@
-"""Limits on metrics: which are exceeded, in words. Pure; pauses and stops nothing itself."""
+"""Limits on metrics: which are exceeded, in words. Pure."""
 
 from __future__ import annotations
 

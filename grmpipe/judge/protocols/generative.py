@@ -1,4 +1,4 @@
-"""A judge that asks a GRM: opens the judge session of its protocol for each group. Asks and votes nothing itself."""
+"""A judge that asks a GRM: opens the judge session of its protocol for each group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What all sessions of a generative judge share: its template, its client, how votes become verdicts. It knows neither
-the order of siblings nor pairs: the protocols do.
-"""
+"""What all sessions of a generative judge share: its template, its client, how votes become verdicts."""
 
 from __future__ import annotations
 

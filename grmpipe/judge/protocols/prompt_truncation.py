@@ -1,4 +1,4 @@
-"""Truncates a prompt to a context window by the configured rule, or says that it doesn't fit. Pure; sends nothing.
+"""Truncates a prompt to a context window by the configured rule, or says that it doesn't fit. Pure.
 
 Of trajectories the long observations lose their middle first, then their middle turns, then all texts. What is left out
 is said in a note, a line that neither the policy nor its environment can write.

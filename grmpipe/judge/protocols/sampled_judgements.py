@@ -1,4 +1,4 @@
-"""Samples k judgements of one question: all at once, or in waves until they are enough. Knows no engine or score."""
+"""Samples k judgements of one question: all at once, or in waves until they are enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts a rollout on token boundaries into steps for a process reward. Pure; scores nothing.
+"""Cuts a rollout on token boundaries into steps for a process reward. Pure.
 
 A step is a turn or, if `step_end` isn't empty, ends with the token that completes `step_end`. A step without a word
 joins the one before it; after `max_steps` steps the rest belongs to the last one. A turn's thought belongs to its first

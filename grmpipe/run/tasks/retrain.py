@@ -1,4 +1,4 @@
-"""Trains a recorded run again: its batches in its order, with only the learner. No engine, no judge, no waiting.
+"""Trains a recorded run again: its batches in its order, with only the learner.
 
     rollouts.jsonl, judgements.jsonl, groups.jsonl -> batch of step n -> train: take .. take, step -> step n + 1
 

@@ -1,4 +1,4 @@
-"""The critic on one rank: values, gradients of value losses, optimizer steps. Knows no reward, group or queue."""
+"""The critic on one rank: values, gradients of value losses, optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of rollouts, computed while the judge works: once a group is rolled out. Knows no reward or gradient."""
+"""Values of rollouts, computed while the judge works: once a group is rolled out."""
 
 from __future__ import annotations
 

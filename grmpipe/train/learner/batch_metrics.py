@@ -1,4 +1,4 @@
-"""Metrics of a batch over all micro-batches and ranks. Never changes a gradient."""
+"""Metrics of a batch over all micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner on one rank: gradients of micro-batches, optimizer steps, weights out. Knows no group, judge or queue."""
+"""The learner on one rank: gradients of micro-batches, optimizer steps, weights out."""
 
 from __future__ import annotations
 

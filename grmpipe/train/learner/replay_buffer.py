@@ -1,4 +1,4 @@
-"""Groups that were trained once and may be trained again while they are young. Knows versions, trains nothing."""
+"""Groups that were trained once and may be trained again while they are young."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a model with a scalar head to classify, on one rank: gradients of batches, optimizer steps. Knows no judge."""
+"""Trains a model with a scalar head to classify, on one rank: gradients of batches, optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a model with a scalar head: the model, its optimizer, its files. Knows no loss."""
+"""One rank of a model with a scalar head: the model, its optimizer, its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The running batch: rows join, make steps together and leave. One thread owns it; it never waits.
+"""The running batch: rows join, make steps together and leave. One thread owns it.
 
 A row that joins has keys and values for all its tokens except the last, which the next step feeds. So joining, copying
 from a sibling, continuing a parked row and prefilling again after a push are the same, and sampling happens in one

@@ -1,4 +1,4 @@
-"""Calls from event loops into an engine's thread: waiters, and the way back of answers. Runs no loop or thread."""
+"""Calls from event loops into an engine's thread: waiters, and the way back of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regular expressions for sampled text: which tokens may come next. Knows no model."""
+"""Regular expressions for sampled text: which tokens may come next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of a running batch (keys, values, experts): one slot per row, grown by doubling. Knows no model."""
+"""The cache of a running batch (keys, values, experts): one slot per row, grown by doubling."""
 
 from __future__ import annotations
 

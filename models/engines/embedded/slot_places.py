@@ -1,4 +1,4 @@
-"""The places of a batch's rows in KV slots: running rows first and compact, parked ones behind them. Knows no request.
+"""The places of a batch's rows in KV slots: running rows first and compact, parked ones behind them.
 
 slots:  [ running rows ][ free and parked rows ]     decoding reads the running rows only
 """

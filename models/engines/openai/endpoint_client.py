@@ -1,4 +1,4 @@
-"""Sends JSON to an HTTP endpoint: its key, rate limits, retries, answers of limited size. Knows no route's format."""
+"""Sends JSON to an HTTP endpoint: its key, rate limits, retries, answers of limited size."""
 
 from __future__ import annotations
 

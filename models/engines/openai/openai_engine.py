@@ -1,4 +1,4 @@
-"""A judge behind any OpenAI-compatible endpoint: messages in, text out. No weights, no token ids."""
+"""A judge behind any OpenAI-compatible endpoint: messages in, text out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model behind a pooling endpoint of vLLM or SGLang: token ids in, one number out. No weights, no text."""
+"""A reward model behind a pooling endpoint of vLLM or SGLang: token ids in, one number out."""
 
 from __future__ import annotations
 

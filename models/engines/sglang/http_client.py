@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: JSON calls, streamed events, translated errors. Knows no request and no weights."""
+"""HTTP to one SGLang server: JSON calls, streamed events, translated errors."""
 
 from __future__ import annotations
 

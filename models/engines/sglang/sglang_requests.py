@@ -1,4 +1,4 @@
-"""Requests to SGLang and its answers in our types. Knows one request at a time; sends nothing."""
+"""Requests to SGLang and its answers in our types. Knows one request at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The effect of a push on the parameters of one vLLM worker: which tensors went into which parameters, and whether
-these changed. Loads nothing.
+these changed.
 
 A tensor counts as taken when a parameter's weight loader was called with it. A parameter that took a tensor with other
 bytes than in the last push must also have other bytes, unless its layer quantizes.

@@ -1,4 +1,4 @@
-"""AsyncLLM and the process of its core: its calls, its sleep, how it ended. Knows no requests and no pushes."""
+"""AsyncLLM and the process of its core: its calls, its sleep, how it ended."""
 
 from __future__ import annotations
 

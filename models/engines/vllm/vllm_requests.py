@@ -1,4 +1,4 @@
-"""Requests to vLLM and its outputs in our types. Knows one request at a time; calls no engine.
+"""Requests to vLLM and its outputs in our types. Knows one request at a time.
 
 vLLM streams two outputs per request: one with the first token, one with the others.
 """

@@ -1,4 +1,4 @@
-"""Buckets and errors in plain types, for sending to vLLM's worker and back. Needs neither vLLM nor a model."""
+"""Buckets and errors in plain types, for sending to vLLM's worker and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the receiving ends of pushes in vLLM's workers have in common: their process group and errors. Loads nothing."""
+"""What the receiving ends of pushes in vLLM's workers have in common: their process group and errors."""
 
 from __future__ import annotations
 

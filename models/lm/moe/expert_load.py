@@ -1,4 +1,4 @@
-"""How tokens spread over the experts of a mixture, summed over forward passes. Never changes a choice.
+"""How tokens spread over the experts of a mixture, summed over forward passes.
 
 L: routers, one per layer with experts, E: experts of a layer, T: tokens, K: experts per token.
 """

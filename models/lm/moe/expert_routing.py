@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: recorded in one forward pass, replayed in another. Never trains.
+"""Routing of tokens to experts: recorded in one forward pass, replayed in another.
 
 Near-ties of a router change with the precision, the batch or the kernel, and another expert is another function: the
 log-probs of sampler and learner then differ by far more than rounding. Replay fixes only the choice: the gates of the

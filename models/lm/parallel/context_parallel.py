@@ -1,4 +1,4 @@
-"""Context parallelism by Ulysses (arXiv 2309.14509): ranks that compute the same packed samples. Knows no model.
+"""Context parallelism by Ulysses (arXiv 2309.14509): ranks that compute the same packed samples.
 
 Each rank of a context group holds a slice of the packed tokens. Around attention, all-to-all exchanges tokens for
 heads: there each rank has all tokens and a share of the heads.

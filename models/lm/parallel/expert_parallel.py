@@ -1,5 +1,5 @@
 """Expert parallelism: the experts of each layer are divided over ranks, and tokens travel to the ranks of their experts
-and back. Never chooses an expert.
+and back.
 
 transformers' own expert parallelism lets every rank hold all tokens and adds up what each computed; here ranks have
 different tokens (GShard, arXiv 2006.16668).

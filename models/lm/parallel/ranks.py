@@ -1,4 +1,4 @@
-"""The ranks that train one model: the device of each, how they meet, and the meshes that they form. Knows no model."""
+"""The ranks that train one model: the device of each, how they meet, and the meshes that they form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All GRMs that are trained next to the policy, as one: wraps the policy's parts by each, runs all flows. Owns none."""
+"""All GRMs that are trained next to the policy, as one: wraps the policy's parts by each, runs all flows."""
 
 from __future__ import annotations
 

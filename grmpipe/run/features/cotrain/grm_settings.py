@@ -1,5 +1,5 @@
 """The second learner of a co-training run: its settings, derived from `grm.train`, and the parts that its flow samples
-with. Starts nothing, runs no loop.
+with.
 """
 
 from __future__ import annotations
