@@ -44,7 +44,9 @@ class RecordingParts:
         self.trained: list[str] = []
 
     def parts(self) -> PipelineComponents:
-        journal = SimpleNamespace(rollout=lambda *_: None, judged=lambda *_: None, group_ended=lambda *_, **__: None)
+        journal = SimpleNamespace(
+            rollout=lambda *_: None, record_verdict=lambda *_: None, group_ended=lambda *_, **__: None
+        )
         fit = SimpleNamespace(until_fit=lambda clock: asyncio.sleep(0), verdict=lambda report: None)
         return PipelineComponents(
             prompts=SimpleNamespace(at=prompt_at),
