@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grmpipe.evaluation.evaluation_files import causes, percent, show_figures, table
 from grmpipe.evaluation.intervals import Estimate
-from grmpipe.evaluation.verdict_comparison import Agreement, Comparison, StepComparison
+from grmpipe.evaluation.verdict_comparison import Agreement, StepComparison, VerdictComparison
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.types import Metrics
@@ -25,11 +25,11 @@ FIGURES_SHOWN = {
 }
 
 
-def write_comparison(run_dir: Path, result: Comparison) -> None:
+def write_comparison(run_dir: Path, result: VerdictComparison) -> None:
     (run_dir / COMPARISON).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def list_metrics(result: Comparison) -> Metrics:
+def list_metrics(result: VerdictComparison) -> Metrics:
     """The figures by their names in summary.json; none that isn't known."""
     metrics: Metrics = {}
     for name in FIGURES_SHOWN:
@@ -42,7 +42,7 @@ def list_metrics(result: Comparison) -> Metrics:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def show_comparison(run_dir: Path, result: Comparison, failed: Mapping[str, int], cost: str) -> None:
+def show_comparison(run_dir: Path, result: VerdictComparison, failed: Mapping[str, int], cost: str) -> None:
     """Print the tables. failed: rollouts without a new verdict, by cause. cost: of the new verdicts, in words."""
     (run_dir / FIGURES).unlink(missing_ok=True)  # of a comparison here before
     figures = [(words, estimate_cells(getattr(result.overall, name))) for name, words in FIGURES_SHOWN.items()]
@@ -79,7 +79,7 @@ def number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def notes_on(result: Comparison, failed: Mapping[str, int]) -> Iterator[str]:
+def notes_on(result: VerdictComparison, failed: Mapping[str, int]) -> Iterator[str]:
     yield f"rollouts: {result.num_rollouts}, with a verdict of both judges {result.num_compared}"
     if failed:
         yield f"without a new verdict: {sum(failed.values())}{causes(failed)}; they are left out, and count as nothing"

@@ -73,7 +73,7 @@ class AnswerJournal(Protocol):
     def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None: ...
 
 
-class NoJournal:
+class Unrecorded:
     """For callers that read the answers at the end."""
 
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None:
@@ -125,7 +125,7 @@ class Evaluator:
     greedy: bool = True
     judges_greedy: bool = False
     places: asyncio.Semaphore | None = None
-    journal: AnswerJournal = field(default_factory=NoJournal)
+    journal: AnswerJournal = field(default_factory=Unrecorded)
     first: str | None = None
     pass_reward: float | None = None
     by_model: bool = True

@@ -78,7 +78,7 @@ class StepComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class VerdictComparison:
     """Both judges on all groups, and step by step.
 
     parts_from_truth:     the step from which the run's reward and the truth part (see `find_parting_step`).
@@ -93,7 +93,7 @@ class Comparison:
     parts_from_new_judge: int | None
 
 
-def compare(groups: Sequence[ComparedGroup]) -> Comparison:
+def compare(groups: Sequence[ComparedGroup]) -> VerdictComparison:
     by_step: defaultdict[int, list[ComparedGroup]] = defaultdict(list)
     for group in groups:
         if group.step is not None:
@@ -101,7 +101,7 @@ def compare(groups: Sequence[ComparedGroup]) -> Comparison:
     steps = tuple(compare_step(step, by_step[step]) for step in sorted(by_step))
     numbers, old = [one.step for one in steps], [one.old_reward for one in steps]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return Comparison(
+    return VerdictComparison(
         num_rollouts=len(rollouts),
         num_compared=sum(one.old is not None and one.new is not None for one in rollouts),
         overall=agreement(groups),

@@ -26,14 +26,14 @@ SECOND = "; a second Ctrl-C ends it at once"
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRequest:
     """How the first signal stops a run: what it calls, and what that does."""
 
     ask: Callable[[], None]
     effect: str
 
 
-STOPS: dict[int, Stop] = {}  # thread -> of a run there
+STOPS: dict[int, StopRequest] = {}  # thread -> of a run there
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def stop_by_signals(stop: Callable[[], object], effect: str = ENDS_WITH_CHECKPOI
     for each in handled:
         signal.signal(each, first)
     outer = STOPS.get(thread)
-    STOPS[thread] = Stop(ask, effect)
+    STOPS[thread] = StopRequest(ask, effect)
     try:
         yield stopped
     finally:

@@ -20,7 +20,7 @@ from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
 from grmpipe.viewer.queries import SORTS, Filter
-from grmpipe.viewer.runs import RunState, ViewedRun, config_differences
+from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
 MAX_CHARS = 200_000  # of one text; what is longer loses its middle
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS = 30, 8, 30, 60
@@ -198,7 +198,7 @@ MEANS_ROWS = {  # title -> field of Means
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
-def states(runs: Mapping[str, ViewedRun]) -> dict[str, RunState]:
+def states(runs: Mapping[str, ViewedRun]) -> dict[str, ViewedState]:
     return {name: run.state() for name, run in runs.items()}
 
 

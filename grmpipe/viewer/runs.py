@@ -60,9 +60,9 @@ class ViewedRun:
     def series(self, name: str) -> list[Point]:
         return [(line["step"], line[name]) for line in self.metrics if name in line]
 
-    def state(self) -> RunState:
+    def state(self) -> ViewedState:
         secrets, summary, metrics = environment_secrets(), read_object(self.run_dir / "summary.json"), self.metrics
-        return RunState(
+        return ViewedState(
             title=find_title(self.run_dir, self.config),
             status=str(summary.get("status", NEVER_ENDED)),
             failure=mask_text(summary.get("failure"), secrets),
@@ -73,7 +73,7 @@ class ViewedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class ViewedState:
     """How a run stands."""
 
     title: str

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, write_comparison
-from grmpipe.evaluation.verdict_comparison import Comparison, compare
+from grmpipe.evaluation.verdict_comparison import VerdictComparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
@@ -102,7 +102,7 @@ class RejudgeRun(Run[PreparedRejudging]):
             if isinstance(report.verdict, Failed):
                 failures[report.verdict.cause] += 1
         again = stored.read_new_verdicts(self._run_dir)
-        result: Comparison = compare(list(read_compared(stored, again, self._config)))
+        result: VerdictComparison = compare(list(read_compared(stored, again, self._config)))
         self._metrics = list_metrics(result)
         write_comparison(self._run_dir, result)
         show_comparison(self._run_dir, result, failures, self._cost)
