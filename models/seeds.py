@@ -14,6 +14,11 @@ def derive_seed(run_seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def is_drawn(run_seed: int, name: str, share: float) -> bool:
+    """Whether a name is in a sample of this share: the same names every time."""
+    return derive_seed(run_seed, name) < share * 2**63
+
+
 def name_repetition(group_id: str, times: int) -> str:
     """The id of a group that is sampled again."""
     return f"{first_name(group_id)}~{times}"

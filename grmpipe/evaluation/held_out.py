@@ -24,6 +24,7 @@ from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import set_purpose
+from grmpipe.judge.verdict import get_reward
 from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -59,7 +60,7 @@ class JudgedRollout:
     @property
     def reward(self) -> float | None:
         """Its reward as composed, on its own. None: the verdict failed."""
-        return self.report.verdict.outcome if isinstance(self.report.verdict, Verdict) else None
+        return get_reward(self.report.verdict)
 
 
 GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
@@ -264,8 +265,7 @@ class Evaluator:
 
 def rewards_by(report: JudgeReport) -> dict[str, float | None]:
     """The reward as composed (REWARD) and by each judge that was asked; None: its verdict failed."""
-    verdicts = {name: one.verdict for name, one in {REWARD: report, **report.by_judge}.items()}
-    return {name: verdict.outcome if isinstance(verdict, Verdict) else None for name, verdict in verdicts.items()}
+    return {name: get_reward(one.verdict) for name, one in {REWARD: report, **report.by_judge}.items()}
 
 
 def read_anchor(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | None:

@@ -24,6 +24,11 @@ def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
     return (replace(outcome_place(rollout), value=value),)
 
 
+def get_reward(verdict: Verdict | Failed) -> float | None:
+    """The reward of the whole rollout. None: the verdict failed."""
+    return verdict.outcome if isinstance(verdict, Verdict) else None
+
+
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:
     """The failure of a judgement; of one that was never requested: 0 attempts."""
     return Failed(stage="judge", cause=cause, attempts=attempts, detail=detail)

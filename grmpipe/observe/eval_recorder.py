@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.judge.verdict import get_reward
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
 from grmpipe.observe.packed_numbers import pack_numbers
 from grmpipe.observe.records import Record, decode, decode_report, decode_rollout, encode, encode_report, encode_rollout
-from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
+from grmpipe.types import JudgeReport, Prompt, Rollout
 
 EVAL_ROLLOUTS, EVAL_JUDGEMENTS = "eval_rollouts.jsonl", "eval_judgements.jsonl"
 
@@ -76,12 +77,11 @@ class EvalRecorder:
 
     def record_verdict(self, line: EvalJudgement) -> None:
         with self._guard.watch(EVAL_JUDGEMENTS):
-            verdict = line.report.verdict
             record = {
                 **_evaluation(line.prompts, line.step),
                 "group_id": line.group_id,
                 "sibling": line.sibling,
-                "reward": verdict.outcome if isinstance(verdict, Verdict) else None,
+                "reward": get_reward(line.report.verdict),
                 **encode_report(line.report),
             }
             self._judgements.append(pack_numbers(record) if self._compact else record)

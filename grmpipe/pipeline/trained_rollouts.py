@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from grmpipe.judge.kinds.rule import Rule
+from grmpipe.judge.verdict import get_reward
 from grmpipe.pipeline.interfaces import RolloutKey, RolloutTimes
 from grmpipe.types import Failed, JudgedGroup, TrainedRollout, Verdict
 
@@ -62,7 +63,7 @@ def _describe(
         group_id=group_id,
         sibling=sibling,
         step=step,
-        reward=verdict.outcome if isinstance(verdict, Verdict) else None,
+        reward=get_reward(verdict),
         advantage=advantages.get(key),
         right=right.get(key),
         rollout_s=None if found is None else round(found.ended_s - found.began_s, DECIMALS_S),

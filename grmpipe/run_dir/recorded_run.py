@@ -7,7 +7,7 @@ siblings, judgements.jsonl their verdicts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,7 @@ from grmpipe.config.io.rejudged_config import REJUDGED
 from grmpipe.observe.journal import decode_line
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.observe.records import Record, decode_report
-from grmpipe.types import Failed, GroupEnd, JudgedGroup, Verdict
+from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Verdict
 
 T = TypeVar("T")
 Places = dict[str, dict[int, int]]  # group_id -> sibling -> offset of its line in bytes
@@ -48,6 +48,11 @@ class RecordedGroups:
             rollouts=tuple(line.rollout for line in recorded),
             verdicts=tuple(in_time(verdicts.get(line.rollout.sibling), newest) for line in recorded),
         )
+
+    def reports(self) -> Iterator[JudgeReport]:
+        """The reports of all groups, one in memory at a time. Of two on the same rollout the later."""
+        for places in self.verdict_places.values():
+            yield from (read(self.judgements, place, decode_report) for place in places.values())
 
     def are_judged(self, group_id: str) -> bool:
         """Whether all rollouts of a group have a verdict."""

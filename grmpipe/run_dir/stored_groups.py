@@ -10,7 +10,7 @@ from grmpipe.config.rejudge import RejudgeConfig
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.run_dir.recorded_run import RecordedGroups, places_in, read
 from grmpipe.types import Prompt
-from models.seeds import derive_seed
+from models.seeds import is_drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups
     steps = {
         group_id: trained.get(group_id)
         for group_id in places
-        if chosen.wants(trained.get(group_id)) and is_drawn(group_id, chosen.sample, seed)
+        if chosen.wants(trained.get(group_id)) and is_drawn(seed, f"rejudge/{group_id}", chosen.sample)
     }
     if not steps:
         raise ValueError(f"{rollouts} has no group for rejudge.steps={chosen.steps} and rejudge.sample={chosen.sample}")
@@ -66,8 +66,3 @@ def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups
             verdict_places=places_in(judgements) if judgements.exists() else {},
         ),
     )
-
-
-def is_drawn(group_id: str, share: float, seed: int) -> bool:
-    """Whether a group is in the sample: the same ones every time, whatever else the run stores."""
-    return derive_seed(seed, f"rejudge/{group_id}") % 1_000_000 < share * 1_000_000

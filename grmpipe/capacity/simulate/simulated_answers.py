@@ -17,7 +17,7 @@ from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.observe.journal import read_journal
 from grmpipe.observe.packed_numbers import unpack_numbers
 from models.engines.simulated.simulated_engine import Script
-from models.seeds import derive_seed
+from models.seeds import derive_seed, is_drawn
 from models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
 
 FILLER = 7  # the id of every sampled token except a judgement's last one
@@ -89,7 +89,7 @@ class Writer:
 
     def _verdict(self, scale: Scale, seed: int, request_id: str) -> str:
         failing = self.unparseable_share
-        if failing and derive_seed(self.seed, f"unreadable {request_id}") < failing * 2**63:
+        if failing and is_drawn(self.seed, f"unreadable {request_id}", failing):
             return UNREADABLE
         score = scale.low + seed % (scale.high - scale.low + 1)
         scores = ", ".join([str(score)] * self.num_scores)

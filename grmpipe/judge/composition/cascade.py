@@ -9,7 +9,7 @@ from typing import Literal
 from grmpipe.judge.composition.combine import reaches
 from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, RewardPart, Unsettled
 from grmpipe.types import CascadeEvent, Failed, Verdict
-from models.seeds import derive_seed, first_name
+from models.seeds import first_name, is_drawn
 
 EventKey = tuple[str, int | None, Literal["decided", "audited"]]  # cascade; sibling, or None for all; what happened
 
@@ -41,7 +41,7 @@ class Audit:
     seed: int
 
     def takes(self, cascade: str, drawn_for: str) -> bool:
-        return derive_seed(self.seed, f"cascade {cascade} {first_name(drawn_for)}") < self.share * 2**63
+        return is_drawn(self.seed, f"cascade {cascade} {first_name(drawn_for)}", self.share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import COMPONENT, outcome_place, report_failures
 from grmpipe.judge.votes import mean, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
-from models.seeds import derive_seed, first_name
+from models.seeds import first_name, is_drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class PointwiseSession(GroupSession):
         return Stop(first=rules.first, wave=rules.wave, enough=enough, auditing=self._is_audited(rollout))
 
     def _is_audited(self, rollout: Rollout) -> bool:
-        drawn = derive_seed(self._context.seed, first_name(f"audit {rollout.group_id}/{rollout.sibling}"))
-        return drawn < self._context.config.early_stop.audit_share * 2**63
+        name = first_name(f"audit {rollout.group_id}/{rollout.sibling}")
+        return is_drawn(self._context.seed, name, self._context.config.early_stop.audit_share)
 
     def _audit(self, rollout: Rollout, parts: ScoredParts, sampled: SampledJudgements) -> StopAudit | None:
         if self._context.config.early_stop.kind != "relaxed" or not self._is_audited(rollout):

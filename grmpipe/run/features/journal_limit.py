@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
-from grmpipe.observe.judge_requests import JUDGE_REQUESTS
-from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Metrics
-
-JOURNALS = (ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED, EVAL_ROLLOUTS, EVAL_JUDGEMENTS, JUDGE_REQUESTS)
 
 
 class JournalLimit(RunFeature):
@@ -33,6 +28,5 @@ class JournalLimit(RunFeature):
 
 
 def measure_gb(run_dir: Path) -> float:
-    """The size of a run's journals. A missing one takes nothing."""
-    paths = (run_dir / name for name in JOURNALS)
-    return sum(path.stat().st_size for path in paths if path.exists()) / 1e9
+    """The size of all journals in a run's directory."""
+    return sum(path.stat().st_size for path in run_dir.glob("*.jsonl")) / 1e9

@@ -18,14 +18,14 @@ from typing import Any
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, flips, rank_correlation
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
-from grmpipe.judge.verdict import make_failure, report_failures
+from grmpipe.judge.verdict import get_reward, make_failure, report_failures
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
 from grmpipe.observe.records import encode_report
 from grmpipe.observe.summary import WatchSummary
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
-from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics, Verdict
-from models.seeds import derive_seed
+from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
+from models.seeds import is_drawn
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class WatchCounts:
     def of(group: JudgedGroup, reports: Sequence[JudgeReport]) -> WatchCounts:
         """The counts of a judged group."""
         rollouts = tuple(
-            ComparedRollout(old=read_reward(trained), new=read_reward(report.verdict))
+            ComparedRollout(old=get_reward(trained), new=get_reward(report.verdict))
             for trained, report in zip(group.verdicts, reports, strict=True)
         )
         compared = ComparedGroup(group_id=group.group_id, step=None, rollouts=rollouts)
@@ -107,10 +107,6 @@ def ratio(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def read_reward(verdict: Verdict | Failed) -> float | None:
-    return verdict.outcome if isinstance(verdict, Verdict) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
     """A judge that watches.
@@ -130,7 +126,7 @@ class Watcher:
 
     def draws(self, group_id: str, seed: int) -> bool:
         """Whether it judges a group: the same ones every time."""
-        return derive_seed(seed, f"watch/{self.name}/{group_id}") % 1_000_000 < self.share * 1_000_000
+        return is_drawn(seed, f"watch/{self.name}/{group_id}", self.share)
 
 
 class WatchingJudges(RunFeature):

@@ -13,7 +13,6 @@ from grmpipe.evaluation.verdict_comparison import VerdictComparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
-from grmpipe.observe.recorder import JUDGEMENTS, load_verdicts
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.judge_health import JudgeHealth
@@ -22,7 +21,6 @@ from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
-from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
 from scheduler.clock import ActiveClock
@@ -96,12 +94,11 @@ class RejudgeRun(Run[PreparedRejudging]):
 
     def _compare(self) -> None:
         stored, failures = self._prepared.stored, Counter[str]()
-        reports = dict(load_verdicts(self._run_dir / JUDGEMENTS, run_id=read_run_id(self._run_dir)))
-        for report in reports.values():
+        again = stored.read_new_verdicts(self._run_dir)
+        for report in again.reports():
             self._counters.report(report)
             if isinstance(report.verdict, Failed):
                 failures[report.verdict.cause] += 1
-        again = stored.read_new_verdicts(self._run_dir)
         result: VerdictComparison = compare(list(read_compared(stored, again, self._config)))
         self._metrics = list_metrics(result)
         write_comparison(self._run_dir, result)

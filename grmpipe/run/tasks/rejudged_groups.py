@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout
 from grmpipe.judge.kinds.labels import find_rule
+from grmpipe.judge.verdict import get_reward
 from grmpipe.pipeline.interfaces import RolloutKey
 from grmpipe.pipeline.trained_rollouts import check_truth
 from grmpipe.run_dir.recorded_run import RecordedGroups
 from grmpipe.run_dir.stored_groups import StoredGroups
 from grmpipe.train.batching.samples import mean_advantages, select_judged, to_samples
-from grmpipe.types import Failed, JudgedGroup, Verdict
+from grmpipe.types import JudgedGroup
 
 Advantages = Mapping[RolloutKey, float]  # mean over the trained tokens
 
@@ -41,8 +42,8 @@ def compare_batch(
     for one, other in zip(old, new, strict=True):
         rollouts = tuple(
             ComparedRollout(
-                old=read_reward(old_verdict),
-                new=read_reward(new_verdict),
+                old=get_reward(old_verdict),
+                new=get_reward(new_verdict),
                 right=right.get(key := (one.group_id, rollout.sibling)),
                 old_advantage=before.get(key),
                 new_advantage=after.get(key),
@@ -50,10 +51,6 @@ def compare_batch(
             for rollout, old_verdict, new_verdict in zip(one.rollouts, one.verdicts, other.verdicts, strict=True)
         )
         yield ComparedGroup(group_id=one.group_id, step=step, rollouts=rollouts)
-
-
-def read_reward(verdict: Verdict | Failed) -> float | None:
-    return verdict.outcome if isinstance(verdict, Verdict) else None
 
 
 def estimate_advantages(groups: Sequence[JudgedGroup], config: RunConfig) -> Advantages:
