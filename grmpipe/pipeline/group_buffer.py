@@ -30,7 +30,7 @@ class GroupBuffer:
     Example, with groups_per_batch=2 and max_staleness=0:
         a, b are opened          capacity 0: generation waits in `until_room`
         b, then a become READY   training takes b, then a: the batch is full
-        `end_step`                both are TRAINED, the version is 1, capacity is 2
+        `end_step`               both are TRAINED, the version is 1, capacity is 2
     """
 
     def __init__(

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from grmpipe.observe.journal import decode_line
-from grmpipe.observe.recorder import decode_judged
 from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Verdict
@@ -72,7 +71,7 @@ def read_siblings(run_dir: Path, rows: Sequence[RolloutRow]) -> list[Sibling]:
     """The siblings of a group. A judgement of several at once is shown with each of them."""
     problems: dict[int, list[str]] = {row.sibling: [] for row in rows}
     recorded = {row.sibling: read_at(run_dir, row.line, decode_recorded, problems[row.sibling]) for row in rows}
-    reports = {row.sibling: read_at(run_dir, row.report, decode_reported, problems[row.sibling]) for row in rows}
+    reports = {row.sibling: read_at(run_dir, row.report, decode_report, problems[row.sibling]) for row in rows}
     return [
         Sibling(
             row=row,
@@ -101,10 +100,6 @@ def read_at(run_dir: Path, key: int | None, read: Callable[[dict[str, Any]], T],
 
 def decode_recorded(record: dict[str, Any]) -> Recorded:
     return Recorded(prompt=decode(record["prompt"], Prompt), rollout=decode_rollout(record))
-
-
-def decode_reported(record: dict[str, Any]) -> JudgeReport:
-    return decode_judged(record)[1] if "turns" not in record else decode_report(record)
 
 
 def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]) -> Iterator[Critique]:

@@ -35,7 +35,6 @@ class Ingest:
         self._decoders = {
             kind: msgspec.json.Decoder(kind) for kind in (RolloutLine, ReportLine, TrainedLine, GroupLine)
         }
-
         self._noted: set[tuple[str, str]] = set()
 
     def lines(self, offset: int, piece: bytes) -> int:
@@ -56,9 +55,6 @@ class Ingest:
             self._trained(self._decode(line, TrainedLine))
         elif self._name in (JUDGEMENTS, EVAL_JUDGEMENTS):
             self._report(key, self._decode(line, ReportLine))
-        elif self._name == EVAL_ROLLOUTS:
-            report = self._decode(line, ReportLine)
-            self._rollout(key, self._decode(line, RolloutLine), report if report and report.is_report else None)
         else:
             self._rollout(key, self._decode(line, RolloutLine))
 
@@ -67,8 +63,7 @@ class Ingest:
         found: L = self._decoders[kind].decode(line)  # type: ignore[assignment, index]
         return found if not self._run or found.run in ("", self._run) else None
 
-    def _rollout(self, key: int, found: RolloutLine | None, report: ReportLine | None = None) -> None:
-        """report: on this rollout, in the same line, as evaluations of a policy write it."""
+    def _rollout(self, key: int, found: RolloutLine | None) -> None:
         if found is not None:
             row = found.row()
             self._upsert(self._who(found, found.group_id, found.sibling), {"line": key, **row})
@@ -77,9 +72,7 @@ class Ingest:
             self._note("status", row["status"])
             for fault in str(row["faults"]).split():
                 self._note("fault", fault)
-            self._index_words(key, (*found.texts(), *(report.texts() if report is not None else ())))
-            if report is not None:
-                self._outcome(key, report)
+            self._index_words(key, found.texts())
 
     def _report(self, key: int, found: ReportLine | None) -> None:
         if found is not None:

@@ -160,10 +160,6 @@ class ReportLine(Line, frozen=True, kw_only=True):
     by_judge: dict[str, OwnLine] = {}
     principles: CompletionLine | None = None
 
-    @property
-    def is_report(self) -> bool:
-        return self.verdict is not None or self.failed is not None
-
     def outcomes(self) -> Mapping[str, dict[str, object]]:
         """The outcome of all judges under the name "", and that of each of several under its own."""
         of_all = OwnLine(verdict=self.verdict, failed=self.failed)

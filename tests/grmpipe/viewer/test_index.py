@@ -187,12 +187,20 @@ def test_index_filters_answers_by_judge(tmp_path: Path) -> None:
 def test_held_out_rollouts_of_two_evaluations_are_kept_apart(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     line = json.loads((run_dir / "rollouts.jsonl").read_text().splitlines()[0])
-    verdict = {"rewards": [{"value": 0.5}], "score": 5.0, "score_std": 0.0, "num_judgements": 1}
-    lines = [{**line, "step": step, "verdict": verdict, "judgements": [], "failures": []} for step in (0, 10)]
-    (run_dir / "eval_rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    who = {name: line[name] for name in ("group_id", "sibling")}
+    verdicts = {0: 5.0, 10: 7.0}  # step -> score
+    journals = {
+        "eval_rollouts.jsonl": [{**line, "step": step} for step in verdicts],
+        "eval_judgements.jsonl": [
+            {**who, "step": step, "verdict": {"rewards": [{"value": 0.5}], "score": score}}
+            for step, score in verdicts.items()
+        ],
+    }
+    for name, lines in journals.items():
+        (run_dir / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
     index = RunIndex(run_dir)
     follow(index)
-    assert [(row.round, row.score) for row in rows(index, evaluation="held_out")] == [(10, 5.0), (0, 5.0)]
+    assert [(row.round, row.score) for row in rows(index, evaluation="held_out")] == [(10, 7.0), (0, 5.0)]
     assert len(rows(index)) == 3
 
 
