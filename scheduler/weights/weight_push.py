@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
 
 from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
-from scheduler.supervise import run_together
+from scheduler.run_together import run_together
 from scheduler.weights.weight_checks import (
     WeightMismatch,
     check_finite,
