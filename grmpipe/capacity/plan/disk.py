@@ -28,7 +28,7 @@ def journal_line(facts: RunFacts) -> str:
     key = "journals.compact"
     now, other = (journal_gb(facts, compact=facts.config.journals.compact is own) for own in (True, False))
     outside = (
-        "" if len(journalled_judges(facts)) == len(facts.config.judging.generative) else ", without judges outside"
+        "" if len(find_journalled_judges(facts)) == len(facts.config.judging.generative) else ", without judges outside"
     )
     turns = "" if facts.config.env.env_kind.is_single else ", at one turn per rollout"
     limit = facts.config.journals.max_gb
@@ -37,7 +37,7 @@ def journal_line(facts: RunFacts) -> str:
     return f"  journals: about {now:.2g} GB, {other:.2g} GB with {key}={without}{turns}{outside}{over}"
 
 
-def journalled_judges(facts: RunFacts) -> list[str]:
+def find_journalled_judges(facts: RunFacts) -> list[str]:
     """Judges whose lengths are known: an endpoint's tokenizer isn't here."""
     return [name for name, judge in facts.config.judging.generative.items() if judge.model in facts.models]
 
@@ -53,7 +53,7 @@ def journal_gb(facts: RunFacts, *, compact: bool) -> float:
     judged = train.num_steps * per_step + questions * config.evaluate.samples(1)
     rollout = rollout_bytes(policy_lengths(facts), per_token)
     found = judged * (rollout + LINE_BYTES) + questions * config.evaluate.greedy * rollout
-    for name in journalled_judges(facts):
+    for name in find_journalled_judges(facts):
         per_rollout = count_judgements(name, facts) / per_step
         shared_by = max(1.0, per_rollout) if compact else 1.0  # judgements of one line pack their prompt once
         found += judged * per_rollout * judgement_bytes(judge_lengths(name, facts), per_token, shared_by)
