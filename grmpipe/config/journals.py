@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.bounds import Bounded, above
+
 ALL = "all"
 KEEP = (ALL, "text")
 
 
 @dataclass(frozen=True)
-class JournalsConfig:
+class JournalsConfig(Bounded):
     """The journals: every rollout and judgement, with token ids and log-probs."""
 
     # Pack the token ids and log-probs of each line: long answers with their judgements take less than half of the disk.
@@ -17,7 +19,7 @@ class JournalsConfig:
     compact: bool = False
     # [GB] Most that the journals of a training may take (10^9 bytes): above it, if thinning isn't enough, the run stops
     # after its step, with a checkpoint. Null: no limit.
-    max_gb: float | None = None
+    max_gb: float | None = above(0, None, "above 0, or null for no limit")
     # What stays of lines that no resume reads any more: all; text, without token ids and log-probs; or a share of the
     # groups, such as 0.1, whole, and of the others lengths, scores and verdicts. A run that was thinned can't be
     # retrained from.
@@ -29,11 +31,10 @@ class JournalsConfig:
         return None if self.keep in KEEP else float(self.keep)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             fits = self.keep in KEEP or 0 < float(self.keep) < 1
         except ValueError:
             fits = False
         if not fits:
             raise ValueError(f"keep: must be all, text or a share between 0 and 1, such as 0.1; got {self.keep}")
-        if self.max_gb is not None and not self.max_gb > 0:
-            raise ValueError(f"max_gb: must be above 0, or null for no limit; got {self.max_gb:g}")

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from models.types import UNKNOWN_ID
+
 Record = dict[str, Any]
 PACKED, THINNED = "packed", "thinned"
 NUMBERS, TEXT = "numbers", "text"  # what was dropped of a thinned line
-UNKNOWN_ID, UNKNOWN_LOGPROB = -1, math.nan  # of a thinned line, as it is read: nothing can be trained on them
+UNKNOWN_LOGPROB = math.nan  # of a thinned line, as it is read: nothing can be trained on it
 IDS, LOGPROBS = ("token_ids", "new_ids", "prompt_ids"), "logprobs"
 NESTED = ("turns", "judgements", "failures", "completion", "failed", "principles")  # none of them is a user's
 BY_NAME = "by_judge"

@@ -32,7 +32,7 @@ def journal_line(facts: RunFacts) -> str:
     now, other = (journal_gb(facts, PACKED if config.compact is own else PLAIN) for own in (True, False))
     left = estimate_kept_gb(facts, now)
     outside = (
-        "" if len(journalled_judges(facts)) == len(facts.config.judging.generative) else ", without judges outside"
+        "" if len(list_journalled_judges(facts)) == len(facts.config.judging.generative) else ", without judges outside"
     )
     turns = "" if facts.config.env.env_kind.is_single else ", at one turn per rollout"
     limit = config.max_gb
@@ -51,7 +51,7 @@ def estimate_kept_gb(facts: RunFacts, whole_gb: float) -> float:
     return share * whole_gb + (1 - share) * journal_gb(facts, NO_TEXT)
 
 
-def journalled_judges(facts: RunFacts) -> list[str]:
+def list_journalled_judges(facts: RunFacts) -> list[str]:
     """Judges whose lengths are known: an endpoint's tokenizer isn't here."""
     return [name for name, judge in facts.config.judging.generative.items() if judge.model in facts.models]
 
@@ -67,7 +67,7 @@ def journal_gb(facts: RunFacts, per_token: BytesPerToken) -> float:
     judged = train.num_steps * per_step + questions * config.evaluate.samples(1)
     rollout = rollout_bytes(policy_lengths(facts), per_token)
     found = judged * (rollout + LINE_BYTES) + questions * config.evaluate.greedy * rollout
-    for name in journalled_judges(facts):
+    for name in list_journalled_judges(facts):
         per_rollout = count_judgements(name, facts) / per_step
         # Judgements of one line pack their prompt once.
         shared_by = max(1.0, per_rollout) if per_token is PACKED else 1.0
