@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+UNKNOWN_ID = -1  # in place of a token id that isn't kept any more: no model takes it
 ANY_EXPERT = -1  # in place of an expert: the choice is unknown, so the router chooses
 
 
