@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.bounds import Bounded, above
+
 
 @dataclass(frozen=True)
-class JournalsConfig:
+class JournalsConfig(Bounded):
     """The journals: every rollout and judgement, with token ids and log-probs."""
 
     # Pack the token ids and log-probs of each line: long answers with their judgements take less than half of the disk.
@@ -14,8 +16,4 @@ class JournalsConfig:
     compact: bool = False
     # [GB] Most that the journals of a training may take (10^9 bytes): above it the run stops after its step, with a
     # checkpoint. Null: no limit.
-    max_gb: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_gb is not None and not self.max_gb > 0:
-            raise ValueError(f"max_gb: must be above 0, or null for no limit; got {self.max_gb:g}")
+    max_gb: float | None = above(0, None, "above 0, or null for no limit")

@@ -17,7 +17,7 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
-from models.bounds import Bounded, above_0_to_1, at_least, check_known, positive
+from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
 from models.types import ThinkingBudget
 
 KINDS = ("generative", "scalar", "rule", "function", "env", "label", "custom")
@@ -58,17 +58,14 @@ class ThinkingConfig:
 
 
 @dataclass(frozen=True)
-class FormatConfig:
+class FormatConfig(Bounded):
     """What a judge is shown, and what it may write."""
 
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
     show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
     # What happens if the judge's prompt exceeds its context window: the verdict fails (error), or the longest responses
     # lose their middle (middle): first what tools and the environment said, then whole turns, then all texts.
-    truncation: str = "error"
-
-    def __post_init__(self) -> None:
-        check_known("truncation", self.truncation, TRUNCATIONS)
+    truncation: str = one_of(TRUNCATIONS, "error")
 
 
 @dataclass(frozen=True)
@@ -106,13 +103,10 @@ class VotesConfig(Bounded):
 class SplitConfig(Bounded):
     """How a group, or a response, is split into what single judgements cover."""
 
-    pairs: str = "all"  # For pairwise: which pairs of a group are judged, all or each sibling with the next.
+    # For pairwise: which pairs of a group are judged, all or each sibling with the next.
+    pairs: str = one_of(PAIRS, "all")
     step_end: str = "\n"  # For steps: text that ends a step; empty: a step is a turn.
     max_steps: int = at_least(1, 32)  # For steps: most steps of a response; the rest belongs to the last one.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("pairs", self.pairs, PAIRS)
 
 
 @dataclass(frozen=True)
@@ -120,13 +114,9 @@ class PrinciplesConfig(Bounded):
     """The principles that judgements follow."""
 
     # Where they are written: in each judgement (inline), or once per prompt for all judgements (shared).
-    kind: str = "inline"
+    kind: str = one_of(PRINCIPLES, "inline")
     template: str = "principles"  # For shared: their prompt, a shipped template or the path of a Jinja file.
     max_new_tokens: int = at_least(1, 512)  # For shared: most tokens.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("kind", self.kind, PRINCIPLES)
 
 
 @dataclass(frozen=True)
@@ -144,16 +134,16 @@ class LimitsConfig(Bounded):
 
 
 @dataclass(frozen=True)
-class FunctionCallConfig:
+class FunctionCallConfig(Bounded):
     """How a reward function is called, and what its number means."""
 
     # Its lowest and highest number, as in [0, 100], which become the rewards 0 and 1; null: its number is the reward.
     score_range: Any = None
     # If it takes lists: called with each response as it ends (rollout), or with all siblings of a group (group).
-    batch: str = "rollout"
+    batch: str = one_of(FUNCTION_BATCHES, "rollout")
 
     def __post_init__(self) -> None:
-        check_known("batch", self.batch, FUNCTION_BATCHES)
+        super().__post_init__()
         ends = self.score_range
         if ends is not None and not is_range(ends):
             raise ValueError(
@@ -176,7 +166,7 @@ class EarlyStopConfig(Bounded):
 
     # Rule: never (none); once they can't change the winner of a pair (exact); once the standard error of a score is
     # small compared with the spread of its group (relaxed).
-    kind: str = "none"
+    kind: str = one_of(EARLY_STOPS, "none")
     # [judgements] For relaxed: judgements requested at once, and the fewest before a stop.
     first: int = at_least(1, 2)
     # [judgements] Judgements requested at a time after the first ones; fewer save more and take longer.
@@ -186,10 +176,6 @@ class EarlyStopConfig(Bounded):
     # For relaxed: share of rollouts that are still judged in full, to measure the error of stopping.
     audit_share: float = above_0_to_1(0.1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("kind", self.kind, EARLY_STOPS)
-
 
 @dataclass(frozen=True)
 class JudgeConfig(Bounded):
@@ -197,7 +183,7 @@ class JudgeConfig(Bounded):
 
     # Where verdicts come from: a GRM, a scalar reward model, a rule, a reward function of your own, the environment's
     # rewards, the labels of a judge in training, or your own class.
-    kind: str = "generative"
+    kind: str = one_of(KINDS, "generative")
     # Model that is asked: the role grm, a name in models, or policy, whose weights of the moment then judge.
     model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
@@ -305,7 +291,6 @@ class JudgeConfig(Bounded):
         protocol_named(self.protocol)
         for table in (PARSERS, VOTES, RULES):
             table.check(getattr(self, table.name))
-        check_known("kind", self.kind, KINDS)
 
     def _check_template(self) -> None:
         if not self.template:
@@ -453,18 +438,14 @@ LABEL_RULES = ("exact", "same_side")
 
 
 @dataclass(frozen=True)
-class LabelConfig:
+class LabelConfig(Bounded):
     """When a judgement agrees with its label. Of several responses, the labelled best must be strictly first."""
 
     # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
-    rule: str = "exact"
+    rule: str = one_of(LABEL_RULES, "exact")
     # [score] Lowest score that passes a response, on the first judge's scale; also the label of a rollout that is
     # right: at least this score.
     pass_score: int = 8
-
-    def __post_init__(self) -> None:
-        if self.rule not in LABEL_RULES:
-            raise ValueError(f"rule: unknown value {self.rule!r}; known: {', '.join(LABEL_RULES)}")
 
 
 def is_range(ends: object) -> bool:

@@ -18,7 +18,7 @@ from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.evaluation.answer_progress import AnswerProgress
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
-from grmpipe.judge.composition.combine import reaches
+from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading

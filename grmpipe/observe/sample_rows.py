@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.judge.fence import plain
+from grmpipe.judge.prompt_injection import plain
 from grmpipe.judge.trajectory import make_trajectory
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout

@@ -24,8 +24,8 @@ from models.seeds import derive_seed, first_name
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock, PauseGate
 from scheduler.routing.router import RequestKillsEngines
-from scheduler.stage import BusyMeter, Stage
 from scheduler.weights.weight_sync import SyncReport
+from scheduler.work_queue import BusyMeter, Stage
 
 log = logging.getLogger(__name__)
 

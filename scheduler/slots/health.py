@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass
 
+from models.bounds import Bounded, above, at_least
 from models.types import Engine, EngineDied
 from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
@@ -32,21 +33,15 @@ RETRY_AFTER_S = 2.0  # the memory of the last try may not be free yet
 
 
 @dataclass(frozen=True)
-class HealthConfig:
+class HealthConfig(Bounded):
     """How many dead engines are replaced, and how soon an idle engine's death is noticed."""
 
     # [replacements] Most tries to replace an engine within an hour; 0: a dead engine stays dead.
-    max_replacements: int = 3
-    check_every_s: float = 5.0  # Interval between checks of engines.
-    hung_after_s: float = 120.0  # An engine that answers neither checks nor requests for this long counts as dead.
-    start_deadline_s: float = 600.0  # Limit for a replacement to start and load its model.
-
-    def __post_init__(self) -> None:
-        if self.max_replacements < 0:
-            raise ValueError(f"max_replacements: must be 0 or more, got {self.max_replacements}")
-        for key in ("check_every_s", "hung_after_s", "start_deadline_s"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+    max_replacements: int = at_least(0, 3)
+    check_every_s: float = above(0, 5.0)  # Interval between checks of engines.
+    # An engine that answers neither checks nor requests for this long counts as dead.
+    hung_after_s: float = above(0, 120.0)
+    start_deadline_s: float = above(0, 600.0)  # Limit for a replacement to start and load its model.
 
 
 class EngineState(enum.Enum):

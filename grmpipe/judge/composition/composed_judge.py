@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import find_main
 from grmpipe.config.reward import RewardConfig, RewardTree
+from grmpipe.config.run_judges import find_main
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
-from grmpipe.judge.composition.combine import share_of_passes
+from grmpipe.judge.composition.combine_verdicts import share_of_passes
 from grmpipe.judge.composition.outcome import RewardPart
 from grmpipe.judge.composition.parts import (
     Gate,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from grmpipe.judge.protocols.early_stop import Stop
 from grmpipe.types import Failed, Judgement
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
 

@@ -18,7 +18,7 @@ from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDenied
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 
 
 class EvaluationRun(Run[PreparedEvaluation]):

@@ -24,7 +24,7 @@ from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDied, EngineRefused
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 log = logging.getLogger(__name__)
 

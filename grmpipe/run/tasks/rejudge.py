@@ -24,7 +24,7 @@ from grmpipe.run.tasks.stats import summarize_judging
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
 from scheduler.clock import ActiveClock
-from scheduler.supervise import raise_first_failure, run_until
+from scheduler.run_together import raise_first_failure, run_until
 
 
 class GroupJudging:

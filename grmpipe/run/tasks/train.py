@@ -40,7 +40,7 @@ from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 
 log = logging.getLogger(__name__)
 
