@@ -1,7 +1,5 @@
 """An environment: guess a number, with a hint after each guess."""
 
-from __future__ import annotations
-
 import random
 import re
 

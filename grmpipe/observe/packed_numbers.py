@@ -7,8 +7,6 @@ Where a list stood stands its length. `packed` is base64 of zlib of all ids of t
 without it, and judgements that share a prompt share its bytes.
 """
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Iterator

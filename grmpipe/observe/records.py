@@ -1,7 +1,5 @@
 """Rollouts and judgements as plain JSON objects, and back. Pure; the recorder writes the files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, cast

@@ -1,7 +1,5 @@
 """Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ S: samples, T: packed tokens. The own tokens of samples are end to end. A sample
 parent's own tokens and before them, in the parent's prefix.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Stops a run whose journals take more of the disk than `journals.max_gb`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
