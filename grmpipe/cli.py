@@ -37,7 +37,7 @@ from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
 from grmpipe.config.io.rejudged_config import compose_rejudging
 from grmpipe.config.io.secrets import may_be_secret
-from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
+from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, mask_errors

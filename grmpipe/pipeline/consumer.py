@@ -13,8 +13,8 @@ from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.why_waiting import describe_pending
 from grmpipe.types import JudgedGroup
 from scheduler.clock import ActiveClock
-from scheduler.stage import BusyMeter
 from scheduler.weights.weight_sync import SyncReport
+from scheduler.work_queue import BusyMeter
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
 from grmpipe.types import JudgedGroup
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 from scheduler.weights.weight_sync import SyncReport
 
 

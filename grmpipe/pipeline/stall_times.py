@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grmpipe.counts import Counts
-from scheduler.stage import BusyMeter, StateMeter
+from scheduler.work_queue import BusyMeter, StateMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

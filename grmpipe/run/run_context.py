@@ -22,7 +22,7 @@ from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.recovery import BEGINNING
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
-from scheduler.supervise import describe_failure
+from scheduler.run_together import describe_failure
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 
+from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.viewer.snippets import snippet
+
+DROPPED = "(text dropped: journals.keep)"
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class RolloutLine(Line, frozen=True, kw_only=True):
     opening: list[MessageLine] = []
     took_s: float | None = None
     right: float | None = None
+    thinned: str = ""
 
     @property
     def version(self) -> int | None:
@@ -100,8 +104,8 @@ class RolloutLine(Line, frozen=True, kw_only=True):
         return {
             "prompt_id": self.prompt.prompt_id,
             "source": self.prompt.source,
-            "question": snippet(self.question),
-            "answer": snippet(self.answer, from_end=True),
+            "question": DROPPED if self.thinned == TEXT else snippet(self.question),
+            "answer": DROPPED if self.thinned == TEXT else snippet(self.answer, from_end=True),
             "status": self.reason or self.status,
             "version": self.version,
             "tokens": sum(turn.num_tokens for turn in self.turns),

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar, cast
 
 from models.bounds import Bounded, above, at_least
 from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
-from scheduler.supervise import run_together
+from scheduler.run_together import run_together
 from scheduler.weights.weight_checks import (
     WeightMismatch,
     check_finite,

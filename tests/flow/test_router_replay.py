@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.tiny.mixture import upcycle
 from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.tiny.upcycle import upcycle
 
 MORE_UPDATES = "algorithm.updates_per_batch=2"
 

@@ -33,9 +33,9 @@ from scheduler.gc_tuning import infrequent_gc
 from scheduler.placement import Placement
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
+from scheduler.run_together import run_until
 from scheduler.slots.elastic import ElasticPool, ElasticRole
 from scheduler.slots.time_share import SharedRole, TimeShare
-from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)

@@ -12,7 +12,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
-from grmpipe.judge.protocols.steps import Decode
+from grmpipe.judge.protocols.split_steps import Decode
 from grmpipe.judge.trajectory import Trajectory, make_trajectory
 from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import Vote, average_weighted, best_indices, mean, vote_named

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
-from grmpipe.judge.protocols.steps import ResponseStep, split_steps
+from grmpipe.judge.protocols.split_steps import ResponseStep, split_steps
 from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_opening, show_replies
 from grmpipe.types import Failed, RewardSpan, Rollout
 

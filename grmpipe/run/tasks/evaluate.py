@@ -2,7 +2,7 @@
 
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
-from grmpipe.evaluation.against_labels import JudgeEvaluation
+from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.observe.summary import EvalSummary, Status, Summary
@@ -16,7 +16,7 @@ from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDenied
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 
 
 class EvaluationRun(Run[PreparedEvaluation]):

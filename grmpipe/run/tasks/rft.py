@@ -36,7 +36,7 @@ from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
-from scheduler.supervise import raise_first_failure, run_until
+from scheduler.run_together import raise_first_failure, run_until
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,8 @@ class TrainingRun(Run[Prepared]):
             return "interrupted"
         await self._checkpoint(running, pipeline, features)
         await self._writer.settle()
+        for feature in features.each:
+            await feature.finish()
         for model in running.trained:
             await export(model.ranks, self._run_dir / model.name, model.settings)
         return "completed"

@@ -11,7 +11,7 @@ from grmpipe.train.ranks import Ranks
 from grmpipe.types import Metrics
 from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import ActorRanks
-from scheduler.stage import BusyMeter
+from scheduler.work_queue import BusyMeter
 
 LANE = "critic"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import Load, deal, fill
 from grmpipe.train.batching.samples import split_rollout
+from grmpipe.train.batching.seqlen_balancing import Load, deal, fill
 from grmpipe.train.scalar.scalar_batch import NOTHING, PackedSequences, measure_loads, pack_sequences
 from grmpipe.types import Rollout, TrainingSample
 

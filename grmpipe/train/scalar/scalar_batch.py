@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import Load, deal
+from grmpipe.train.batching.seqlen_balancing import Load, deal
 
 NOTHING = (0, 0)  # token ids of an idle rank
 

@@ -42,8 +42,8 @@ from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
-from scheduler.slots.health import RoleHealth, push_to_living
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
+from scheduler.slots.engine_replacement import RoleHealth, push_to_living
 from scheduler.weights.weight_sync import SyncReport
 
 FOLDER = "cotrain"  # of the judging tasks' journals

@@ -13,8 +13,8 @@ from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.single_turn import play_single_turn
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Prompt, Rollout

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.composition.combine import reaches
+from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.trajectory import make_trajectory

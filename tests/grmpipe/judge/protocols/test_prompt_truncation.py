@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.fence import in_fences
 from grmpipe.judge.grm import GrmPrompt
+from grmpipe.judge.prompt_injection import in_fences
 from grmpipe.judge.protocols.prompt_truncation import OBSERVATION_CHARS, truncate_to_fit
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 

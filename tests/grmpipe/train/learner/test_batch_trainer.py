@@ -13,10 +13,10 @@ import pytest
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, ReplayBufferConfig, TrainConfig
 from grmpipe.pipeline.interfaces import TrainedBatch
-from grmpipe.train.batching.bin_packing import work
 from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.batching.samples import count
+from grmpipe.train.batching.seqlen_balancing import work
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.non_finite_gradients import NonFiniteGradients

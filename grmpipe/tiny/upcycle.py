@@ -1,6 +1,6 @@
 """A mixture of experts made from a dense tiny model, with experts that differ.
 
-`python -m grmpipe.tiny.mixture runs/mixture` makes one of tiny://policy.
+`python -m grmpipe.tiny.upcycle runs/mixture` makes one of tiny://policy.
 """
 
 import sys

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from grmpipe.config.judge import Scale
 from grmpipe.judge.composition.cascade import Cascade, EventKey
-from grmpipe.judge.composition.combine import on_scale
+from grmpipe.judge.composition.combine_verdicts import on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, RewardPart, Unsettled, walk
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
@@ -23,7 +23,7 @@ from grmpipe.types import (
     Verdict,
     judge_tasks_of_turn,
 )
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

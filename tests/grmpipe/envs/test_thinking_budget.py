@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
-from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.train.batching.samples import split_rollout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
+from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_keys
 from grmpipe.config.run_config import ConfigError
 
 

@@ -14,7 +14,7 @@ from models.engines.installed import nccl_version
 from models.types import TransportKind
 from models.weights.transports import TRANSPORTS, transport_kind
 from scheduler.placement import Placement
-from scheduler.weights.transport import WeightPath, choose_transport
+from scheduler.weights.choose_transport import WeightPath, choose_transport
 
 log = logging.getLogger(__name__)
 

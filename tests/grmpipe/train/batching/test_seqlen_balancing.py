@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.train.batching.bin_packing import Load, RankWork, deal, fill, work
+from grmpipe.train.batching.seqlen_balancing import Load, RankWork, deal, fill, work
 
 
 def long_tailed(seed: int, number: int = 128) -> list[int]:

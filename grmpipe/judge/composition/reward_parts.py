@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.composition.combine import (
+from grmpipe.judge.composition.combine_verdicts import (
     average_components,
     average_normalised,
     in_reward_units,
