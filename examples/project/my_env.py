@@ -1,5 +1,7 @@
 """An environment: guess a number, with a hint after each guess."""
 
+from __future__ import annotations
+
 import random
 import re
 

@@ -1,5 +1,7 @@
 """A test of each part of this project. `grmpipe +experiment=mine task=plan` checks a run as a whole."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from pathlib import Path
