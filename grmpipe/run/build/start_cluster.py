@@ -1,7 +1,5 @@
 """Starts the cluster of a run. The table of clusters."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 from grmpipe.config.run_config import RunConfig

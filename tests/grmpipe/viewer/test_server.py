@@ -151,7 +151,7 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
 
     async def run() -> None:
-        async with opened(run_dir) as (client, viewer):
+        async with opened(run_dir) as (client, _viewer):
             assert "3 rollouts" in visible(await (await client.get("/run/run")).text())
             evaluate(run_dir, prompts="hard", step=5, score=7.0)
             assert list(find_runs(run_dir)["run"].index.follow())
