@@ -1,7 +1,5 @@
 """The shared types of models: messages, sampling, completions, weights, engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -10,6 +8,7 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+UNKNOWN_ID = -1  # in place of a token id that isn't kept any more: no model takes it
 ANY_EXPERT = -1  # in place of an expert: the choice is unknown, so the router chooses
 
 

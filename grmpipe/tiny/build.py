@@ -1,7 +1,5 @@
 """Trains a tiny model from its recipe on one CPU thread."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The examples that tiny models imitate, by the name of their kind, and the mixture of a recipe. Pure: text only."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

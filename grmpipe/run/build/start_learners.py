@@ -1,7 +1,5 @@
 """Starts the ranks of the models that are trained, and makes the syncs of their weights to their engines."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -194,6 +192,4 @@ async def start_critic(cluster: Cluster, prepared: Prepared, events: EventSink) 
     )
     actors = await cluster.start_members(CRITIC, functools.partial(CriticLearner, spec))
     ranks = CriticLearnerRanks(actors, events, config.critic.parallel.cp)
-    return Critic(
-        critic_ranks, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed
-    )
+    return Critic(ranks, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)

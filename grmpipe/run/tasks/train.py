@@ -1,7 +1,5 @@
 """task=train: a policy learns from a judge. Start or resume, evaluate, run the pipeline, evaluate, export."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -166,6 +164,8 @@ class TrainingRun(Run[Prepared]):
             return "interrupted"
         await self._checkpoint(running, pipeline, features)
         await self._writer.settle()
+        for feature in features.each:
+            await feature.finish()
         for model in running.trained:
             await export(model.ranks, self._run_dir / model.name, model.settings)
         return "completed"
