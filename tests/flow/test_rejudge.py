@@ -73,7 +73,7 @@ def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Cal
     assert "rank correlation within groups" in (again.run_dir / "report.html").read_text()
 
 
-def test_it_goes_on_where_it_was_killed_and_another_question_needs_another_name(
+def test_a_killed_rejudging_continues_and_another_question_needs_another_name(
     recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = rejudge("whole", "judge=rule")
