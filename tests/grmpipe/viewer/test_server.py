@@ -238,8 +238,9 @@ def test_an_old_run_has_its_texts_scores_and_steps_and_no_truth(tmp_path: Path) 
     assert (
         "reward minus truth" in curves and "3 rollouts" in table and "lookup" in episode and "unparseable" in failures
     )
-    assert "score 8 reward 0.8 spread 2.5 tokens 10 step 1" in group and "judge: 8 Convincing" in group
-    assert "advantage" not in group
+    assert (
+        "score 8 reward 0.8 spread 2.5 truth – advantage – tokens 10 step 1" in group and "judge: 8 Convincing" in group
+    )
 
 
 def test_a_group_without_text_says_so_beside_its_scores_and_lengths(tmp_path: Path) -> None:
