@@ -1,7 +1,5 @@
 """Rules of accessible HTML that a program can check, and the contrast of a style sheet's colours."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import EngineConfig, ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.slots.balance import BalanceConfig
-from scheduler.slots.health import HealthConfig
+from scheduler.slots.engine_replacement import HealthConfig
 from scheduler.weights.weight_sync import SyncConfig
 
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
+from grmpipe.judge.judgement_patterns import answer_pattern, judgement_pattern
 from grmpipe.judge.parse import parse_scores, parser_named
-from grmpipe.judge.pattern import answer_pattern, judgement_pattern
 from grmpipe.judge.verdict import make_failure
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore

@@ -19,7 +19,7 @@ from typing import Literal
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.forms import Form
+from grmpipe.judge.verdict_forms import Form
 from grmpipe.types import DataCause
 from models.chat.thinking import KNOWN_MARKERS
 from models.types import Completion

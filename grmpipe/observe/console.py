@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from grmpipe.observe.gauges import ONE_JUDGE, GaugeSet, step_lines
+from grmpipe.observe.console_metrics import ONE_JUDGE, GaugeSet, step_lines
 from grmpipe.observe.guard import Guard
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics

@@ -22,15 +22,16 @@ import msgspec
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
+from grmpipe.observe.console_metrics import by_part, failures_by_cause
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
     decode_eval_judgement,
     decode_eval_rollout,
 )
-from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
+from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import decode_judged, decode_recorded
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
@@ -308,7 +309,8 @@ def pick_rollouts(run_dir: Path) -> list[ShownRollout]:
         [
             ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
             for line in lines
-            if (report := dict(of_these).get((line.rollout.group_id, line.rollout.sibling))) is not None
+            if line.thinned != TEXT
+            and (report := dict(of_these).get((line.rollout.group_id, line.rollout.sibling))) is not None
         ]
         for lines, of_these in zip(rollouts, reports, strict=True)
     )

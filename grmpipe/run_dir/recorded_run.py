@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.config.io.rejudged_config import REJUDGED
-from grmpipe.observe.journal import decode_line
+from grmpipe.observe.journal import decode_line, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.observe.records import Record, decode_report
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Verdict
@@ -99,6 +99,11 @@ def open_recorded(rollouts: Path) -> RecordedRun:
             raise ValueError(
                 f"there is no {needed}; give the rollouts.jsonl of a run, with its journals in the same folder"
             )
+    if read_thinning(rollouts).until:
+        raise ValueError(
+            f"{rollouts} was thinned: journals.keep dropped the token ids of its first steps, without which nothing "
+            "can be trained; give a run with journals.keep=all (task=rejudge judges what text there is)"
+        )
     steps = read_trained_steps(rollouts.with_name("groups.jsonl"))
     trained = {end.group_id for ends in steps for end in ends}
     groups = RecordedGroups(

@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 
+from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.viewer.snippets import snippet
+
+DROPPED = "(text dropped: journals.keep)"
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -74,6 +77,7 @@ class RolloutLine(Line, frozen=True, kw_only=True):
     reason: str = ""
     opening: list[MessageLine] = []
     right: float | None = None
+    thinned: str = ""
 
     @property
     def version(self) -> int | None:
@@ -97,6 +101,8 @@ class RolloutLine(Line, frozen=True, kw_only=True):
             yield from (message.content for message in turn.replies)
 
     def snippets(self) -> dict[str, object]:
+        if self.thinned == TEXT:
+            return {"question": DROPPED, "answer": DROPPED}
         return {"question": snippet(self.question), "answer": snippet(self.answer, from_end=True)}
 
     def row(self) -> dict[str, object]:

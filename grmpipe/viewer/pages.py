@@ -14,7 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console import readable
-from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.console_metrics import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
 from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import Sibling, read_siblings

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -64,20 +64,33 @@ class PrioritySemaphore:
         self._free = width
         self._waiting = PriorityGate()
 
-    @asynccontextmanager
-    async def enter(self, priority: int) -> AsyncIterator[None]:
+    def enter(self, priority: int) -> AbstractAsyncContextManager[None]:
+        """Context of an admitted caller."""
+        return _Admission(self, priority)
+
+    async def until_admitted(self, priority: int) -> None:
         if self._free:
             self._free -= 1
         else:
-            await self._waiting.wait(priority, self._let_next_in)
-        try:
-            yield
-        finally:
-            self._let_next_in()
+            await self._waiting.wait(priority, self.let_next_in)
 
-    def _let_next_in(self) -> None:
+    def let_next_in(self) -> None:
         if not self._waiting.let_one():
             self._free += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Admission:
+    """`PrioritySemaphore.enter`."""
+
+    gate: PrioritySemaphore
+    priority: int
+
+    async def __aenter__(self) -> None:
+        await self.gate.until_admitted(self.priority)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.gate.let_next_in()
 
 
 class AdmissionGate:

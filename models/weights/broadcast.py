@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.bucket_memory import BucketMemory
 from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket, parse_dtype
+from models.weights.open_bucket import open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.types import InlineBytes, WeightBucket, WeightTensor
 from models.weights.checksums import as_bytes
-from models.weights.opening import num_bytes, open_bucket, parse_dtype
+from models.weights.open_bucket import num_bytes, open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import UnshardedBucket, WeightTransport
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.bucket_memory import BucketMemory
 from models.types import SafetensorsFile, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket
+from models.weights.open_bucket import open_bucket
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import WeightFile, sweep

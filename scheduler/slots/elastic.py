@@ -25,7 +25,7 @@ from scheduler.events import EventSink, NoEvents
 from scheduler.routing.in_flight import NEVER_S
 from scheduler.routing.router import Router
 from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
-from scheduler.slots.health import BringCurrent, need_no_weights
+from scheduler.slots.engine_replacement import BringCurrent, need_no_weights
 from scheduler.slots.sleep import SleepingEngine, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 

@@ -22,7 +22,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from scheduler.slots.health import Restart
+from scheduler.slots.engine_replacement import Restart
 
 
 @dataclass(slots=True, eq=False)

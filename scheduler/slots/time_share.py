@@ -20,7 +20,7 @@ from models.types import Engine, EngineDied, OnDevice
 from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import Router
-from scheduler.slots.health import BringCurrent, need_no_weights
+from scheduler.slots.engine_replacement import BringCurrent, need_no_weights
 from scheduler.slots.sleep import SleepingEngine, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 

@@ -186,8 +186,10 @@ def test_a_run_whose_journals_grow_too_large_stops_with_a_checkpoint_and_goes_on
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 1) and "resume=auto" in summary["failure"]
     assert (run / "checkpoints" / "latest").read_text() == "step_1"
-    files = small_run(*small, "resume=auto", "journals.max_gb=1")
+    files = small_run(*small, "resume=auto", "journals.max_gb=1", "journals.keep=text")
     files.check_complete(groups=6)
+    assert "thinned" in (run / "rollouts.jsonl").read_text(), "up to the checkpoint of step 1"
+    assert not list(run.glob("*.thin"))
     assert [line["step"] for line in files.lines("trained")] == [1] * 4 + [2] * 4 + [3] * 4
 
 

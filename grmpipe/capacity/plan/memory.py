@@ -13,7 +13,7 @@ from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.train.learner.learner_spec import choose_frozen_dtype
-from models.lm.footprint import BYTES, BYTES_OF_A_MOMENT, Footprint, Working
+from models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
 from models.settings import LoraConfig
 from scheduler.devices import GB
 from scheduler.placement import Placement, PoolConfig, Seat
@@ -166,14 +166,9 @@ def estimate_working(train: TrainConfig, footprint: Footprint, shards: int, *, f
     )
 
 
-def _moments(whose: str, train: TrainConfig, num_values: int) -> MemoryPart:
+def _moments(whose: str, num_values: int) -> MemoryPart:
     """Both moments of this number of trained values, on all ranks together."""
-    return MemoryPart(what=f"{whose}, two moments", num_bytes=moment_bytes(train, num_values), kind="moments")
-
-
-def moment_bytes(train: TrainConfig, num_values: int) -> int:
-    """The bytes of both moments of this number of trained values."""
-    return int(2 * num_values * BYTES_OF_A_MOMENT[train.optimizer.state_dtype])
+    return MemoryPart(what=f"{whose}, two moments", num_bytes=BYTES_OF_ADAM * num_values, kind="moments")
 
 
 def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[MemoryPart]:
@@ -183,7 +178,7 @@ def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool
     return [
         MemoryPart(what="weights", num_bytes=copy, kind="weights"),
         MemoryPart(what="gradients", num_bytes=copy, kind="state"),
-        _moments("optimizer", train, footprint.num_parameters),
+        _moments("optimizer", footprint.num_parameters),
         *(reference if has_reference else []),
     ]
 
@@ -200,7 +195,7 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
         ),
         MemoryPart(what="adapters", num_bytes=copy, kind="weights"),
         MemoryPart(what="gradients of the adapters", num_bytes=copy, kind="state"),
-        _moments("optimizer of the adapters", train, num_values),
+        _moments("optimizer of the adapters", num_values),
     ]
 
 
@@ -354,7 +349,6 @@ def _smaller(train: TrainConfig) -> str:
         *(["train.activation_checkpointing=full"] if not train.activations.recomputes else []),
         *(["train.activation_offload=true"] if not train.activation_offload else []),
         *(["train.optimizer.offload=true"] if not train.optimizer.offload else []),
-        *(["train.optimizer.state_dtype=int8"] if train.optimizer.state_dtype != "int8" else []),
     ]
     return f"type {' '.join(unset)}, " if unset else ""
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grmpipe.capacity.plan.gpu_shares import compute_shares, list_undecided, with_shares
 from grmpipe.capacity.plan.memory import MemoryPart, SlotMemory, memory_of_slots, memory_parts, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, with_memory
-from grmpipe.capacity.plan.shares import compute_shares, list_undecided, with_shares
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared

@@ -6,9 +6,9 @@ from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerS
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
+from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
 from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
-from grmpipe.capacity.plan.shares import compute_shares, with_shares
 from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.notes import device_notes, hyperparameter_notes

@@ -20,7 +20,7 @@ from grmpipe.envs.sandbox.host_member import HostStarted
 from grmpipe.envs.sandbox.remote_host import RemoteEnv, RemoteHost
 from scheduler.events import EventSink
 from scheduler.processes.actors import ActorDied, ActorRanks
-from scheduler.slots.health import RETRY_AFTER_S, HealthConfig
+from scheduler.slots.engine_replacement import RETRY_AFTER_S, HealthConfig
 from scheduler.slots.replacement_tries import ReplacementTries
 
 log = logging.getLogger(__name__)

@@ -75,7 +75,7 @@ async def try_isolation(isolation: IsolationConfig, folder: Path) -> IsolationRe
     outside.mkdir()
     config = EnvConfig(
         kind="custom",
-        target="grmpipe.envs.sandbox.trial.Trial",
+        target="grmpipe.envs.sandbox.isolation_probe.IsolationProbe",
         options={"outside": str(outside), "processes": isolation.max_processes},
         isolation=isolation,
     )

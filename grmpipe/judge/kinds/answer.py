@@ -51,6 +51,7 @@ AFTER = re.compile(rf"\s*(?:\\?%|°|{UNIT}|(?<=\s)[A-Za-z]{{2,}})?(?:[ /.]+[A-Za
 NO_UNIT = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|log|ln|exp|sqrt|pi|mod|and|or|to|not)(?![A-Za-z])")
 
 
+@lru_cache(maxsize=1024)  # siblings often give the same text
 def find_answer(text: str) -> Fraction | None:
     """The number that the text gives as its answer. None if there is none or it isn't clear."""
     if BOXED in text:

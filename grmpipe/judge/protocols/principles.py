@@ -56,7 +56,7 @@ class Principles:
     def add_to(self, report: JudgeReport) -> JudgeReport:
         """The report with the completion that wrote the principles, if no earlier report had it."""
         unreported, self._unreported = self._unreported, None
-        return replace(report, principles=unreported)
+        return report if unreported is None else replace(report, principles=unreported)
 
     async def _write(self, template: PrinciplesPrompt, priority: int) -> Completion | Failed:
         try:

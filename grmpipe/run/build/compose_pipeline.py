@@ -31,7 +31,7 @@ from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
-from scheduler.slots.health import push_to_living
+from scheduler.slots.engine_replacement import push_to_living
 from scheduler.slots.time_share import TimeShare
 from scheduler.weights.weight_sync import SyncReport, WeightSync
 

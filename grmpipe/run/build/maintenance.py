@@ -15,7 +15,7 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
 from scheduler.slots.elastic import ElasticPool
-from scheduler.slots.health import BringCurrent, RoleHealth
+from scheduler.slots.engine_replacement import BringCurrent, RoleHealth
 from scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 from scheduler.weights.weight_sync import WeightSync
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from grmpipe.envs.attempts import with_attempts
 from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
+from grmpipe.envs.retry_episode import with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.types import Prompt, Rollout

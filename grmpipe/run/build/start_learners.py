@@ -20,8 +20,8 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
-from grmpipe.validate.places import resolve_transport
 from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.role_placement import resolve_transport
 from models.weights.transports import transport_kind
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster

@@ -16,7 +16,7 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
 from grmpipe.validate.sections import section
-from models.lm.footprint import BYTES_OF_A_MOMENT, footprint_of_shape
+from models.lm.footprint import BYTES_OF_ADAM, footprint_of_shape
 from models.settings import LoraConfig, ModelShape
 from scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorRanks
@@ -116,8 +116,7 @@ def checkpoint_gb(config: RunConfig) -> float:
     if "critic" in config.roles and config.critic.path is None:
         learning.append((config.policy.shape, LoraConfig()))
     num_values = sum(count_trained_values(shape, lora) for shape, lora in learning)
-    num_bytes = num_values * (4 + 2 * BYTES_OF_A_MOMENT[config.train.optimizer.state_dtype])
-    return (config.train.keep_checkpoints + 1) * num_bytes / 1e9
+    return (config.train.keep_checkpoints + 1) * num_values * (4 + BYTES_OF_ADAM) / 1e9
 
 
 def count_trained_values(shape: ModelShape, lora: LoraConfig) -> int:

@@ -58,6 +58,9 @@ class RunFeature:
     def next_step(self) -> None:
         """The next step begins: evaluations and checkpoints after the one before are over."""
 
+    async def finish(self) -> None:
+        """The run did all its steps, and its last checkpoint is complete."""
+
     async def close(self) -> None:
         """End what the feature has started; called at any end of the run."""
 

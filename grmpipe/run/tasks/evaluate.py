@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
-from grmpipe.evaluation.against_labels import JudgeEvaluation
+from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.observe.summary import EvalSummary, Status, Summary

@@ -12,8 +12,8 @@ from pathlib import Path
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.run_config import RunConfig
-from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
+from grmpipe.evaluation.judge_accuracy import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import set_purpose

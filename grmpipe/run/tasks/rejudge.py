@@ -72,6 +72,8 @@ class RejudgeRun(Run[PreparedRejudging]):
             f"{len(missing)} of {len(stored.steps)} groups ({stored.num_rollouts} rollouts) of "
             f"{self._prepared.source} are judged again; files in {self._run_dir}"
         )
+        if stored.num_without_text:
+            self._observers.note(f"{stored.num_without_text} further groups have no text any more (journals.keep)")
         if missing:
             self._running = running = await start_evaluation(self._prepared.serving, self._observers, self._run_dir)
             await run_until(self._judge(running, missing), **running.background())

@@ -166,6 +166,8 @@ class TrainingRun(Run[Prepared]):
             return "interrupted"
         await self._checkpoint(running, pipeline, features)
         await self._writer.settle()
+        for feature in features.each:
+            await feature.finish()
         for model in running.trained:
             await export(model.ranks, self._run_dir / model.name, model.settings)
         return "completed"

@@ -21,8 +21,8 @@ import torch
 
 from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
-from models.engines.embedded.calls import Answer, Command, Waiter, copy_death
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
+from models.engines.embedded.waiters import Answer, Command, Waiter, copy_death
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.types import (

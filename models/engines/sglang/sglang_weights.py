@@ -20,7 +20,7 @@ from models.engines.taken_tensors import Taken
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.weight_files import folders_of_shared_memory, hold_folder
 
 log = logging.getLogger(__name__)

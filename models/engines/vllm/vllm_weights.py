@@ -12,7 +12,7 @@ import msgspec
 
 from models.bucket_memory import room_for, views
 from models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
-from models.weights.receiving import receive_tensors
+from models.weights.receive_tensors import receive_tensors
 from models.weights.weight_files import SharedArena
 
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from configs import run_config
 from html_rules import Page, colour_schemes, contrast
-from viewed_run import SCRIPT, evaluate, judge_jointly, write_run
+from viewed_run import SCRIPT, evaluate, judge_jointly, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.run.tasks.view_task import view_runs
@@ -235,6 +235,35 @@ def test_two_runs_are_compared_by_configuration_curves_and_answers(tmp_path: Pat
     assert 'aria-label="Reward"' in comparison
     assert answers.count("<article") == 4
     assert "B: x/second" in visible(answers)
+
+
+PAGES = ("/run/run", "/rollouts/run?sort=oldest", "/group/run?group=g1", "/group/run?group=g2", "/failures/run")
+
+
+@pytest.mark.parametrize("thinned", [False, True])
+def test_packed_and_thinned_numbers_change_no_page(tmp_path: Path, thinned: bool) -> None:
+    plain, run_dir = write_run(tmp_path / "plain" / "run"), write_run(tmp_path / "run", compact=not thinned)
+    pages = fetch(thin_run(run_dir, None) if thinned else run_dir, *PAGES)
+    assert pages == fetch(plain, *PAGES)
+
+
+def test_an_old_run_has_its_texts_scores_and_steps_and_no_truth(tmp_path: Path) -> None:
+    curves, table, group, episode, failures = map(visible, fetch(make_old(write_run(tmp_path / "run")), *PAGES))
+    assert (
+        "reward minus truth" in curves and "3 rollouts" in table and "lookup" in episode and "unparseable" in failures
+    )
+    assert "spread 2.5 truth – advantage – tokens 10 step 1" in group and "judge: 8 Convincing" in group
+    assert "advantage" not in group
+
+
+def test_a_group_without_text_says_so_beside_its_scores_and_lengths(tmp_path: Path) -> None:
+    run_dir = thin_run(write_run(tmp_path / "run"), 1e-9)
+    curves, table, group, episode, failures = map(visible, fetch(run_dir, *PAGES))
+    assert "reward minus truth" in curves and "(text dropped: journals.keep)" in table
+    assert "score 8 reward 0.8 spread 2.5 truth 0 advantage 1 tokens 10 step 1" in group
+    assert "rollouts.jsonl: the text of this group was dropped (journals.keep); scores and lengths stay" in group
+    assert "no verdict: timeout" in episode and "unparseable" in failures
+    assert not any("Trust me" in page or "Convincing" in page for page in (curves, table, group, failures))
 
 
 def test_joint_judgement_is_shown_with_each_answer_that_it_judges(tmp_path: Path) -> None:

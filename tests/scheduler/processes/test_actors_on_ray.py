@@ -41,7 +41,7 @@ from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, 
 from scheduler.processes.ray_cluster import RayCluster
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
-from scheduler.slots.health import check_liveness, push_to_living
+from scheduler.slots.engine_replacement import check_liveness, push_to_living
 from scheduler.weights.weight_push import EngineLost, SyncConfig
 from scheduler.weights.weight_sync import WeightSync
 

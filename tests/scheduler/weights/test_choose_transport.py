@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
-from grmpipe.validate.places import list_supported
+from grmpipe.validate.role_placement import list_supported
 from models.engines.engine_kind import AnyEngine
 from models.settings import EngineConfig
 from models.types import TransportKind

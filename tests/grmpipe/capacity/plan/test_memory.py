@@ -42,7 +42,7 @@ def test_the_plan_knows_that_a_reference_is_held_in_the_dtype_it_computes_in() -
         {"activation_checkpointing": "none"},
         {"activation_checkpointing": "selective"},
         FULL,
-        {**OFFLOADED, "optimizer": {"state_dtype": "int8"}},
+        OFFLOADED,
     ],
 )
 @pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen3-8B", "Qwen3-30B-A3B"])
@@ -106,14 +106,8 @@ def test_a_reference_takes_the_bytes_of_its_dtype(facts_with: Any, dtype: str, n
 
 def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(facts_with: Any) -> None:
     found, advised = [], []
-    off = [
-        "train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer.offload=false",
-        "train.optimizer.state_dtype=float32",
-    ]  # fmt: skip
-    on = [
-        "train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer.offload=true",
-        "train.optimizer.state_dtype=int8",
-    ]  # fmt: skip
+    off = ["train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer.offload=false"]
+    on = ["train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer.offload=true"]
     for number in range(len(on) + 1):
         facts = facts_with("qwen3_8b", "train.micro_batch_tokens=32768", *on[:number], *off[number:])
         found.append(learner_gb(facts))

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
+from grmpipe.judge.verdict_forms import Form
 from models.chat.thinking import ThinkingMarkers
 
 MAX_SCORES = 1001  # alternatives in one pattern

@@ -9,15 +9,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.capacity.plan.gpu_shares import USABLE, EngineNeeds, compute_shares, divide_memory, with_shares
 from grmpipe.capacity.plan.memory import memory_parts, sum_held_memory
 from grmpipe.capacity.plan.memory_check import divide_gpus
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
-from grmpipe.capacity.plan.shares import USABLE, EngineNeeds, compute_shares, divide_memory, with_shares
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.tasks import prepare_evaluation
-from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
+from grmpipe.validate.role_placement import seat_roles
 from models.engines.vllm.options import VllmStart, make_arguments
 from models.settings import VllmConfig
 
