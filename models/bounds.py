@@ -2,8 +2,6 @@
 them: nothing is set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Peak rates of devices: memory, bandwidth, arithmetic, links. Numbers only."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """From the log-probs of a micro-batch to the number that is back-propagated. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast

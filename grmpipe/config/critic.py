@@ -1,7 +1,5 @@
 """Settings of PPO's critic: CriticConfig. Frozen, checked, free of torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 

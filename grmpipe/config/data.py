@@ -1,7 +1,5 @@
 """Settings of prompts, rollouts and their groups. Frozen, checked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import LabelConfig

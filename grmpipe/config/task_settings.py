@@ -1,7 +1,5 @@
 """Settings of single tasks: evaluations, fine-tuning of judges, a meta-RM, plans, simulations. Frozen, checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How far an evaluation of a policy is, and the line on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grmpipe.observe.progress import counts_text, join_parts, left_at_pace, left_text, speed_text

@@ -1,7 +1,5 @@
 """What a run does at the moment: a line rewritten in place on a terminal, a line a minute elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -2,8 +2,6 @@
 summary.json.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The line on a training step in progress, from the pipeline's counts."""
 
-from __future__ import annotations
-
 import time
 
 from grmpipe.observe.progress import counts_text, join_parts, left_at_pace, left_text, speed_text

@@ -1,7 +1,5 @@
 """Assigns every role its slots, engine and transport, and checks that they work together."""
 
-from __future__ import annotations
-
 import logging
 
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles

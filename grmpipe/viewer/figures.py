@@ -1,7 +1,5 @@
 """Means and counts over the rollouts of a run, from its index."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sqlite3

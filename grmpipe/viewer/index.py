@@ -7,8 +7,6 @@ A torn last line waits until it is whole; a line that can't be read is counted a
 rewritten since, or the directory holds another run, the index starts over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

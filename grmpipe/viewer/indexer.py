@@ -1,7 +1,5 @@
 """The thread that keeps the indexes of the viewed runs up to date."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 import threading

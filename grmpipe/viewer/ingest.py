@@ -1,7 +1,5 @@
 """Writes the lines of journals into the tables of an index."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path

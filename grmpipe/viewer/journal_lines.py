@@ -2,8 +2,6 @@
 and log-probs cost nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Everything that a run's files hold is shown as text: the templates escape it, an
 scripts.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from urllib.parse import quote, urlencode

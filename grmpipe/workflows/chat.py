@@ -1,7 +1,5 @@
 """What a chat between a workflow and the policy consists of: replies and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

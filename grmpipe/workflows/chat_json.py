@@ -1,7 +1,5 @@
 """Messages, tools, replies and refusals in the JSON of OpenAI's chat completions, and back. Pure: no server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

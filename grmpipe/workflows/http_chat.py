@@ -1,7 +1,5 @@
 """The policy's replies over HTTP, from the gateway of the run. For workflows in processes of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import httpx

@@ -4,8 +4,6 @@ When time is up (env.episode_s), finished turns stay and the rollout is truncate
 the last env.step_s: then the workflow hangs, and the environment failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping

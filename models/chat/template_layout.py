@@ -5,8 +5,6 @@ A template sees the shape of a conversation: roles, names, numbers, the keys of 
 placeholder, and the layout says where the texts belong, and how often the template wrote them as a JSON string.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

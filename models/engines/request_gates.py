@@ -1,7 +1,5 @@
 """Requests in progress in an event loop: joined by id, admitted by priority."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager

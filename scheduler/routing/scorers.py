@@ -1,7 +1,5 @@
 """Scorers of one role as one Scorer: sends waiting requests in batches, replaces dead members."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import itertools

@@ -8,8 +8,6 @@ STALE: it has the weights of its files and doesn't serve, until it gets those of
 (judge). The router sends its requests elsewhere meanwhile, or lets them wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import logging

@@ -1,7 +1,5 @@
 """Chooses the transport of weights from the learner to the engines of a role. Pure: moves nothing, asks no machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checks that prove a push: receipts against what was sent, log-probs against the learner's. Pure: asks no engine."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The costs of a planned run's processes, by roofline."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

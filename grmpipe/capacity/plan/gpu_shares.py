@@ -4,8 +4,6 @@ vLLM takes `gpu_memory_utilization` of a whole device, including weights, and ne
 engine alone gets its default; engines that share get the same number of cached tokens each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The memory of each process of a run, part by part, and the slots that it overfills."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

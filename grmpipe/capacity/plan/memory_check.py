@@ -3,8 +3,6 @@
 Weights, gradients and moments are certain. A plan warns of what depends on lengths (keys and values, activations).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from grmpipe.capacity.plan.gpu_shares import compute_shares, list_undecided, with_shares

@@ -1,7 +1,5 @@
 """The text of a plan: placement, memory, the arithmetic of a batch, the time of a step. Reads a facts."""
 
-from __future__ import annotations
-
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs

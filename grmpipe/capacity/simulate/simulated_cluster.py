@@ -2,8 +2,6 @@
 learner take time instead of working, and the driver takes the time it is given.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

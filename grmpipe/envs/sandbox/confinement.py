@@ -8,8 +8,6 @@ such limit. So where the run is root's, the worker becomes another user, who may
 Landlock allows. Without user namespaces and without root nothing counts them, and the report says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -6,8 +6,6 @@ The first only waits. The environment lives in its child, and what that prints g
 confines both; that neither memory nor descriptors of the two are open to programs of the policy is done here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -2,8 +2,6 @@
 dead host is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

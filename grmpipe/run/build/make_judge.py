@@ -1,7 +1,5 @@
 """Makes the judge of a run. The table of judges: a new kind is a file, a row here, a YAML and a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Started components -> an episode of the policy, without its request and prompt."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Prepared run -> its environments: where they live, how many at once, within which limits."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

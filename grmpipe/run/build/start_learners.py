@@ -1,7 +1,5 @@
 """Starts the ranks of the models that are trained, and makes the syncs of their weights to their engines."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Starts the scorers of the meta-RM and of scalar reward models, or connects their endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A process on each machine examines it; machines with GPUs have a second one, on a GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Iterable, Sequence

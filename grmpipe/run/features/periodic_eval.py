@@ -1,7 +1,5 @@
 """Held-out evaluations before, during and after the steps; raises the reward-hacking alarm."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence

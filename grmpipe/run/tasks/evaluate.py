@@ -1,7 +1,5 @@
 """task=evaluate: a judge against labelled work, a policy on prompts, or both."""
 
-from __future__ import annotations
-
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.judge_accuracy import JudgeEvaluation

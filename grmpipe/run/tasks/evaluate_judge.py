@@ -1,7 +1,5 @@
 """A judge against labelled work: asks it, writes and prints what came of it."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

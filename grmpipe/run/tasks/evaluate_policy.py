@@ -1,7 +1,5 @@
 """A policy on prompts: plays and judges its answers as a run does, writes and prints what came of them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 

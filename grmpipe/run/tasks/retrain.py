@@ -5,8 +5,6 @@
 The same configuration gives bit-identical weights; another algorithm trains on the same data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -7,8 +7,6 @@ Sampling is durable: after a kill, `resume=auto` samples only what is missing, a
 no checkpoints.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """The statistics of a run, including before resumes: time by role, and the summary."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """task=train: a policy learns from a judge. Start or resume, evaluate, run the pipeline, evaluate, export."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

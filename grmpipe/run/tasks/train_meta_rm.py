@@ -5,8 +5,6 @@
 First the GRM uses its slots, then the learner its own: never both at the same time.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

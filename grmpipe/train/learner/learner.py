@@ -1,7 +1,5 @@
 """The learner on one rank: gradients of micro-batches, optimizer steps, weights out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar

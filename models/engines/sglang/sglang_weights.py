@@ -5,8 +5,6 @@ load:   /update_weights_from_distributed or /update_weights_from_disk, one call 
 commit: close the session, set the version, read it back
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping

@@ -9,8 +9,6 @@
 Owns neither flow: it connects the two, and keeps them in step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
