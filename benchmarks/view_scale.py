@@ -5,8 +5,6 @@
 The lines have the fields and the sizes of a run whose answers have about 400 tokens, and four judgements of 100 each.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,10 @@ def test_resumed_run_continues_both_learners(small_run: Callable, cotrained: Any
     steps = again.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert steps[-1]["grm/version"] >= before
+    trained = again.lines("cotrain/grm/trained")
+    groups = Counter(step for step, _ in {(line["step"], line["group_id"]) for line in trained})
+    assert groups == dict.fromkeys(range(1, again.summary["versions"]["grm"] + 1), max(groups.values())), "each once"
+    assert {line["reward"] for line in trained if "reward" in line} <= {-1.0, 1.0}
 
 
 @pytest.mark.parametrize(
