@@ -1,7 +1,5 @@
 """Settings of the journals of a run: rollouts.jsonl, judgements.jsonl, and those of evaluations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from models.bounds import Bounded, above

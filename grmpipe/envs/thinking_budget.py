@@ -48,7 +48,8 @@ class ReasoningEngine:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        budget, params = params.thinking, replace(params, thinking=None)
+        if (budget := params.thinking) is not None:
+            params = replace(params, thinking=None)
         if budget is None or budget.num_tokens >= params.max_new_tokens:
             completion = await self._engine.generate(prompt_ids, params, context, on_first_token)
             return self._renderer.with_thought(completion)

@@ -22,13 +22,13 @@ import msgspec
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
+from grmpipe.observe.console_metrics import by_part, failures_by_cause
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
     decode_eval_judgement,
     decode_eval_rollout,
 )
-from grmpipe.observe.gauges import by_part, failures_by_cause
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.packed_numbers import TEXT

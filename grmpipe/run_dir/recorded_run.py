@@ -4,8 +4,6 @@ groups.jsonl says which groups each step trained, in the order in which they wer
 siblings, judgements.jsonl their verdicts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

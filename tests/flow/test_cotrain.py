@@ -49,7 +49,7 @@ def fine_tuned(run_once: Callable) -> Any:
     return run_once(*RFT, experiment="rft_grm", run_dir="rft")
 
 
-def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(fine_tuned: Any) -> None:
+def test_fine_tuning_keeps_right_critiques_of_judging_tasks_that_are_not_too_easy(fine_tuned: Any) -> None:
     files = fine_tuned
     assert files.summary["status"] == "completed"
     assert files.summary["steps"] > 0

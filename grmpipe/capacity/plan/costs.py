@@ -1,7 +1,5 @@
 """The costs of a planned run's processes, by roofline."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,14 +17,14 @@ from grmpipe.capacity.cost import (
     sync_time_s,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
-from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
+from grmpipe.capacity.plan.memory import engine_weights, kv_room
 from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts, scorer_dtypes
 from grmpipe.capacity.plan.work import pack_group, pack_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from models.lm.flops import PackedSizes
-from models.lm.footprint import BYTES, Footprint
+from models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint
 from models.settings import LoraConfig
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
@@ -132,7 +130,7 @@ def speed_by_sheet(
         keeps_attention=activations.checkpointing == "selective",
         copies=train.parallel.dp_replicate,
         token_bytes_to_host=inputs,
-        step_bytes_to_host=moment_bytes(train, trained) if train.optimizer.offload else 0.0,
+        step_bytes_to_host=BYTES_OF_ADAM * trained if train.optimizer.offload else 0.0,
     )
 
 

@@ -1,7 +1,5 @@
 """Thins the journals of a run as `journals.keep` says, and stops a run whose journals exceed `journals.max_gb`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

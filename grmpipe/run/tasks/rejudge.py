@@ -3,8 +3,6 @@
 rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups of both -> comparison.json, a table
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 

@@ -15,7 +15,7 @@ from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.models import find_model
-from grmpipe.validate.places import seat_roles
+from grmpipe.validate.role_placement import seat_roles
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 
 ROOT = Path(__file__).parents[3]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from configs import run_config
+from html_rules import Page, colour_schemes, contrast
 from viewed_run import SCRIPT, evaluate, judge_jointly, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
@@ -298,6 +299,31 @@ def test_a_planted_script_is_text_on_every_page(tmp_path: Path) -> None:
         assert page.count("<script") == 1, page  # our own
         assert '<script src="/static/follow.js" defer></script>' in page
         assert not re.search(r"\son\w+=|javascript:|\sstyle=", page)
+
+
+def test_every_page_keeps_the_rules_for_keyboard_and_screen_reader(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        judge_jointly(write_run(tmp_path / "runs" / name), "both")
+    more = ("/run/{0}?since=1&metrics=a", "/failures/{0}?cause=unparseable", "/group/{0}?group=g1&sibling=0")
+    paths = [path.format("run").replace("b=run", "b=other") for path in (*EVERY_PAGE, *more)]
+    for path, page in zip(paths, fetch(tmp_path / "runs", *paths), strict=True):
+        assert Page(page).problems == [], path
+    (page,) = fetch(tmp_path / "runs", "/group/run?group=none", status=404)
+    assert Page(page).problems == []
+
+
+def test_texts_and_curves_stand_out_in_light_and_dark_and_the_focus_is_seen() -> None:
+    css = (ROOT / "grmpipe" / "viewer" / "static" / "style.css").read_text()
+    light, dark = colour_schemes(css)
+    for scheme in (light, {**light, **dark}):
+        for ground in ("paper", "card"):
+            for name in scheme.keys() - {"paper", "card", "rule"}:
+                least = 3.0 if re.fullmatch(r"c[1-9]", name) else 4.5  # curves; texts and links
+                assert contrast(scheme[name], scheme[ground]) >= least, (name, ground)
+    assert re.search(r":focus-visible \{ outline: 2px solid", css)
+    assert re.findall(r"([^{}]*)\{[^{}]*outline: (?:none|0)", css) == [
+        "\nmain:focus "
+    ]  # it gets the focus by the skip link
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
+from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
 from grmpipe.workflows.play_workflow import Ending, make_rollout
 from grmpipe.workflows.policy import Policy
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
@@ -26,26 +26,26 @@ ADD = {"type": "function", "function": {"name": "add", "description": "", "param
 
 
 @asynccontextmanager
-async def served(recorder: ChatRecorder, request: RolloutRequest) -> AsyncIterator[tuple[EpisodeChat, Policy, Gateway]]:
-    gateway, session = Gateway(), recorder.open(request)
-    policy = Policy(session.chat, lambda: gateway.admit(session))
+async def served(chats: EpisodeChats, request: RolloutRequest) -> AsyncIterator[tuple[EpisodeChat, Policy, Gateway]]:
+    gateway, episode = Gateway(), chats.open(request)
+    policy = Policy(episode.chat, lambda: gateway.admit(episode))
     try:
-        yield session, policy, gateway
+        yield episode, policy, gateway
     finally:
-        session.end()
+        episode.end()
         await policy.close()
         await gateway.close()
 
 
 @pytest.fixture
-def asked(make_recorder: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
+def asked(make_chats: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
     """`asked(engine, talk, **limits)`: the rollout of what a function asks a policy."""
 
     def run(engine: object, talk: Callable[[Policy], Awaitable[None]], **limits: float) -> Rollout:
         async def play() -> Rollout:
-            async with served(make_recorder(engine, **limits), request_of) as (session, policy, _):
+            async with served(make_chats(engine, **limits), request_of) as (episode, policy, _):
                 await talk(policy)
-            return make_rollout(request_of, PROMPT, session, Ending())
+            return make_rollout(request_of, PROMPT, episode, Ending())
 
         return asyncio.run(play())
 
@@ -168,21 +168,21 @@ def test_bad_requests_are_refused_and_are_no_turns(make_engine: Callable, asked:
 
 
 def test_only_the_episodes_own_key_opens_its_session(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine()
 
     async def play() -> None:
-        async with served(make_recorder(engine), request_of) as (session, policy, gateway):
-            other = gateway.admit(make_recorder(make_engine()).open(request_of))
+        async with served(make_chats(engine), request_of) as (episode, policy, gateway):
+            other = gateway.admit(make_chats(make_engine()).open(request_of))
             assert policy.base_url.startswith("http://127.0.0.1:") and policy.base_url == other.base_url
             public = policy.api_key.split("-")[1]
             for key in ("", "x", "grmpipe-1", f"grmpipe-{public}-", f"grmpipe-{public}-x", policy.api_key + "x"):
                 assert code_of(await post(policy, {"messages": [USER]}, key=key)) == (401, "invalid_api_key")
             assert not engine.asked
             assert (await post(policy, {"messages": [USER]})).status_code == 200
-            session.end()
-            gateway.dismiss(session)
+            episode.end()
+            gateway.dismiss(episode)
             assert code_of(await post(policy, {"messages": [USER]})) == (403, "session_ended")
             assert (await post(policy, {"messages": [USER]}, key=other.api_key)).status_code == 200
             assert len(engine.asked) == 1

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
 from grmpipe.tiny.tokenizer import build_tokenizer
+from models.chat.chat_tokenizer import ChatTokenizer
 from models.chat.renderer import Renderer
 from models.model_files import PlainConfig, is_plain_tokenizer
 from models.settings import ModelConfig
@@ -212,14 +213,21 @@ def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Render
 
 def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, encoded = Renderer.load(str(path)), []
-    encode = renderer.tokenizer.encode
+    encode = ChatTokenizer._encode
     monkeypatch.setattr(
-        renderer.tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
+        ChatTokenizer, "_encode", lambda self, text, **options: encoded.append(text) or encode(self, text, **options)
     )
     first, *others = (renderer.render([user("How many coins?"), user("Why?")]) for _ in range(8))
     assert all(ids == first for ids in others)
     assert encoded.count("How many coins?") == encoded.count("Why?") == 1
     assert renderer.render([user("How many?")]) != first
+
+
+def test_what_a_tokenizer_file_says_of_truncation_and_padding_changes_no_prompt(renderer: Renderer, path: Path) -> None:
+    other = Renderer.load(str(path)).tokenizer
+    other.backend_tokenizer.enable_truncation(max_length=3)
+    other.backend_tokenizer.enable_padding(length=99)
+    assert ChatTokenizer(other, {}).encode_markup("How many coins?") == renderer.encode_markup("How many coins?")
 
 
 BRANCHING = (

@@ -9,8 +9,6 @@
 Owns neither flow: it connects the two, and keeps them in step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
@@ -47,7 +45,7 @@ from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.run_together import run_until
-from scheduler.slots.health import RoleHealth, push_to_living
+from scheduler.slots.engine_replacement import RoleHealth, push_to_living
 from scheduler.weights.weight_sync import SyncReport
 
 FOLDER = "cotrain"  # of the judging tasks' journals

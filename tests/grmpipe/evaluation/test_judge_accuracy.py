@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import JudgedItem, Recount, decide_outcome, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
+from grmpipe.evaluation.judge_accuracy import JudgedItem, Recount, decide_outcome, evaluate
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean

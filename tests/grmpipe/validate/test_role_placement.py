@@ -12,7 +12,7 @@ import pytest
 from grmpipe.config.io import yaml_io
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
-from grmpipe.validate.places import resolve_transport
+from grmpipe.validate.role_placement import resolve_transport
 from models.engines import installed
 from scheduler.placement import Placement, place
 
