@@ -93,6 +93,7 @@ class JournalSize(RunFeature):
     async def _thin(self, job: ThinningJob) -> None:
         try:
             self._recorder.adopt(await run_thinning(job))
+            log.info("journals.keep: thinned; the journals take %.3g GB", measure_gb(self._run_dir))
         except (OSError, msgspec.MsgspecError) as error:
             self._keep = ALL
             log.warning("journals.keep: the journals stay whole from now on: they can't be thinned (%s)", error)

@@ -1,7 +1,5 @@
 """The size of the journals: thinning in a process of its own while the run goes on, and the limit that stops a run."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path
