@@ -16,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from quickstart import ROOT, busy_share_of_cores, machine
 from grmpipe.observe.journal import read_journal
 
 REPORT = ROOT / "benchmarks" / "against_commit.md"
-ROLES = ("policy", "grm", "learner")
+ROLES = {"driver": "driver", "policy": "policy", "grm": "judge", "learner": "learner"}  # as metrics name them -> shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Measured:
     command_s: float
     step_mean_s: float
     step_median_s: float
-    step_cpu_s: float  # CPU seconds of policy, GRM and learner per step
+    step_cpu_s: Mapping[str, float]  # role -> CPU seconds of its processes per step
     greedy: float
     sampled: float
     busy_share: float  # of the cores, by other processes, just before it
@@ -80,18 +81,23 @@ def read_run(run_dir: Path, *, command_s: float, busy_share: float) -> Measured:
         command_s=command_s,
         step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
         step_median_s=statistics.median(step["time/step_s"] for step in steps),
-        step_cpu_s=statistics.fmean(sum(step.get(f"{role}/cpu_s", 0.0) for role in ROLES) for step in steps),
+        step_cpu_s={role: statistics.fmean(step.get(f"{role}/cpu_s", 0.0) for step in steps) for role in ROLES},
         greedy=final["true_accuracy_greedy"],
         sampled=final["true_accuracy"],
         busy_share=busy_share,
     )
 
 
+def cpu_of(run: Measured, role: str) -> float:
+    return run.step_cpu_s[role]
+
+
 ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
     ("command to exit, s", lambda run: run.command_s),
     ("one step (mean), s", lambda run: run.step_mean_s),
     ("one step (median), s", lambda run: run.step_median_s),
-    ("CPU seconds of a step", lambda run: run.step_cpu_s),
+    ("CPU seconds of a step", lambda run: sum(run.step_cpu_s.values())),
+    *((f"of it: {shown}", partial(cpu_of, role=role)) for role, shown in ROLES.items()),
     ("true accuracy, greedy, after", lambda run: run.greedy),
     ("true accuracy at T = 1, after", lambda run: run.sampled),
 )

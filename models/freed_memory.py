@@ -1,7 +1,5 @@
 """Memory of freed CPU tensors, kept in the process for the next ones. Needs no torch."""
 
-from __future__ import annotations
-
 import ctypes
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)

@@ -1,7 +1,5 @@
 """Settings of training: TrainConfig, AlgorithmConfig. Frozen, checked, free of torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.algorithm_tables import (
@@ -27,7 +25,6 @@ TRAIN_BACKENDS = PathTable(
     "train.backend", ("spec", "rank", "world_size", "init_method"), "grmpipe.train.learner.learner",
     {FSDP2: "Learner"},
 )  # fmt: skip
-OPTIMIZER_STATE_DTYPES = ("float32", "bfloat16", "int8")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -267,9 +264,6 @@ class OptimizerConfig(Bounded):
 
     weight_decay: float = at_least(0, 0.0)  # AdamW's weight decay.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
-    # Type of AdamW's two moments: float32; bfloat16, with stochastic rounding; int8, by blocks (arXiv 2110.02861). They
-    # take 8, 4 or 2 bytes per parameter, of 16, 12 or 10 in all.
-    state_dtype: str = "float32"
     # Moments wait in host memory while gradients are computed: their memory and that of activations is needed by turns.
     offload: bool = False
 
@@ -277,10 +271,6 @@ class OptimizerConfig(Bounded):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: must be two numbers in [0, 1), got {self.betas}")
-        if self.state_dtype not in OPTIMIZER_STATE_DTYPES:
-            raise ValueError(
-                f"state_dtype: unknown value {self.state_dtype!r}; known: {', '.join(OPTIMIZER_STATE_DTYPES)}"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """From prompts to judged groups: admits, plays, judges, ends groups at their deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging
@@ -9,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.episode_slots import Booking
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
+from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.flow_health import FlowHealth

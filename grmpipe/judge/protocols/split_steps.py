@@ -5,13 +5,12 @@ joins the one before it; after `max_steps` steps the rest belongs to the last on
 step, whose text doesn't show it. So each sampled token is in exactly one step.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grmpipe.types import Rollout
+from models.types import UNKNOWN_ID
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,7 +36,8 @@ def split_steps(
     for index, turn in enumerate(rollout.turns):
         completion = turn.completion
         token_ids, begin = completion.token_ids, 0 if thoughts else completion.thought_tokens
-        if not step_end or begin == len(token_ids):  # a text that was not sampled has no tokens to cut at
+        # A text that was not sampled, or whose ids were dropped, has no tokens to cut at.
+        if not step_end or begin == len(token_ids) or UNKNOWN_ID in token_ids[:1]:
             text = completion.text if thoughts else completion.answer
             steps.append(ResponseStep(turn=index, start=0, end=len(token_ids), text=text))
             continue

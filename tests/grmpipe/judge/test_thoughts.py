@@ -15,10 +15,10 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
+from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import parse_scores, parser_named
-from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.split_steps import split_steps

@@ -14,7 +14,7 @@ from grmpipe.pipeline.interfaces import (
 from grmpipe.pipeline.pipeline import Pipeline
 from models.types import Engine, EngineDied
 from scheduler.run_together import run_until
-from scheduler.slots.health import HealthConfig, RoleHealth
+from scheduler.slots.engine_replacement import HealthConfig, RoleHealth
 
 
 def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from grmpipe.types import (
 )
 from models.types import Engine
 from scheduler.run_together import run_until
-from scheduler.slots.health import HealthConfig, RoleHealth
+from scheduler.slots.engine_replacement import HealthConfig, RoleHealth
 from scheduler.weights.weight_sync import SyncReport
 
 

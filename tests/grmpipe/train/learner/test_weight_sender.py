@@ -24,7 +24,7 @@ from models.lm import unshard
 from models.settings import EmbeddedConfig
 from models.types import GroupLink
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.sending import WeightTransport
 from scheduler.placement import Seat
 from scheduler.processes.actors import InProcessRanks

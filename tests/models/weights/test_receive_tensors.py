@@ -26,7 +26,7 @@ from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, We
 from models.weights import weight_files
 from models.weights.broadcast import GlooBroadcasts
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.safetensors_files import SafetensorsFiles
 from models.weights.sending import WeightTransport, open_transport
 from models.weights.shared_memory import SharedMemoryFiles
@@ -280,7 +280,7 @@ def test_a_receiver_cannot_write_into_the_senders_memory() -> None:
     sender.close()
 
 
-def test_what_is_not_as_announced_is_named(receivers: list[Receiver], tmp_path: Path) -> None:
+def test_a_tensor_that_differs_from_its_announcement_is_named(receivers: list[Receiver], tmp_path: Path) -> None:
     stream = WeightStream(Oddities(), "float32", 1 << 20)
     disk, memory = SafetensorsFiles("float32", CPU, str(tmp_path)), SharedMemoryFiles("float32")
     wrong = WeightTensor(name="odd", dtype="float32", shape=(3, 8, 1), checksum="")
@@ -423,7 +423,7 @@ def test_disk_needs_a_folder() -> None:
 
 def test_an_engines_worker_needs_no_transformers_to_receive() -> None:
     program = (
-        "import sys\nimport models.weights.receiving\n"
+        "import sys\nimport models.weights.receive_tensors\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in {'transformers', 'grmpipe', 'ray'}))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], env=ENV, capture_output=True, text=True, check=True)

@@ -1,7 +1,5 @@
 """An environment that tries what a worker must not do, and says what it could."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket
@@ -16,7 +14,7 @@ MANY_BYTES = 2**30
 DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # RFC 5737: no machine has it
 
 
-class Trial:
+class IsolationProbe:
     """`open` tries everything, and returns a message per thing that it could do.
 
     outside: a folder that the worker may neither read nor write. processes: number of them that is one too many.

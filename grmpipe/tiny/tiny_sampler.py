@@ -1,7 +1,5 @@
 """A tiny model that speaks: answers of its own, and whole episodes, in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +19,7 @@ BATCH_SIZE = 128
 Reply = Callable[[str], Said | None]  # to a turn of the policy; None: the episode has ended
 
 
-class Speaker:
+class TinySampler:
     def __init__(self, directory: Path) -> None:
         self.model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -76,7 +74,7 @@ class Speaker:
 
 
 def play_with_calculator(
-    policy: Speaker, problems: Sequence[Problem], seed: int, greedy: bool = False
+    policy: TinySampler, problems: Sequence[Problem], seed: int, greedy: bool = False
 ) -> list[tuple[Said, ...]]:
     """A turn without a call ends an episode."""
     openings = [open_with_tools(problem.question) for problem in problems]
@@ -88,7 +86,9 @@ def show_result(turn: str) -> Said | None:
     return Said(role="tool", text=display(call.result)) if call else None
 
 
-def play_in_store(policy: Speaker, walks: Sequence[Walk], seed: int, greedy: bool = False) -> list[tuple[Said, ...]]:
+def play_in_store(
+    policy: TinySampler, walks: Sequence[Walk], seed: int, greedy: bool = False
+) -> list[tuple[Said, ...]]:
     """The same in the store of each walk. A turn that asks for no name ends an episode."""
     openings = [(Said(role="user", text=walk.question),) for walk in walks]
     return policy.play(openings, [make_store_reply(walk) for walk in walks], MAX_VISITS + 1, seed, greedy)

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.join import check_joined, name_model
+from models.engines.sglang.joined_server import check_joined, name_model
 from models.engines.sglang.sglang_engine import SglangEngine
 from models.settings import SglangConfig
 

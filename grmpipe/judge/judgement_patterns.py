@@ -4,15 +4,13 @@ A pattern and its parser accept the same language: what the pattern matches pars
 have no leading zeros.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
+from grmpipe.judge.verdict_forms import Form
 from models.chat.thinking import ThinkingMarkers
 
 MAX_SCORES = 1001  # alternatives in one pattern

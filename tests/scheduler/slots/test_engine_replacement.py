@@ -27,7 +27,7 @@ from models.types import (
 from scheduler.clock import ActiveClock
 from scheduler.routing.router import RequestKillsEngines, Router
 from scheduler.run_together import run_until
-from scheduler.slots.health import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
+from scheduler.slots.engine_replacement import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
 from scheduler.weights.weight_checks import WeightMismatch
 from scheduler.weights.weight_push import SyncConfig, WeightSyncTimeout
 from scheduler.weights.weight_sync import WeightSync

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from grmpipe.envs.attempts import EpisodeFailed, with_attempts
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.retry_episode import EpisodeFailed, with_attempts
 from grmpipe.types import Prompt, Rollout
 from models.types import ignore_first_token
 

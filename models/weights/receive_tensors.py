@@ -9,8 +9,6 @@
 Engines' workers import this: torch, numpy, safetensors and msgspec are all it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from models.types import WeightBucket, WeightTensor
 from models.weights.checksums import tensor_checksums
-from models.weights.opening import open_bucket, parse_dtype
+from models.weights.open_bucket import open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.transports import TRANSPORTS, import_transport
 

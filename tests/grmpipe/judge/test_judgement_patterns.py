@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.parse import parser_named
-from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.tiny.tokenizer import build_tokenizer
 from models.engines.embedded.grammar import Grammar
 
