@@ -13,8 +13,6 @@ grmpipe task=new new.dir=mylab                          # a project of your own 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept). A sweep has that of its worst run.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

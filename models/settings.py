@@ -1,7 +1,5 @@
 """Settings of models and engines. Frozen, checked, free of torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field, fields

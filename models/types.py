@@ -1,7 +1,5 @@
 """The shared types of models: messages, sampling, completions, weights, engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable

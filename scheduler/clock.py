@@ -1,7 +1,5 @@
 """The clock of deadlines (the event loop's clock without pauses), and the gate of a pause. No wall clock."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager

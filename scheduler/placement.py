@@ -1,7 +1,5 @@
 """Places roles on slots, and checks that the machines have them. Pure: starts nothing, asks no machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

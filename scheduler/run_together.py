@@ -1,7 +1,5 @@
 """Runs loops together; the first crash ends all of them, with its cause."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager

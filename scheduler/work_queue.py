@@ -1,7 +1,5 @@
 """Bounded stages: an inbox, a concurrency and a work function. Of an item they know only its key."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Checks across the sections of a configuration. Each raises ValueError that names a key and the way out."""
 
-from __future__ import annotations
-
 import re
 
 from grmpipe.config.critic import check_critic

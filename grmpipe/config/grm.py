@@ -1,7 +1,5 @@
 """Settings of models that judge, and of their learners next to the policy's. Frozen, checked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY

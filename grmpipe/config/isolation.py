@@ -1,7 +1,5 @@
 """Settings of how episodes are kept apart from the run and from each other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from models.bounds import Bounded, one_of, positive

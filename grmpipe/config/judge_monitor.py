@@ -1,7 +1,5 @@
 """Settings of the judge's monitor: what is measured, how often, and limits on metrics. Frozen, checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A new one is a function, or for a parser a Form, a row here and a test.
 """
 
-from __future__ import annotations
-
 from grmpipe.config.keys.path_table import PathTable
 
 VOTES_WITH_META_RM = ("weighted", "best")

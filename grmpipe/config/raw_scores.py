@@ -1,7 +1,5 @@
 """Settings of judges that take numbers as scores: those of an environment, or the raw scores of a reward model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

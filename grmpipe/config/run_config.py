@@ -1,7 +1,5 @@
 """RunConfig: what a run reads, and what follows from it. `resolve_config` makes it of what is typed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Who judges a run: its judges by name, the models that they ask, and the checks between both."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """All that a user can set for a run, by section, as it is typed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.critic import CriticConfig

@@ -1,7 +1,5 @@
 """Settings of tracking, and the table of trackers. Imports no tracking library."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

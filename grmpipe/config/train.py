@@ -1,7 +1,5 @@
 """Settings of training: TrainConfig, AlgorithmConfig. Frozen, checked, free of torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.algorithm_tables import (

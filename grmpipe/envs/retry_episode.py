@@ -1,7 +1,5 @@
 """Plays an episode again, in a new environment, after the environment failed. Never repeats a single step."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

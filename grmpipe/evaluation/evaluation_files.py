@@ -1,7 +1,5 @@
 """The output of task=evaluate: a table, evaluation.json, judged.jsonl."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

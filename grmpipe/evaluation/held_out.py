@@ -2,8 +2,6 @@
 verdicts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

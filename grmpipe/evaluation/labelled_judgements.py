@@ -1,7 +1,5 @@
 """Labelled judgements: sampled from a GRM, written to a file, read back."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The GRM as a judge sees it, local or remote: the size of a prompt, and one answer to it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager

@@ -1,7 +1,5 @@
 """Requests to a GRM: single answers, retries, failures by cause. Knows no protocol or vote; never invents a score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Judges a whole group outside the pipeline, until a deadline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 

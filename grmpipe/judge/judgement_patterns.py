@@ -4,8 +4,6 @@ A pattern and its parser accept the same language: what the pattern matches pars
 have no leading zeros.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ verdict's first line.
 A line ends at "\n" only: other line breaks may stand within a quotation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -8,8 +8,6 @@ The expressions use only what the grammars of vLLM and SGLang support: classes, 
 lookarounds. No two adjacent parts repeat the same characters, so a line is matched in linear time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Votes: the scores of several judgements of one response into one score. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A file that grows by whole pieces: each piece is written completely or not at all."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The console during a run: a line per step, notes, and at the end samples and files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

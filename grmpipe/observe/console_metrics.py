@@ -1,7 +1,5 @@
 """The metrics that the console shows, and their formats. Pure: draws nothing."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@
 `run` is the run that wrote the line, `xxh3` the checksum of all bytes before it. Lines without them are read as well.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -8,8 +8,6 @@ without it, and judgements that share a prompt share its bytes. A thinned line h
 packed.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import zlib

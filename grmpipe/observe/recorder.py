@@ -1,7 +1,5 @@
 """The journals of a run: every rollout, every judgement, the end of each group, what was trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

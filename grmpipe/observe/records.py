@@ -1,7 +1,5 @@
 """Rollouts and judgements as plain JSON objects, and back. Pure; the recorder writes the files."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Text of models is always shown as text: the template escapes it, and the page's policy forbids scripts.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From judged groups to versions of the policy: takes groups as they are due, steps, pushes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -36,8 +36,6 @@ train   consumes      READY groups, those that are due first before the others
         unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or an interrupt
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From prompts to judged groups: admits, plays, judges, ends groups at their deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

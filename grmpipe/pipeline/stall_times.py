@@ -8,8 +8,6 @@ The learner is in exactly one of these states at any moment, so the times never 
     pushes its weights             -> weight_sync_s
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

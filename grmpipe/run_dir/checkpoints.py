@@ -1,7 +1,5 @@
 """`checkpoints/` of a run: publishes each whole or not at all, finds the newest whole one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

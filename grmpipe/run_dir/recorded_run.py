@@ -4,8 +4,6 @@ groups.jsonl says which groups each step trained, in the order in which they wer
 siblings, judgements.jsonl their verdicts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,8 +53,12 @@ class RecordedGroups:
             yield from (read(self.judgements, place, decode_report) for place in places.values())
 
     def are_judged(self, group_id: str) -> bool:
-        """Whether all rollouts of a group have a verdict."""
+        """Whether all rollouts of a group were judged: they have a verdict, or its failure."""
         return self.rollout_places[group_id].keys() <= self.verdict_places.get(group_id, {}).keys()
+
+    def have_verdicts(self, group_id: str) -> bool:
+        """Whether all rollouts of a group have a verdict that didn't fail."""
+        return self.are_judged(group_id) and not any(isinstance(one, Failed) for one in self.group(group_id).verdicts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

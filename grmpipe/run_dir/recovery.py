@@ -2,8 +2,6 @@
 counts of the checkpoint lack.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

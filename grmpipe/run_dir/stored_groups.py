@@ -1,7 +1,5 @@
 """All rollouts that a run has stored, group by group, for judging them again. Reads only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ Lines that no resume needs lose their numbers, or their text too. Their number a
 them are copied to the byte.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

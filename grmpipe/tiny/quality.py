@@ -1,7 +1,5 @@
 """What is measured of each tiny model before it is shipped: the accuracy of a policy, or of a judge."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

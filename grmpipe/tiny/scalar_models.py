@@ -1,7 +1,5 @@
 """Makes the tiny models with a scalar head on one CPU thread: the meta-RM and the reward model; measures the first."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

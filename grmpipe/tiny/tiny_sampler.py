@@ -1,7 +1,5 @@
 """A tiny model that speaks: answers of its own, and whole episodes, in batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

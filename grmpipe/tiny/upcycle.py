@@ -3,8 +3,6 @@
 `python -m grmpipe.tiny.upcycle runs/mixture` makes one of tiny://policy.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checks that prompts, answers and thoughts fit the templates and context windows of the policy and the judges."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Sequence
 

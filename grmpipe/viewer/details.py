@@ -1,7 +1,5 @@
 """Whole rollouts and judgements for a page, read from the journals at the places that the index knows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

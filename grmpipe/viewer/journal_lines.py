@@ -2,8 +2,6 @@
 and log-probs cost nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,7 +37,7 @@ class MessageLine(msgspec.Struct, frozen=True):
     content: str = ""
 
 
-class CallLine(msgspec.Struct, frozen=True):
+class ToolCallLine(msgspec.Struct, frozen=True):
     name: str = ""
     arguments: Any = None
 
@@ -65,7 +63,7 @@ class CompletionLine(msgspec.Struct, frozen=True):
 class TurnLine(CompletionLine, frozen=True):
     replies: list[MessageLine] = []
     faults: list[str] = []
-    tool_calls: list[CallLine] = []
+    tool_calls: list[ToolCallLine] = []
 
 
 class RolloutLine(Line, frozen=True, kw_only=True):
@@ -76,7 +74,6 @@ class RolloutLine(Line, frozen=True, kw_only=True):
     status: str = ""
     reason: str = ""
     opening: list[MessageLine] = []
-    took_s: float | None = None
     right: float | None = None
     thinned: str = ""
 
@@ -101,19 +98,21 @@ class RolloutLine(Line, frozen=True, kw_only=True):
             yield from (f"{call.name} {json.dumps(call.arguments)}" for call in turn.tool_calls)
             yield from (message.content for message in turn.replies)
 
+    def snippets(self) -> dict[str, object]:
+        if self.thinned == TEXT:
+            return {"question": DROPPED, "answer": DROPPED}
+        return {"question": snippet(self.question), "answer": snippet(self.answer, from_end=True)}
+
     def row(self) -> dict[str, object]:
         faults = sorted({fault for turn in self.turns for fault in turn.faults})
         return {
             "prompt_id": self.prompt.prompt_id,
             "source": self.prompt.source,
-            "question": DROPPED if self.thinned == TEXT else snippet(self.question),
-            "answer": DROPPED if self.thinned == TEXT else snippet(self.answer, from_end=True),
             "status": self.reason or self.status,
             "version": self.version,
             "tokens": sum(turn.num_tokens for turn in self.turns),
             "turns": len(self.turns),
             "faults": " ".join(faults),
-            "took_s": self.took_s,
             **({} if self.right is None else {"truth": self.right}),  # in training it is in trained.jsonl
         }
 

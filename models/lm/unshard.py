@@ -1,7 +1,5 @@
 """The tensors of a trained model, one by one or in parts, and whole: gathered from all ranks if it is sharded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Weights sent by rank 0 of a process group, over sockets (gloo) or between GPUs (nccl): both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Weights in the memory of a GPU shared by learner and engine, mapped by the engine (CUDA IPC): both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

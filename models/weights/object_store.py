@@ -1,7 +1,5 @@
 """Weights within the bucket itself, sent between processes and nodes through the object store: both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

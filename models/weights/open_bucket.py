@@ -4,8 +4,6 @@
 def _(payload: Pigeon, tensors: Sequence[WeightTensor], group: BroadcastGroup | None) -> Sequence[Tensor]: ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import singledispatch
 

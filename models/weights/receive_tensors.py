@@ -9,8 +9,6 @@
 Engines' workers import this: torch, numpy, safetensors and msgspec are all it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

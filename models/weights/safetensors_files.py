@@ -1,7 +1,5 @@
 """Weights through safetensors files in a folder that learner and engines can open: both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights through files in this machine's memory: both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model, sharded or not, as a stream of unsharded tensors in buckets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Starts or joins Ray, and reads what its machines have."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import logging

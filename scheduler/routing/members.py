@@ -1,7 +1,5 @@
 """The engines of a role: which live, which serve, which are replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Mapping

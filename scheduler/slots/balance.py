@@ -10,8 +10,6 @@ the cubic norm of the roles' times. It lies between their sum (the latency of a 
 throughput of overlapping steps, which thin batches on many slots waste).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

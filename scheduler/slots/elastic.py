@@ -10,8 +10,6 @@ Or A and B are views of one engine (shared_engine.py): then none sleeps, and B's
 All on the event loop's clock. Routers send the requests; this module only says which engines serve.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

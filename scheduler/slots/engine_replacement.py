@@ -8,8 +8,6 @@ STALE: it has the weights of its files and doesn't serve, until it gets those of
 (judge). The router sends its requests elsewhere meanwhile, or lets them wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import logging
@@ -92,7 +90,7 @@ class RoleHealth:
         self._silent: dict[str, tuple[Engine, float]] = {}  # engine -> since when it answers no check
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self.clocks = Standstill()
-        router.members.on_death = self._open_session
+        router.members.on_death = self._take_death
         router.on_kills = self._forgive
 
     @property
@@ -111,7 +109,7 @@ class RoleHealth:
         except BaseExceptionGroup as crashes:
             raise crashes.exceptions[0] from None
 
-    def _open_session(self, name: str, death: EngineDied) -> bool:
+    def _take_death(self, name: str, death: EngineDied) -> bool:
         """Called by the router at a death. Returns whether there will be a replacement."""
         log.warning("%s died: %s", name, death)
         self._enter(name, EngineState.DEAD)

@@ -5,8 +5,6 @@
 A dead engine is dead for all its roles. The first role that replaces it restarts it, the others use the new one.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@
 During the learner's phase its clocks stand still. On the event loop's clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

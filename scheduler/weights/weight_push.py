@@ -8,8 +8,6 @@ One deadline covers every step of every engine; it grows with the bytes sent. A 
 on weights that must not be sampled from; a later push starts over and needs no restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress

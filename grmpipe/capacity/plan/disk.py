@@ -1,7 +1,5 @@
 """The disk that the journals of a planned run take, at mean lengths of one turn per rollout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grmpipe.capacity.plan.run_facts import RunFacts

@@ -1,7 +1,5 @@
 """Checks that no key of the command line is typed in vain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

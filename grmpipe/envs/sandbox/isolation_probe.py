@@ -1,7 +1,5 @@
 """An environment that tries what a worker must not do, and says what it could."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket

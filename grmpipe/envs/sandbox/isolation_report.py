@@ -1,7 +1,5 @@
 """The isolation that this machine really gives, found by trying it in a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

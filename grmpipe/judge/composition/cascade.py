@@ -1,7 +1,5 @@
 """A cheap judge before a better one: where the first is unsure, what is escalated, what the audit finds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Verdicts of several judges into one: normalised by their group, voted, scaled. Pure: no judge, no session."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From the settings of the reward to the judge of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

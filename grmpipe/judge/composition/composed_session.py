@@ -1,7 +1,5 @@
 """Several judges as one: its session asks those that the composition needs, when it needs them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

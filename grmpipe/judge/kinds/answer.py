@@ -6,8 +6,6 @@ last number counts; if it is part of an expression (2^10, \sqrt{3}) or of number
 A minus before spaces is a sign where nothing stands before it that it could subtract from. ASCII digits only.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from fractions import Fraction

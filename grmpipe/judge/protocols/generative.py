@@ -1,7 +1,5 @@
 """A judge that asks a GRM: opens the judge session of its protocol for each group."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import cast

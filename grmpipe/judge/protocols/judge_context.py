@@ -1,7 +1,5 @@
 """What all sessions of a generative judge share: its template, its client, how votes become verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

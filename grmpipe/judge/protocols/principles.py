@@ -1,7 +1,5 @@
 """The principles of a prompt: what the judge wants of an answer. Written before any answer or in each judgement."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Samples k judgements of one question: all at once, or in waves until they are enough."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence

@@ -5,8 +5,6 @@ joins the one before it; after `max_steps` steps the rest belongs to the last on
 step, whose text doesn't show it. So each sampled token is in exactly one step.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

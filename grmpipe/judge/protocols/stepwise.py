@@ -1,7 +1,5 @@
 """The judge session of rollouts step by step: a score per step, rewarded on the tokens of that step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts

@@ -7,8 +7,6 @@ push_weights: to the living engines         <- ends the learner's phase         
 journal:      the run's files               <- a finished rollout asks for its values  (critic)
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Keeps a run's engines alive, up to date and where they are needed: health, elastic pools, the time-shared pool."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The features of a training run, in the order in which they look at a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts the cluster of a run, and before it the process that its workers are forked from. The table of clusters."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 

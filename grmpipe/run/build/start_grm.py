@@ -2,8 +2,6 @@
 endpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 written to a folder after that step, and their engines read it there.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A feature of a training run: what it does after each step, keeps between runs, and raises alarms about."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

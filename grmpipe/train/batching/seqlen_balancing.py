@@ -1,7 +1,5 @@
 """Balances lengths over ranks, so that no rank waits long for another. Pure: numbers in, places out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All ranks of a critic, as the driver sees them: one critic."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from typing import cast

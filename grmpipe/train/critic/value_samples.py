@@ -3,8 +3,6 @@
 The head's output at token t is about the next token: the value of the state in which that token is sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

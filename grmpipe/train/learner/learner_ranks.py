@@ -1,7 +1,5 @@
 """All ranks of a learner, as the driver sees them: one learner."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

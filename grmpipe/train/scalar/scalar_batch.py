@@ -1,7 +1,5 @@
 """Sequences with targets for a scalar head, in rounds of one batch per rank. Pure: knows no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

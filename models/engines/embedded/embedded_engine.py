@@ -7,8 +7,6 @@ The thread owns the worker; callers only post commands to it. So a pause is an o
 is being sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

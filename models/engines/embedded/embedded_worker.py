@@ -1,7 +1,5 @@
 """The state of an embedded engine's thread: model, batch, tickets, inbox. Called from that thread only."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

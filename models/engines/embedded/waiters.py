@@ -1,7 +1,5 @@
 """Calls from event loops into an engine's thread: waiters, and the way back of answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

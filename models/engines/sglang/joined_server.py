@@ -1,7 +1,5 @@
 """Checks that a running SGLang server is the one that a run needs. Resets it to its own weights."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

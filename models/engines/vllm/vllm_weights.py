@@ -1,7 +1,5 @@
 """Buckets and errors in plain types, for sending to vLLM's worker and back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

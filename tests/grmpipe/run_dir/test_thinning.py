@@ -1,7 +1,5 @@
 """Thinning of journals: what stays, what a resume finds, and that a kill at any moment loses nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

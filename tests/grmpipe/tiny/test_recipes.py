@@ -42,7 +42,7 @@ from models.types import Message
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(
     name="micro_base",
-    lessons=(SftTask(kind="solve", weight=1.0),),
+    mixture=(SftTask(kind="solve", weight=1.0),),
     num_steps=3,
     batch_size=4,
     lr=1e-3,

@@ -12,7 +12,7 @@ from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.build import encode
 from grmpipe.tiny.calculator import parse_view, right_episode
-from grmpipe.tiny.examples import Dialogue, draw_curriculum, to_messages, with_calculator
+from grmpipe.tiny.examples import Dialogue, draw_examples, to_messages, with_calculator
 from grmpipe.tiny.malformed import draw_malformed_view
 from grmpipe.tiny.problems import LARGE, make_problems
 from grmpipe.tiny.quality import accuracy, agreement, answers, judge_all, make_passes
@@ -50,7 +50,7 @@ def test_training_sees_the_tokens_that_the_policy_is_shown_in_an_episode() -> No
 
 def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> None:
     for recipe in (POLICY_TOOLS, POLICY_WALK):
-        for dialogue in draw_curriculum(recipe.lessons, 20, 0):
+        for dialogue in draw_examples(recipe.mixture, 20, 0):
             assert isinstance(dialogue, Dialogue)
             encoded = encode(tokenizer(), dialogue)
             imitated = [one for one, is_imitated in zip(encoded.ids, encoded.imitated, strict=True) if is_imitated]
@@ -60,7 +60,7 @@ def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> Non
 
 def test_every_dialogue_fits_into_the_window() -> None:
     for recipe in (POLICY_TOOLS, POLICY_WALK):
-        lengths = [len(encode(tokenizer(), one).ids) for one in draw_curriculum(recipe.lessons, 500, 1)]
+        lengths = [len(encode(tokenizer(), one).ids) for one in draw_examples(recipe.mixture, 500, 1)]
         assert max(lengths) <= renderer().context_tokens // 2
 
 
