@@ -32,7 +32,7 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.tiny.quality import policy_quality
 from grmpipe.tiny.recipes import RECIPES
 from grmpipe.tiny.resolve import resolve_directory
-from grmpipe.tiny.speaker import Speaker
+from grmpipe.tiny.tiny_sampler import TinySampler
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "against_trl.md"
@@ -113,7 +113,7 @@ def measured_alone(command: Sequence[str], env: Mapping[str, str]) -> float:
 
 
 def finals(policy: Path) -> dict[str, float]:
-    quality = policy_quality("policy", Speaker(policy))
+    quality = policy_quality("policy", TinySampler(policy))
     return {"final": quality["true_accuracy"], "final_greedy": quality["true_accuracy_greedy"]}
 
 

@@ -23,8 +23,8 @@ from several_judges import launch
 from grmpipe.observe.journal import read_journal
 from grmpipe.tiny.quality import accuracy as accuracy_on
 from grmpipe.tiny.resolve import resolve_model
-from grmpipe.tiny.speaker import Speaker
 from grmpipe.tiny.tasks import CALLS, WALKS
+from grmpipe.tiny.tiny_sampler import TinySampler
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "agents.md"
@@ -111,7 +111,7 @@ def accuracy(task: str, policy: Path, known: Path) -> float:
     """The policy's true accuracy at T = 1, remembered in the file `known`."""
     if not known.exists():
         asked = CALLS if task == "tools" else WALKS
-        found = accuracy_on(asked, Speaker(policy), asked.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED))
+        found = accuracy_on(asked, TinySampler(policy), asked.draw("held_out", NUM_PROBLEMS, HELD_OUT_SEED))
         known.write_text(json.dumps({"true_accuracy": found}) + "\n", encoding="utf-8")
     return float(json.loads(known.read_text(encoding="utf-8"))["true_accuracy"])
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from grmpipe.tiny.problems import judge_prompt, parse_score
-from grmpipe.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
+from grmpipe.tiny.tiny_sampler import MAX_CRITIQUE_TOKENS, TinySampler
 
 Record = Mapping[str, Any]
 FIRST, THEN = "cheap", "judge"
@@ -34,7 +34,7 @@ def error_of_kept(run_dir: Path, then: Path) -> float:
     """The mean difference of both judges' rewards over responses that the run kept unaudited, spread over the run."""
     every = list(kept_responses(run_dir))
     some = every[:: -(-len(every) // MAX_RESPONSES)]
-    critiques = Speaker(then).answer(
+    critiques = TinySampler(then).answer(
         [judge_prompt(one.question, one.text) for one in some], MAX_CRITIQUE_TOKENS, seed=0
     )
     scored = [(one.reward, parse_score(critique)) for one, critique in zip(some, critiques, strict=True)]

@@ -156,7 +156,7 @@ def report(runs: Mapping[str, Sequence[Run]], overrides: Sequence[str]) -> list[
         "",
         "### Shorter warm-up",
         "",
-        "With 20 steps of warm-up instead of 60, and without replacing lessons without signal (true accuracy):",
+        "With 20 steps of warm-up instead of 60, and without replacing judging tasks without signal (true accuracy):",
         "",
         *beside([], runs["cotrain_soon"], "eval/true_accuracy", ".2f"),
     ]

@@ -33,7 +33,6 @@ CASES = [
     LearnerCase(model="Qwen3-8B", ranks=8, num_tokens=16384, train={**ALL, "parallel": {"cp": 8}}),
     LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=32768, train=OFFLOADED),
     LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=32768, train=FULL),
-    LearnerCase(model="Qwen3-8B", ranks=4, num_tokens=32768, train={**OFFLOADED, "optimizer": {"state_dtype": "int8"}}),
     LearnerCase(model="Qwen3-30B-A3B", ranks=8, num_tokens=8192, train=ALL),
     LearnerCase(model="Qwen3-30B-A3B", ranks=16, num_tokens=16384, train=FULL),
     LearnerCase(model="Qwen3-30B-A3B", ranks=16, num_tokens=16384, train={**FULL, "parallel": {"ep": 8}}),
@@ -47,8 +46,8 @@ group, with flash attention, bfloat16 compute and float32 masters, in a micro-ba
 optimizer step. Nearly all tokens are trained. What no fake tensor counts comes on top: the CUDA context, NCCL's buffers
 and fragmentation, 3 to 6 GB.
 
-Options: `ckpt` activation_checkpointing=full, `act` activation_offload, `opt` optimizer.offload, `8bit`
-optimizer.state_dtype=int8, `cp` parallel.cp, `ep` parallel.ep, where each expert gets as many tokens as any other.
+Options: `ckpt` activation_checkpointing=full, `act` activation_offload, `opt` optimizer.offload, `cp`
+parallel.cp, `ep` parallel.ep, where each expert gets as many tokens as any other.
 
 | model | ranks | tokens per rank | options | at rest | micro-batch | step | peak | task=plan | error |
 |---|---|---|---|---|---|---|---|---|---|
@@ -58,7 +57,6 @@ optimizer.state_dtype=int8, `cp` parallel.cp, `ep` parallel.ep, where each exper
 def options_of(train: dict[str, Any]) -> str:
     optimizer = train.get("optimizer", {})
     found = ["ckpt"] + ["act"] * train.get("activation_offload", False) + ["opt"] * optimizer.get("offload", False)
-    found += ["8bit"] if optimizer.get("state_dtype") == "int8" else []
     found += [f"{name}={ranks}" for name, ranks in train.get("parallel", {}).items()]
     return " + ".join(found)
 

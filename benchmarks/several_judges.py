@@ -28,7 +28,7 @@ from grmpipe.tiny.comparisons import Comparison as Question
 from grmpipe.tiny.comparisons import make_comparisons
 from grmpipe.tiny.problems import Problem, Split, make_problems
 from grmpipe.tiny.resolve import resolve_model
-from grmpipe.tiny.speaker import Speaker
+from grmpipe.tiny.tiny_sampler import TinySampler
 from grmpipe.tiny.tricks import TRICKS, Trick
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +177,7 @@ def accuracy(policy: Path, kind: str, known: Path) -> float:
     """The policy's true accuracy at T = 1 on a row of PROBLEMS, remembered in the file `known`."""
     if not known.exists():
         problems = PROBLEMS[kind]("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
-        texts = Speaker(policy).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
+        texts = TinySampler(policy).answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed=0)
         rights = [is_right(text, str(problem.answer)) for problem, text in zip(problems, texts, strict=True)]
         known.write_text(json.dumps({"true_accuracy": statistics.fmean(rights)}) + "\n", encoding="utf-8")
     return float(json.loads(known.read_text(encoding="utf-8"))["true_accuracy"])

@@ -5,10 +5,8 @@
 The lines have the fields and the sizes of a run whose answers have about 400 tokens, and four judgements of 100 each.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
+import contextlib
 import os
 import random
 import re
@@ -18,84 +16,151 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+
+from grmpipe.observe.journal import encode_line
+from grmpipe.observe.packed_numbers import pack_numbers
+
 GROUP_SIZE, GROUPS_PER_STEP, VOTES = 8, 16, 4
-ANSWER_TOKENS, CRITIQUE_TOKENS, PROMPT_TOKENS = 400, 100, 60
-SYLLABLES = ("ba", "de", "fi", "go", "hu", "ka", "le", "mi", "no", "pu", "ra", "se", "ti", "vo", "xu", "za")
-WORDS = ["".join(syllables) for syllables in product(SYLLABLES, repeat=3)]
+ANSWER_TOKENS, CRITIQUE_TOKENS, PROMPT_TOKENS = 280, 50, 60
+WORDS_PER_TOKEN = 0.75
+NUM_TEMPLATES = 256  # lines differ in their words; ids, log-probs and scores repeat
+Line = dict[str, object]
+
+# -- words, by their rank: the first ones are the most frequent --------------------------------------------------------
+
+SYLLABLES = np.array([*product(b"bdfghklmnprstvxz", b"aeiou")], np.uint8)
+NUM_WORDS = len(SYLLABLES) ** 3
+DRAWN_WORDS = 1_000_000
 
 
-def text(random_: random.Random, num_words: int) -> str:
-    return " ".join(random_.choices(WORDS, k=num_words))
+def words(ranks: np.ndarray) -> bytes:
+    """The words of these ranks, each with a space after it."""
+    spelt = np.full((len(ranks), 7), ord(" "), np.uint8)
+    for place in range(3):
+        spelt[:, 2 * place : 2 * place + 2] = SYLLABLES[ranks // len(SYLLABLES) ** place % len(SYLLABLES)]
+    return spelt.tobytes()
 
 
-def completion(random_: random.Random, num_tokens: int, version: int, model: str) -> dict[str, object]:
+def word(rank: int) -> str:
+    return words(np.array([rank])).decode().strip()
+
+
+class Texts:
+    """Texts whose words are as frequent as in a language: inversely to their rank (Zipf)."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._drawn, self._begin = b"", 0
+
+    def take(self, num_words: int) -> bytes:
+        if self._begin + 7 * num_words > len(self._drawn):
+            ranks = (NUM_WORDS ** self._random.random(DRAWN_WORDS)).astype(np.int64) - 1
+            self._drawn, self._begin = words(ranks), 0
+        text = self._drawn[self._begin : self._begin + 7 * num_words - 1]
+        self._begin += 7 * num_words
+        return text
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A line in which `%` fills group, sibling and other fields. num_words: of its texts, the fields text0, text1 .."""
+
+    line: bytes
+    num_words: Sequence[int]
+    reward: float = 0.0
+    truth: float = 0.0
+
+    def fill(self, texts: Texts, fields: Mapping[bytes, object]) -> bytes:
+        drawn = {b"text%d" % number: texts.take(length) for number, length in enumerate(self.num_words)}
+        return self.line % {**fields, **drawn}
+
+
+def template(record: Line, num_words: Sequence[int], reward: float = 0.0, truth: float = 0.0) -> Template:
+    """The template of a record with packed numbers, as `journals.compact` writes it."""
+    line = encode_line(pack_numbers({"group_id": "%(group_id)s", "sibling": "%(sibling)d", **record}), checked=False)
+    return Template(
+        line=line.replace(b'"%(sibling)d"', b"%(sibling)d"), num_words=num_words, reward=reward, truth=truth
+    )
+
+
+def completion(random_: random.Random, text: int, num_tokens: int, model: str) -> Line:
     return {
-        "text": text(random_, num_tokens * 3 // 4),
+        "text": f"%(text{text})s",
         "finish_reason": "stop",
         "token_ids": random_.choices(range(150_000), k=num_tokens),
         "logprobs": [-round(random_.expovariate(3), 9) for _ in range(num_tokens)],
-        "versions": [{"model": model, "version": version, "start": 0, "end": num_tokens}],
+        "versions": [{"model": model, "version": 0, "start": 0, "end": num_tokens}],
     }
 
 
-def rollout_line(
-    random_: random.Random, who: dict[str, object], step: int, prompt: dict[str, object]
-) -> dict[str, object]:
-    length = max(20, int(random_.gauss(ANSWER_TOKENS, 150)))
-    turn = {
-        **completion(random_, length, step - 1, "policy"),
-        "new_ids": random_.choices(range(150_000), k=PROMPT_TOKENS),
-    }
-    return {**who, "status": "finished", "turns": [{**turn, "replies": []}], "prompt_index": 0, "prompt": prompt}
+def rollout_template(random_: random.Random) -> Template:
+    length = max(20, int(random_.gauss(ANSWER_TOKENS, 100)))
+    turn = {**completion(random_, 0, length, "policy"), "new_ids": random_.choices(range(150_000), k=PROMPT_TOKENS)}
+    messages = [{"role": "user", "content": "%(question)s"}]
+    prompt = {"prompt_id": "%(prompt_id)s", "messages": messages, "source": "%(source)s", "reference": "42"}
+    record = {"status": "finished", "turns": [{**turn, "replies": []}], "prompt_index": 0, "prompt": prompt}
+    return template(record, [int(length * WORDS_PER_TOKEN)])
 
 
-def judgement_line(random_: random.Random, who: dict[str, object]) -> tuple[dict[str, object], float, float]:
+def judgement_template(random_: random.Random) -> Template:
     truth = float(random_.random() < 0.5)
     scores = [min(10, max(1, round(random_.gauss(4 + 3 * truth, 2)))) for _ in range(VOTES)]
     mean = sum(scores) / VOTES
     reward = (mean - 1) / 9
+    prompt_ids = random_.choices(range(150_000), k=PROMPT_TOKENS + ANSWER_TOKENS)
     judgements = [
-        {"group_id": who["group_id"], "siblings": [who["sibling"]], "scores": [score], "grm": "grm", "version": 0,
-         "prompt_ids": random_.choices(range(150_000), k=PROMPT_TOKENS + ANSWER_TOKENS),
-         "completion": completion(random_, CRITIQUE_TOKENS, 0, "grm")}
-        for score in scores
+        {"group_id": "%(group_id)s", "siblings": ["%(sibling)d"], "scores": [score], "grm": "grm", "version": 0,
+         "prompt_ids": prompt_ids, "completion": completion(random_, number, CRITIQUE_TOKENS, "grm")}
+        for number, score in enumerate(scores)
     ]  # fmt: skip
     spread = (sum((score - mean) ** 2 for score in scores) / VOTES) ** 0.5
     verdict = {
         "rewards": [{"turn": 0, "start": 0, "end": 1, "value": reward, "share": None}],
         "score": mean, "breakdown": {}, "score_std": spread, "num_judgements": VOTES, "grm_version": 0,
     }  # fmt: skip
-    return {**who, "verdict": verdict, "judgements": judgements, "failures": []}, reward, truth
+    failures = [{"stage": "judge", "cause": "timeout", "attempts": 3}] if random_.random() < 0.05 else []
+    record = {"verdict": verdict, "judgements": judgements, "failures": failures}
+    return template(record, [int(CRITIQUE_TOKENS * WORDS_PER_TOKEN)] * VOTES, reward, truth)
 
 
 def make_run(run_dir: Path, num_rollouts: int) -> None:
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text("experiment_name: scale\n")
-    random_, names = random.Random(0), ("rollouts", "judgements", "groups", "trained", "metrics")
-    out = {name: (run_dir / f"{name}.jsonl").open("w") for name in names}
+    random_, texts, names = random.Random(0), Texts(0), ("rollouts", "judgements", "groups", "trained", "metrics")
+    answers = [rollout_template(random_) for _ in range(NUM_TEMPLATES)]
+    verdicts = [judgement_template(random_) for _ in range(NUM_TEMPLATES)]
+    with contextlib.ExitStack() as stack:
+        out = {name: stack.enter_context((run_dir / f"{name}.jsonl").open("wb")) for name in names}
+        for group in range(num_rollouts // GROUP_SIZE):
+            step, who = group // GROUPS_PER_STEP + 1, {"group_id": f"g{group:06d}"}
+            prompt = {"prompt_id": f"p{group % 5000}", "source": f"source{group % 5}"}
+            fields = {name.encode(): value.encode() for name, value in {**who, **prompt}.items()}
+            fields[b"question"] = texts.take(PROMPT_TOKENS)
+            for sibling in range(GROUP_SIZE):
+                verdict = random_.choice(verdicts)
+                fields[b"sibling"] = sibling
+                out["rollouts"].write(random_.choice(answers).fill(texts, fields))
+                out["judgements"].write(verdict.fill(texts, fields))
+                known = {"reward": verdict.reward, "advantage": verdict.reward - 0.5, "right": verdict.truth}
+                out["trained"].write(json_line({**who, "sibling": sibling, "step": step, **known}))
+            end = {"prompt_index": group, "prompt_id": prompt["prompt_id"], "outcome": "trained"}
+            out["groups"].write(json_line({**who, **end, "step": step, "version": step - 1}))
+            if group % GROUPS_PER_STEP == 0:
+                means = {"train/reward": random_.random(), "train/true_accuracy": random_.random()}
+                out["metrics"].write(json_line({"step": step, **means}))
 
-    def write(name: str, line: dict[str, object]) -> None:
-        out[name].write(json.dumps(line, separators=(",", ":")) + "\n")
 
-    for group in range(num_rollouts // GROUP_SIZE):
-        step, group_id = group // GROUPS_PER_STEP + 1, f"g{group:06d}"
-        messages = [{"role": "user", "content": text(random_, PROMPT_TOKENS)}]
-        prompt = {"prompt_id": f"p{group % 5000}", "messages": messages, "source": f"source{group % 5}"}
-        for sibling in range(GROUP_SIZE):
-            who = {"group_id": group_id, "sibling": sibling}
-            write("rollouts", rollout_line(random_, who, step, {**prompt, "reference": "42"}))
-            judged, reward, truth = judgement_line(random_, who)
-            write("judgements", judged)
-            write("trained", {**who, "step": step, "reward": reward, "advantage": reward - 0.5, "right": truth})
-        end = {"group_id": group_id, "prompt_index": group, "prompt_id": prompt["prompt_id"], "outcome": "trained"}
-        write("groups", {**end, "step": step, "version": step - 1})
-        if group % GROUPS_PER_STEP == 0:
-            write("metrics", {"step": step, "train/reward": random_.random(), "train/true_accuracy": random_.random()})
-    for file in out.values():
-        file.close()
+def json_line(record: Line) -> bytes:
+    return encode_line(record, checked=False)
 
 
 # -- measurement -------------------------------------------------------------------------------------------------------

@@ -69,7 +69,9 @@ class Receiver:
         torch.set_num_threads(1)
         self._model = RandomModel(num_parameters)
         self._inbox = WeightInbox(self._model, CPU)
-        self._hashes = nullcontext() if hashing else patch("models.weights.receiving.tensor_checksums", no_checksums)
+        self._hashes = (
+            nullcontext() if hashing else patch("models.weights.receive_tensors.tensor_checksums", no_checksums)
+        )
 
     @torch.no_grad()
     def begin(self, link: GroupLink | None) -> None:

@@ -6,8 +6,6 @@ run = grmpipe.read_run("runs/quickstart/latest")                # the files of a
 run.metrics.to_arrow()                                          # ... as rows and as tables
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

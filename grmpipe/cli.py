@@ -13,8 +13,6 @@ grmpipe task=new new.dir=mylab                          # a project of your own 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept). A sweep has that of its worst run.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -39,7 +37,7 @@ from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
 from grmpipe.config.io.rejudged_config import compose_rejudging
 from grmpipe.config.io.secrets import may_be_secret
-from grmpipe.config.io.typed_keys import EvaluationReads, check_typed_keys
+from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, mask_errors

@@ -1,7 +1,5 @@
 """Counts that add up, step by step and over a resume. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import Field, fields

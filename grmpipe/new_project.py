@@ -1,7 +1,5 @@
 """task=new: a project to begin with, of which each file is to be replaced by the user's own."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory that is reused for one bucket after another: touching new pages costs more than a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """The checksum of bytes: of weights that are sent, and of lines in journals. Needs no torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import xxhash
 

@@ -1,7 +1,5 @@
 """Finds a model's files on this machine: a directory as it is, a hub name in the cache."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

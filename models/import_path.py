@@ -2,8 +2,6 @@
 folders of a user's with these names hide none of ours.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

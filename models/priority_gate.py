@@ -1,7 +1,5 @@
 """Callers that wait in order of priority."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections.abc import Callable

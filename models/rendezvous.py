@@ -4,8 +4,6 @@ By default torch's TCPStore listens on every interface, without a token: anyone 
 ranks.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Makes Intel's MKL add in an order that doesn't depend on the size of a product. Loads no library."""
 
-from __future__ import annotations
-
 import os
 
 VARIABLE, KERNELS = "MKL_CBWR", "COMPATIBLE"  # which MKL reads at its first call; AVX2,STRICT is faster, for short rows

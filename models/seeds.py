@@ -1,7 +1,5 @@
 """Seeds by name: the same name gives the same seed. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

@@ -1,13 +1,11 @@
 """Settings of models and engines. Frozen, checked, free of torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from models.bounds import Bounded, above, above_0_to_1, at_least
+from models.bounds import Bounded, above, above_0_to_1, at_least, one_of
 from models.chat.tool_calls import AUTO_PARSER, check_tool_parser
 
 DTYPES = ("float32", "bfloat16")
@@ -90,12 +88,7 @@ class LoraConfig(Bounded):
     # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
     target_modules: list[str] = field(default_factory=list)
     # What a push sends: the weights with the adapters' change merged in, or the adapters alone (not for SGLang).
-    sync: str = "merged"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sync not in LORA_SYNCS:
-            raise ValueError(f"sync: unknown value {self.sync!r}; known: {', '.join(LORA_SYNCS)}")
+    sync: str = one_of(LORA_SYNCS, "merged")
 
     @property
     def learns(self) -> bool:
@@ -109,7 +102,7 @@ class LoraConfig(Bounded):
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Bounded):
     """The model of a role, `policy` or `grm`."""
 
     # Hugging Face directory or hub name, or tiny://<name> for a model of this project; with engine=openai the model's
@@ -119,7 +112,8 @@ class ModelConfig:
     engine: str = ""
     # Options of this role's engine that differ from engine.<engine>.
     engine_options: dict[str, Any] = field(default_factory=dict)
-    dtype: str = AUTO  # Type of the weights in the engine; auto: bfloat16 on a GPU, float32 elsewhere.
+    # Type of the weights in the engine; auto: bfloat16 on a GPU, float32 elsewhere.
+    dtype: str = one_of((AUTO, *DTYPES), AUTO, "dtype")
     # Jinja file with a chat template; null: the tokenizer's own.
     chat_template: str | None = None
     # Variables of the chat template, such as {enable_thinking: false}; an endpoint gets them with each request.
@@ -137,10 +131,9 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.path:
             raise ValueError("path: missing; give a Hugging Face directory, a hub name or tiny://policy")
-        if self.dtype not in (AUTO, *DTYPES):
-            raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
         for name, value in self.chat_template_kwargs.items():
             check_template_kwarg(name, value)
         check_policy_updates(self.policy_updates)
@@ -241,12 +234,7 @@ class EmbeddedConfig(Bounded):
     # train.deterministic.
     batch_invariant: bool = False
     # Sample from weights rounded to int8, int4 or fp8 (E4M3), per row by its largest value; this makes nothing faster.
-    quantize: str = "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantize not in QUANTIZATIONS:
-            raise ValueError(f"quantize: unknown value {self.quantize!r}; known: {', '.join(QUANTIZATIONS)}")
+    quantize: str = one_of(QUANTIZATIONS, "none")
 
 
 @dataclass(frozen=True)
@@ -270,16 +258,12 @@ class VllmConfig(Bounded):
     sleep_mode: bool = False
     # Weights of linear layers that vLLM rounds itself, at its start and at every push: fp8 (per output channel),
     # fp8_per_block (of 128 x 128) or fp8_per_tensor; a policy that learns from them needs algorithm.correction.
-    quantization: str = "none"
+    quantization: str = one_of(VLLM_QUANTIZATIONS, "none")
     cpu_threads: int = at_least(1, 1)  # [threads] Threads of an engine on a CPU.
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of vLLM's AsyncEngineArgs.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quantization not in VLLM_QUANTIZATIONS:
-            raise ValueError(
-                f"quantization: unknown value {self.quantization!r}; known: {', '.join(VLLM_QUANTIZATIONS)}"
-            )
         if self.quantization != "none" and "quantization" in self.options:
             raise ValueError(
                 f"options.quantization: {self.options['quantization']!r} and quantization={self.quantization} exclude "
@@ -341,7 +325,7 @@ class OpenAIConfig(Bounded):
     extra_body: dict[str, Any] = field(default_factory=dict)  # Further fields of each request.
     # For a scalar reward model: the route of its scores, vLLM's /classify (classify) or SGLang's /v1/embeddings
     # (embeddings).
-    scores: str = CLASSIFY
+    scores: str = one_of((CLASSIFY, EMBEDDINGS), CLASSIFY)
     # For a scalar reward model: Hugging Face directory or hub name of its tokenizer and chat template; empty: path.
     tokenizer: str = ""
     # Regular expressions of chat markup, which a space breaks in the policy's text before the judge reads it.
@@ -354,8 +338,6 @@ class OpenAIConfig(Bounded):
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
         _refuse_userinfo("base_url", self.base_url)
-        if self.scores not in (CLASSIFY, EMBEDDINGS):
-            raise ValueError(f"scores: unknown value {self.scores!r}; known: {CLASSIFY}, {EMBEDDINGS}")
 
 
 def _refuse_userinfo(key: str, url: str) -> None:

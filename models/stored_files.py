@@ -1,7 +1,5 @@
 """Sizes and checksums of files, to check later that they are unchanged."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The shared types of models: messages, sampling, completions, weights, engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -10,6 +8,7 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+UNKNOWN_ID = -1  # in place of a token id that isn't kept any more: no model takes it
 ANY_EXPERT = -1  # in place of an expert: the choice is unknown, so the router chooses
 
 
@@ -253,7 +252,7 @@ class TransportKind:
     """A transport of weights from a learner to engines: its sending end, and its requirements on the placement.
 
     sender:        dotted path of a subclass of models.weights.sending.WeightTransport; the receiving end of its payload
-                   is registered in the same file (models.weights.opening.open_bucket).
+                   is registered in the same file (models.weights.open_bucket.open_bucket).
     needs:         the requirements below in words, for errors.
     same_machine:  learner and engines on one machine.
     own_processes: the engines' weights in other processes than the learner's.

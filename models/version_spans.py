@@ -1,7 +1,5 @@
 """Version spans of a completion from stretches of its tokens. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from models.types import VersionSpan

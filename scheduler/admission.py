@@ -4,8 +4,6 @@ The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 
 been submitted in all, not counting dropped ones. `may_take` enforces the bound on staleness.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
 """The clock of deadlines (the event loop's clock without pauses), and the gate of a pause. No wall clock."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from types import TracebackType
 
 RESOLUTION_S = 1e-6  # a shorter sleep may not advance the clock
 
@@ -45,16 +44,17 @@ class ActiveClock:
                 self._going.set()
                 self._set_limits()
 
-    @asynccontextmanager
-    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+    def timeout(self, seconds: float) -> AbstractAsyncContextManager[None]:
         """`asyncio.timeout` in active seconds. Raises TimeoutError."""
-        async with asyncio.timeout(None) as limit:
+        return _ActiveTimeout(self, seconds)
+
+    def limit(self, limit: asyncio.Timeout, seconds: float | None) -> None:
+        """Let a limit end after active seconds; None: it is over, and isn't kept up any more."""
+        if seconds is None:
+            del self._limits[limit]
+        else:
             self._limits[limit] = self.now() + seconds
             self._set_limit(limit)
-            try:
-                yield
-            finally:
-                del self._limits[limit]
 
     def _set_limits(self) -> None:
         for limit in self._limits:
@@ -73,6 +73,25 @@ class ActiveClock:
             if left < RESOLUTION_S:
                 return
             await asyncio.sleep(left)
+
+
+class _ActiveTimeout:
+    """`ActiveClock.timeout`."""
+
+    def __init__(self, clock: ActiveClock, seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._limit = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._clock.limit(self._limit, self._seconds)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clock.limit(self._limit, None)
+        await self._limit.__aexit__(kind, error, trace)
 
 
 class Standstill:

@@ -1,7 +1,5 @@
 """Functions that may block, in daemon threads: none waits for a stuck one, and none keeps the process from its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

@@ -2,8 +2,6 @@
 that hold for code which ignores its cancellation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

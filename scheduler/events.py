@@ -1,7 +1,5 @@
 """Events of the scheduler: spans on lanes. A sink is passed in from above."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 

@@ -1,7 +1,5 @@
 """Tunes Python's cyclic garbage collector for many living objects and little garbage."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,24 +1,25 @@
 """Places roles on slots, and checks that the machines have them. Pure: starts nothing, asks no machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from models.bounds import Bounded, above, at_least, one_of
 
 RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(Bounded):
     """A pool: slots that share a purpose. A slot is one core or one GPU."""
 
-    slots: int = 1  # [slots] Number of cores or GPUs.
-    resource: str = "cpu"  # What a slot is.
-    strategy: str = "PACK"  # How slots are spread over machines: a strategy of Ray's placement groups.
+    slots: int = at_least(1, 1)  # [slots] Number of cores or GPUs.
+    resource: str = one_of(RESOURCES, "cpu", "resource")  # What a slot is.
+    # How slots are spread over machines: a strategy of Ray's placement groups.
+    strategy: str = one_of(STRATEGIES, "PACK", "strategy")
     # Memory of a slot; a run whose parts can't fit is refused, task=plan warns if they may not fit; null: the device's.
-    memory_gb: float | None = None
+    memory_gb: float | None = above(0, None, "above 0, or null if unknown")
     elastic: bool = False  # Each slot has an engine of every served role, and serves the one with the most backlog.
     time_shared: bool = False  # A learner and the engines use the slots in alternation; engines sleep while it trains.
     # Kind of GPU of a slot, for task=plan and task=simulate: h100, a100_80, ..., or a name in plan.devices; null: that
@@ -26,34 +27,22 @@ class PoolConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots: must be at least 1, got {self.slots}")
-        if self.memory_gb is not None and not self.memory_gb > 0:
-            raise ValueError(f"memory_gb: must be above 0, or null if unknown, got {self.memory_gb}")
-        if self.resource not in RESOURCES:
-            raise ValueError(f"resource: unknown resource {self.resource!r}; known: {', '.join(RESOURCES)}")
+        super().__post_init__()
         if self.elastic and self.time_shared:
             raise ValueError(
                 "time_shared: slots of an elastic pool move while the learner works, so it can't alternate with "
                 "them; set elastic=false, or time_shared=false"
             )
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy: unknown strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}")
 
 
 @dataclass(frozen=True)
-class RoleConfig:
+class RoleConfig(Bounded):
     """The place of a role. A replica is one process."""
 
     pool: str  # Pool with the slots of the role.
-    replicas: int = 1  # [processes] Engines of the role, or ranks of a learner.
-    slots_per_replica: int = 1  # [slots] Slots of each process; on GPUs an engine is then tensor-parallel.
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ValueError(f"replicas: must be at least 1, got {self.replicas}")
-        if self.slots_per_replica < 1:
-            raise ValueError(f"slots_per_replica: must be at least 1, got {self.slots_per_replica}")
+    replicas: int = at_least(1, 1)  # [processes] Engines of the role, or ranks of a learner.
+    # [slots] Slots of each process; on GPUs an engine is then tensor-parallel.
+    slots_per_replica: int = at_least(1, 1)
 
 
 @dataclass(frozen=True)
@@ -74,15 +63,16 @@ LEAST_CALL_TIMEOUT_S = 60.0  # an engine without news reports every COLLECT_S (e
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
+class ClusterConfig(Bounded):
     """The cluster that processes run on."""
 
     # Where processes run: as actors of Ray (ray), or all in the driver's process, for a debugger (inprocess).
-    kind: str = "ray"
+    kind: str = one_of(("ray", "inprocess"), "ray", "cluster")
     address: str | None = None  # Address of a Ray cluster to join; null: Ray is started on this machine.
-    start_timeout_s: float = 60.0  # Limit for reserving slots and starting processes, without their models.
+    # Limit for reserving slots and starting processes, without their models.
+    start_timeout_s: float = above(0, 60.0)
     # Limit of a call to a process; 6 times that for calls that compute, 12 times for calls that load or save.
-    call_timeout_s: float = 300.0
+    call_timeout_s: float = at_least(LEAST_CALL_TIMEOUT_S, 300.0)
     object_store_mb: int = 256  # Size of the object store of a Ray that is started here.
     packages: list[str] = field(default_factory=list)  # Python packages sent to the workers of a joined cluster.
     # Names of the driver's environment variables that the processes of a joined cluster also get, such as HF_HOME, or
@@ -90,12 +80,7 @@ class ClusterConfig:
     env_vars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("ray", "inprocess"):
-            raise ValueError(f"kind: unknown cluster {self.kind!r}; known: ray, inprocess")
-        if not self.start_timeout_s > 0:
-            raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
-        if not self.call_timeout_s >= LEAST_CALL_TIMEOUT_S:
-            raise ValueError(f"call_timeout_s: must be at least {LEAST_CALL_TIMEOUT_S:g}, got {self.call_timeout_s}")
+        super().__post_init__()
         for name in self.env_vars:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name):
                 raise ValueError(

@@ -81,6 +81,7 @@ ORDER = [
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
 SCHEDULER_SEES = {
     "models/types.py",
+    "models/bounds.py",
     "models/priority_gate.py",
     "models/version_spans.py",
     "models/import_path.py",

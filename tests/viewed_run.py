@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 from grmpipe.observe.eval_recorder import EvalRecorder
-from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.journal import CHECKSUM
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder
+from grmpipe.run_dir.thinning import ThinningJob, thin_journal
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -65,13 +67,13 @@ def episode(group_id: str, sibling: int) -> Rollout:
     return rollout(group_id, sibling, first, branch)
 
 
-def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4) -> Path:
+def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4, compact: bool = False) -> Path:
     """Step 1 trained g1: sibling 0 fools the judge, sibling 1 is right. g2 is an episode without a verdict."""
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(f"experiment_name: {experiment}\ntrain:\n  lr: {lr}\n")
     metrics = {"step": 1, "train/reward": 0.55, "train/true_accuracy": 0.5, "judge/failed_unparseable": 1}
     (run_dir / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    recorder = Recorder(run_dir)
+    recorder = Recorder(run_dir, compact=compact)
     question = Message(role="user", content=f"What is 6 * 7? {SCRIPT}")
     prompt = Prompt(prompt_id="p1", messages=(question,), source="math", reference="42")
     for sibling, text in enumerate((f"Trust me, it is 41 {SCRIPT}", "It is 42")):
@@ -96,6 +98,28 @@ def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4) -> P
         ]
     )
     recorder.close()
+    return run_dir
+
+
+def make_old(run_dir: Path) -> Path:
+    """As earlier releases wrote a run: no file of what was trained, no checksums, only fields that they had."""
+    (run_dir / "trained.jsonl").unlink()
+    for path in run_dir.glob("*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text(
+            "".join(
+                json.dumps({name: record[name] for name in record if name != CHECKSUM}) + "\n" for record in records
+            )
+        )
+    return run_dir
+
+
+def thin_run(run_dir: Path, share: float | None) -> Path:
+    """Thin all lines. share: see ThinningJob."""
+    for path in (run_dir / ROLLOUTS, run_dir / JUDGEMENTS):
+        draft, end = path.with_suffix(".draft"), path.stat().st_size
+        assert thin_journal(path, draft, ThinningJob(run_dir="", share=share, seed=0, until={path.name: end + 1}))
+        draft.replace(path)
     return run_dir
 
 

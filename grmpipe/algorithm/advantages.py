@@ -6,8 +6,6 @@ G: siblings of a group with a verdict. N: sampled tokens of a rollout. K: its st
 rounding of a mean of equal rewards is as large as the epsilon it is divided by.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

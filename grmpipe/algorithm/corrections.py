@@ -5,8 +5,6 @@ pi_prox: the policy that the loss's ratio is taken against. w = pi_prox / mu. T:
 sequences; a rollout is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast

@@ -5,8 +5,6 @@ A batch is trained in pieces before its size is known. So a piece's loss is a we
 optimizer step divides the gradients by the denominator, once, when the batch is closed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From the log-probs of a micro-batch to the number that is back-propagated. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -43,7 +41,7 @@ def sampler(logprobs: TokenLogprobs) -> Tensor:
     return logprobs.sampler_T
 
 
-def find_parts(algorithm: AlgorithmConfig) -> None:
+def import_functions(algorithm: AlgorithmConfig) -> None:
     """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
     find_loss(algorithm.loss)
     for table in ONE_OF_EACH:

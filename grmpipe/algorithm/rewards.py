@@ -1,7 +1,5 @@
 """From a verdict to the rewards that advantages are estimated from: their positions and penalties. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 A sequence is a rollout: all its tokens, whatever the number of samples that it was trained in.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 G: siblings of a group, N: sampled tokens of a rollout, U: its turns. All in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

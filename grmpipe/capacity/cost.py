@@ -5,8 +5,6 @@ It is right far from the knee, and at most twice too slow at the knee. In exchan
 tokens, as EngineSpeed needs. An engine's arithmetic of attention is left out: 7 % for 8 B parameters at 2 k tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

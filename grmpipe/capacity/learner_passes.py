@@ -1,7 +1,5 @@
 """The passes of a learner over a batch beside forward and backward, by the settings of its algorithm."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grmpipe.config.train import AlgorithmConfig

@@ -4,8 +4,6 @@ No overlap beats it: a slot with several roles does all their work, cores do all
 step can't end before one rollout was played, judged, packed and trained.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping

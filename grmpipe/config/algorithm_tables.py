@@ -6,8 +6,6 @@ conf/algorithm/ and a test. One of the user's own is named by its dotted
 path: that of a function; of a LossKind or an EstimatorKind where the defaults below don't fit it; of an Aggregation.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

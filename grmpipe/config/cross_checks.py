@@ -1,12 +1,9 @@
 """Checks across the sections of a configuration. Each raises ValueError that names a key and the way out."""
 
-from __future__ import annotations
-
 import re
 
 from grmpipe.config.critic import check_critic
 from grmpipe.config.engine_kinds import engines_that
-from grmpipe.config.judging import check_all_used, check_judging
 from grmpipe.config.keys.entry_names import ENV, POLICY, ROLES
 from grmpipe.config.reward_checks import (
     check_doubts,
@@ -17,6 +14,7 @@ from grmpipe.config.reward_checks import (
     check_watchers,
 )
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_judges import check_all_used, check_judging
 from grmpipe.config.train import (
     check_interpolated,
     check_pass_k,

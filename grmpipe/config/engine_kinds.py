@@ -1,7 +1,5 @@
 """The table of engines. A new one is an EngineKind in its own file and a row here; a user's own has a dotted path."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

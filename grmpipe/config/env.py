@@ -2,16 +2,13 @@
 Imports none of them.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.keys.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
-from models.bounds import Bounded, above_0_to_1, at_least
+from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +51,7 @@ ENVS: Mapping[str, EnvKind] = {
     "custom": EnvKind(needs=("target",)),
     "workflow": EnvKind(needs=("target",), is_workflow=True),
 }
+SECONDS = "above 0 and finite, in seconds"
 CALLS_SHARE = 0.9  # of step_s, for all calls of a turn
 DEFAULT_PLACE = "inprocess"
 WORKFLOW_PLACES: Mapping[str, WorkflowPlace] = {
@@ -148,32 +146,34 @@ class EnvConfig(Bounded):
 
     # Environment of a rollout; single_turn: one prompt, one answer; tools: typed functions that the policy calls;
     # custom: a class of your own; workflow: a function or a program of your own that asks the policy.
-    kind: str = DEFAULT_ENV
+    kind: str = one_of(ENVS, DEFAULT_ENV, "env")
     target: str = ""  # For custom: dotted path of the class; for workflow: of the function.
     functions: str = ""  # For tools: dotted path of a module, whose public functions are the tools.
     # For tools: servers of the Model Context Protocol, by name, each with a command (and env) or a url (and headers),
     # shared by the episodes or not, with all of its tools or those it names; their tools join those of functions.
     mcp: dict[str, Any] = field(default_factory=dict)
     # For workflow: inprocess: in the run itself, must never block; process: in worker processes; command: a program.
-    runs_in: str = DEFAULT_PLACE
+    runs_in: str = one_of(WORKFLOW_PLACES, DEFAULT_PLACE, "place")
     command: list[str] = field(default_factory=list)  # For runs_in=command: the program, and its arguments.
     # For custom and workflow: further arguments of the class, or of the function.
     options: dict[str, Any] = field(default_factory=dict)
     isolation: IsolationConfig = field(default_factory=IsolationConfig)
-    boot_s: float = 60.0  # Limit on the start of an episode's environment.
-    step_s: float = 30.0  # Limit on the environment's answer to a turn.
+    boot_s: float = positive(60.0, SECONDS)  # Limit on the start of an episode's environment.
+    step_s: float = positive(30.0, SECONDS)  # Limit on the environment's answer to a turn.
     # For tools: limit on a call, from its start; the policy reads its end as the call's result. null: nine tenths of
     # step_s, which is also what all calls of a turn have together.
     call_s: float | None = None
     # For tools: most calls of a turn that run at once; 1: one after the other.
     max_parallel_calls: int = at_least(1, 16)
-    close_s: float = 10.0  # Limit on the end of an episode's environment.
-    episode_s: float = 600.0  # After this time no further turn begins; the rollout is judged as it is.
+    close_s: float = positive(10.0, SECONDS)  # Limit on the end of an episode's environment.
+    # After this time no further turn begins; the rollout is judged as it is.
+    episode_s: float = positive(600.0, SECONDS)
     attempts: int = at_least(1, 3)  # [episodes] Most episodes of a sibling; the environment failed in all but the last.
     retry_s: float = at_least(0, 0.5)  # Wait before the second episode; twice as long before each further one.
     # [episodes] Most episodes open at the same time. A group waits until there is room for all its siblings.
     capacity: int = at_least(1, 256)
-    boots_per_minute: float | None = None  # Most starts of environments in a minute; null: no limit.
+    # Most starts of environments in a minute; null: no limit.
+    boots_per_minute: float | None = positive(None, "above 0, or null for no limit")
     # [characters] Longest message of the environment; the middle of a longer one is left out.
     max_observation_chars: int = at_least(1, 8000)
     # [share] Share of the last 64 episodes that failed in all their attempts, above which no group is opened for
@@ -187,16 +187,9 @@ class EnvConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in ENVS:
-            raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
-        if self.runs_in not in WORKFLOW_PLACES:
-            raise ValueError(f"runs_in: unknown place {self.runs_in!r}; known: {', '.join(WORKFLOW_PLACES)}")
         if self.runs_in != DEFAULT_PLACE and not self.env_kind.is_workflow:
             raise ValueError("runs_in: is for env.kind=workflow; type that, or leave it out")
         self._check_needs()
-        for key in ("boot_s", "step_s", "close_s", "episode_s"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ValueError(f"{key}: must be above 0 and finite, in seconds, got {getattr(self, key)}")
         if self.call_s is not None and not self.env_kind.has_tools:
             raise ValueError("call_s: is for env.kind=tools; an environment of your own limits its calls itself")
         if self.call_s is not None and not 0 < self.call_s < self.step_s:
@@ -204,8 +197,6 @@ class EnvConfig(Bounded):
                 f"call_s: must be above 0 and below step_s = {self.step_s:g} (seconds), got {self.call_s}; raise "
                 "env.step_s too"
             )
-        if self.boots_per_minute is not None and not 0 < self.boots_per_minute < math.inf:
-            raise ValueError(f"boots_per_minute: must be above 0, or null for no limit, got {self.boots_per_minute}")
         for name in self.policy_errors:
             if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
                 raise ValueError(

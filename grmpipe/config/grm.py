@@ -1,15 +1,14 @@
 """Settings of models that judge, and of their learners next to the policy's. Frozen, checked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY
+from models.bounds import Bounded, above, at_least, between_0_and_1
 from models.settings import ModelConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
-class GrmTrainConfig:
+class GrmTrainConfig(Bounded):
     """Settings of the GRM's learner, which runs next to the policy's.
 
     A judging task is one labelled response (or list) that the GRM judges several times; each judgement gets a reward of
@@ -18,37 +17,26 @@ class GrmTrainConfig:
     """
 
     enabled: bool = False  # Train the GRM in a run that trains the policy.
-    warmup_steps: int = 20  # Steps of the GRM before it judges for the policy.
-    grm_steps_per_policy_step: float = 1.0  # [steps] Steps of the GRM per step of the policy.
+    warmup_steps: int = at_least(0, 20)  # Steps of the GRM before it judges for the policy.
+    grm_steps_per_policy_step: float = above(0, 1.0)  # [steps] Steps of the GRM per step of the policy.
     # File of labelled judgements, or tiny://judgements; null: judging tasks come only from the run's own rollouts.
     data_path: str | None = None
-    num_items: int = 4096  # [items] Labelled items made for tiny://judgements; a file is read whole.
+    num_items: int = at_least(1, 4096)  # [items] Labelled items made for tiny://judgements; a file is read whole.
     # Share of judging tasks on the run's own rollouts, which judge.rule labels; right and wrong ones alternate.
-    rollout_share: float = 0.5
-    prompts_per_batch: int = 16  # [tasks] Judging tasks in a batch.
-    group_size: int = 8  # [judgements] Judgements of a task, which are compared as a group.
+    rollout_share: float = between_0_and_1(0.5)
+    prompts_per_batch: int = at_least(1, 16)  # [tasks] Judging tasks in a batch.
+    # [judgements] Judgements of a task, which are compared as a group.
+    group_size: int = at_least(2, 8, "at least 2 (they are compared)")
     # [batches] Tasks with equal rewards that a step may drop and replace, in multiples of prompts_per_batch; 0: none.
-    dynamic_sampling_batches: float = 0.0
-    lr: float = 2e-4  # Peak learning rate of the GRM.
+    dynamic_sampling_batches: float = at_least(0, 0.0)
+    lr: float = above(0, 2e-4)  # Peak learning rate of the GRM.
     # Weight of the KL to the GRM as it was loaded; 0: none (SPCT, arXiv 2504.02495: 0.08 at 27B).
-    kl_coefficient: float = 0.0
+    kl_coefficient: float = at_least(0, 0.0)
     # How the ranks of the GRM's learner share it; train.parallel is only for the policy.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        for key in ("num_items", "prompts_per_batch"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
-        if self.group_size < 2:
-            raise ValueError(f"group_size: must be at least 2 (they are compared), got {self.group_size}")
-        for key in ("warmup_steps", "kl_coefficient", "dynamic_sampling_batches"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        for key in ("lr", "grm_steps_per_policy_step"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        if not 0 <= self.rollout_share <= 1:
-            raise ValueError(f"rollout_share: must be between 0 and 1, got {self.rollout_share}")
+        super().__post_init__()
         if self.rollout_share == 0 and self.data_path is None:
             raise ValueError(
                 "rollout_share: 0 without data_path gives no training data; type grm.train.rollout_share=1"

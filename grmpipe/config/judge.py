@@ -17,7 +17,7 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
-from models.bounds import Bounded, above_0_to_1, at_least, check_known, positive
+from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
 from models.types import ThinkingBudget
 
 KINDS = ("generative", "scalar", "rule", "function", "env", "label", "custom")
@@ -58,17 +58,14 @@ class ThinkingConfig:
 
 
 @dataclass(frozen=True)
-class FormatConfig:
+class FormatConfig(Bounded):
     """What a judge is shown, and what it may write."""
 
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
     show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
     # What happens if the judge's prompt exceeds its context window: the verdict fails (error), or the longest responses
     # lose their middle (middle): first what tools and the environment said, then whole turns, then all texts.
-    truncation: str = "error"
-
-    def __post_init__(self) -> None:
-        check_known("truncation", self.truncation, TRUNCATIONS)
+    truncation: str = one_of(TRUNCATIONS, "error")
 
 
 @dataclass(frozen=True)
@@ -106,13 +103,10 @@ class VotesConfig(Bounded):
 class SplitConfig(Bounded):
     """How a group, or a response, is split into what single judgements cover."""
 
-    pairs: str = "all"  # For pairwise: which pairs of a group are judged, all or each sibling with the next.
+    # For pairwise: which pairs of a group are judged, all or each sibling with the next.
+    pairs: str = one_of(PAIRS, "all")
     step_end: str = "\n"  # For steps: text that ends a step; empty: a step is a turn.
     max_steps: int = at_least(1, 32)  # For steps: most steps of a response; the rest belongs to the last one.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("pairs", self.pairs, PAIRS)
 
 
 @dataclass(frozen=True)
@@ -120,13 +114,9 @@ class PrinciplesConfig(Bounded):
     """The principles that judgements follow."""
 
     # Where they are written: in each judgement (inline), or once per prompt for all judgements (shared).
-    kind: str = "inline"
+    kind: str = one_of(PRINCIPLES, "inline")
     template: str = "principles"  # For shared: their prompt, a shipped template or the path of a Jinja file.
     max_new_tokens: int = at_least(1, 512)  # For shared: most tokens.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("kind", self.kind, PRINCIPLES)
 
 
 @dataclass(frozen=True)
@@ -144,16 +134,16 @@ class LimitsConfig(Bounded):
 
 
 @dataclass(frozen=True)
-class FunctionCallConfig:
+class FunctionCallConfig(Bounded):
     """How a reward function is called, and what its number means."""
 
     # Its lowest and highest number, as in [0, 100], which become the rewards 0 and 1; null: its number is the reward.
     score_range: Any = None
     # If it takes lists: called with each response as it ends (rollout), or with all siblings of a group (group).
-    batch: str = "rollout"
+    batch: str = one_of(FUNCTION_BATCHES, "rollout")
 
     def __post_init__(self) -> None:
-        check_known("batch", self.batch, FUNCTION_BATCHES)
+        super().__post_init__()
         ends = self.score_range
         if ends is not None and not is_range(ends):
             raise ValueError(
@@ -176,7 +166,7 @@ class EarlyStopConfig(Bounded):
 
     # Rule: never (none); once they can't change the winner of a pair (exact); once the standard error of a score is
     # small compared with the spread of its group (relaxed).
-    kind: str = "none"
+    kind: str = one_of(EARLY_STOPS, "none")
     # [judgements] For relaxed: judgements requested at once, and the fewest before a stop.
     first: int = at_least(1, 2)
     # [judgements] Judgements requested at a time after the first ones; fewer save more and take longer.
@@ -186,10 +176,6 @@ class EarlyStopConfig(Bounded):
     # For relaxed: share of rollouts that are still judged in full, to measure the error of stopping.
     audit_share: float = above_0_to_1(0.1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_known("kind", self.kind, EARLY_STOPS)
-
 
 @dataclass(frozen=True)
 class JudgeConfig(Bounded):
@@ -197,7 +183,7 @@ class JudgeConfig(Bounded):
 
     # Where verdicts come from: a GRM, a scalar reward model, a rule, a reward function of your own, the environment's
     # rewards, the labels of a judge in training, or your own class.
-    kind: str = "generative"
+    kind: str = one_of(KINDS, "generative")
     # Model that is asked: the role grm, a name in models, or policy, whose weights of the moment then judge.
     model: str = "grm"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
@@ -212,7 +198,8 @@ class JudgeConfig(Bounded):
     # Jinja file.
     template: str = "tiny"
     # How the end of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
-    # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own (grmpipe/judge/forms.py).
+    # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own
+    # (grmpipe/judge/verdict_forms.py).
     parser: str = "score_line"
     format: FormatConfig = field(default_factory=FormatConfig)
     scale: Scale = field(default_factory=Scale)
@@ -239,14 +226,8 @@ class JudgeConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_choices()
-        self._check_template()
-        self._check_thinking()
-        self._check_votes()
-        self._check_early_stop()
-        self._check_own()
-        self._check_scalar()
-        self._check_deadline()
+        for check in CHECKS:
+            check(self)
 
     @property
     def name(self) -> str:
@@ -301,140 +282,6 @@ class JudgeConfig(Bounded):
         """The number of judgements of a group of `size` siblings, if none fails and none is left out."""
         return self.protocol_kind.subjects(size, self.split.pairs) * self.num_judgements
 
-    def _check_choices(self) -> None:
-        protocol_named(self.protocol)
-        for table in (PARSERS, VOTES, RULES):
-            table.check(getattr(self, table.name))
-        check_known("kind", self.kind, KINDS)
-
-    def _check_template(self) -> None:
-        if not self.template:
-            raise ValueError(f"template: is empty; type {', '.join(SHIPPED_TEMPLATES)} or the path of a Jinja file")
-        parser, protocol = SHIPPED_TEMPLATES.get(self.template, (self.parser, self.protocol))
-        if self.protocol != protocol and self.protocol in PROTOCOLS:
-            raise ValueError(
-                f"template: {self.template} is for the {protocol} protocol; type judge.protocol={protocol}, or "
-                f"judge={self.protocol} for all keys of {self.protocol}"
-            )
-        if self.parser != parser:
-            raise ValueError(
-                f"parser: {self.parser} can't read the format of template {self.template}; type judge.parser={parser}"
-            )
-        if not self.protocol_kind.gives_one_score and self.parser in ONE_SCORE:
-            raise ValueError(
-                f"parser: {self.parser} reads one score, and a {self.protocol} judgement holds several; "
-                "type judge.parser=boxed"
-            )
-        if self.protocol_kind.about != "pair" and self.parser in TWO_SCORES:
-            raise ValueError(
-                f"parser: {self.parser} reads which of two responses is better, and a {self.protocol} judgement isn't "
-                "about a pair; type judge.protocol=pairwise, or judge.parser=boxed"
-            )
-
-    def _check_thinking(self) -> None:
-        budget, most = self.thinking.budget_tokens or 0, self.max_new_tokens
-        if self.format.structured and self.thinking.answer_start:
-            raise ValueError(
-                "thinking.answer_start: the grammar of judge.format.structured=true begins with the answer, which "
-                "can't already have begun; type judge.thinking.answer_start='', or judge.format.structured=false"
-            )
-        if budget >= most:
-            raise ValueError(
-                f"thinking.budget_tokens: {budget} of judge.max_new_tokens={most} leave no tokens for the verdict; "
-                f"type judge.max_new_tokens={budget + 512}"
-            )
-        if self.principles.kind == "shared" and budget >= self.principles.max_new_tokens:
-            raise ValueError(
-                f"principles.max_new_tokens: {self.principles.max_new_tokens} leave no tokens for principles after "
-                f"judge.thinking.budget_tokens={budget}; type judge.principles.max_new_tokens={budget + 512}"
-            )
-
-    def _check_votes(self) -> None:
-        protocol = self.protocol_kind
-        if self.temperature == 0 and self.num_judgements > 1 and not protocol.compares:
-            raise ValueError(
-                f"num_judgements: {self.num_judgements} greedy judgements are all the same; "
-                "type judge.num_judgements=1 or a judge.temperature above 0"
-            )
-        if protocol.both_orders and self.num_judgements % 2:
-            raise ValueError(
-                f"num_judgements: each pair is judged in both orders equally often, so {self.num_judgements} "
-                f"is one too few; type judge.num_judgements={self.num_judgements + 1}"
-            )
-        if protocol.votes and self.vote not in protocol.votes:
-            raise ValueError(
-                f"vote: {self.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {self.vote}; "
-                f"type judge.vote={protocol.votes[0]}"
-            )
-        if self.votes.abstain_above_std is not None and self.kind == "generative" and self.gives_one_score:
-            raise ValueError(
-                "votes.abstain_above_std: one judgement has no standard deviation; type judge.num_judgements=4, or "
-                "judge.votes.abstain_above_std=null"
-            )
-        if self.votes.k_meta > self.num_judgements:
-            raise ValueError(
-                f"votes.k_meta: {self.votes.k_meta} of judge.num_judgements={self.num_judgements} can't vote"
-            )
-
-    def _check_early_stop(self) -> None:
-        stop = self.early_stop
-        if stop.kind == "none":
-            return
-        if stop.kind not in self.protocol_kind.early_stops:
-            wanted = [name for name, protocol in PROTOCOLS.items() if stop.kind in protocol.early_stops]
-            why = "a winner fixes no rewards but a pair's" if stop.kind == "exact" else "it is for single scores"
-            raise ValueError(
-                f"early_stop.kind: {stop.kind} is for judge.protocol={' or '.join(wanted)}, not {self.protocol}: "
-                f"{why}; type judge.early_stop.kind=none"
-            )
-        if stop.kind == "relaxed" and self.vote not in ("mean", "sum"):
-            raise ValueError(
-                f"early_stop.kind: relaxed uses the standard error of a mean, not of vote={self.vote}; "
-                "type judge.vote=mean, or judge.early_stop.kind=none"
-            )
-        fewest = stop.first + 1 if stop.kind == "relaxed" else 2
-        if self.num_judgements < fewest:
-            raise ValueError(
-                f"early_stop.kind: of {self.num_judgements} judgements none can be saved; "
-                f"type judge.num_judgements={fewest} or more, or judge.early_stop.kind=none"
-            )
-
-    def _check_own(self) -> None:
-        if self.kind == "custom" and not self.custom.target:
-            raise ValueError(
-                "custom.target: is empty; for kind=custom type judge.custom.target=my_package.my_module.MyJudge"
-            )
-        if self.kind == "function" and not self.function:
-            raise ValueError("function: is empty; for kind=function type judge.function=my_module.my_reward")
-
-    def _check_scalar(self) -> None:
-        """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
-        if self.kind != "scalar":
-            return
-        usual = JudgeConfig()
-        for key in OF_JUDGEMENTS:
-            default = attrgetter(key)(usual)
-            if attrgetter(key)(self) != default:
-                raise ValueError(
-                    f"{key}: a scalar reward model writes no judgements; type judge.{key}="
-                    f"{'null' if default is None else default}, or judge.kind=generative for a GRM"
-                )
-        if self.early_stop.kind != "none":
-            raise ValueError(
-                "early_stop.kind: a scalar reward model gives one score, and none can be left out; type "
-                "judge.early_stop.kind=none"
-            )
-
-    def _check_deadline(self) -> None:
-        limits = self.limits
-        needed_s = self.max_new_tokens / limits.min_tokens_per_s if self.kind == "generative" else 0.0
-        if limits.timeout_s < needed_s:
-            raise ValueError(
-                f"limits.timeout_s: {limits.timeout_s:g} s is less than max_new_tokens / limits.min_tokens_per_s = "
-                f"{needed_s:g} s; type judge.limits.timeout_s={needed_s:g} or more, or correct "
-                "judge.limits.min_tokens_per_s"
-            )
-
 
 @dataclass(frozen=True)
 class JudgeEntry(JudgeConfig):
@@ -453,18 +300,14 @@ LABEL_RULES = ("exact", "same_side")
 
 
 @dataclass(frozen=True)
-class LabelConfig:
+class LabelConfig(Bounded):
     """When a judgement agrees with its label. Of several responses, the labelled best must be strictly first."""
 
     # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
-    rule: str = "exact"
+    rule: str = one_of(LABEL_RULES, "exact")
     # [score] Lowest score that passes a response, on the first judge's scale; also the label of a rollout that is
     # right: at least this score.
     pass_score: int = 8
-
-    def __post_init__(self) -> None:
-        if self.rule not in LABEL_RULES:
-            raise ValueError(f"rule: unknown value {self.rule!r}; known: {', '.join(LABEL_RULES)}")
 
 
 def is_range(ends: object) -> bool:
@@ -473,3 +316,153 @@ def is_range(ends: object) -> bool:
         return False
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) and math.isfinite(end) for end in ends)
     return numbers and ends[0] < ends[1]
+
+
+# -- checks of a judge -----------------------------------------------------------------------------------------------
+
+
+def check_choices(judge: JudgeConfig) -> None:
+    protocol_named(judge.protocol)
+    for table in (PARSERS, VOTES, RULES):
+        table.check(getattr(judge, table.name))
+
+
+def check_template(judge: JudgeConfig) -> None:
+    if not judge.template:
+        raise ValueError(f"template: is empty; type {', '.join(SHIPPED_TEMPLATES)} or the path of a Jinja file")
+    parser, protocol = SHIPPED_TEMPLATES.get(judge.template, (judge.parser, judge.protocol))
+    if judge.protocol != protocol and judge.protocol in PROTOCOLS:
+        raise ValueError(
+            f"template: {judge.template} is for the {protocol} protocol; type judge.protocol={protocol}, or "
+            f"judge={judge.protocol} for all keys of {judge.protocol}"
+        )
+    if judge.parser != parser:
+        raise ValueError(
+            f"parser: {judge.parser} can't read the format of template {judge.template}; type judge.parser={parser}"
+        )
+    if not judge.protocol_kind.gives_one_score and judge.parser in ONE_SCORE:
+        raise ValueError(
+            f"parser: {judge.parser} reads one score, and a {judge.protocol} judgement holds several; "
+            "type judge.parser=boxed"
+        )
+    if judge.protocol_kind.about != "pair" and judge.parser in TWO_SCORES:
+        raise ValueError(
+            f"parser: {judge.parser} reads which of two responses is better, and a {judge.protocol} judgement isn't "
+            "about a pair; type judge.protocol=pairwise, or judge.parser=boxed"
+        )
+
+
+def check_thinking(judge: JudgeConfig) -> None:
+    budget, most = judge.thinking.budget_tokens or 0, judge.max_new_tokens
+    if judge.format.structured and judge.thinking.answer_start:
+        raise ValueError(
+            "thinking.answer_start: the grammar of judge.format.structured=true begins with the answer, which "
+            "can't already have begun; type judge.thinking.answer_start='', or judge.format.structured=false"
+        )
+    if budget >= most:
+        raise ValueError(
+            f"thinking.budget_tokens: {budget} of judge.max_new_tokens={most} leave no tokens for the verdict; "
+            f"type judge.max_new_tokens={budget + 512}"
+        )
+    if judge.principles.kind == "shared" and budget >= judge.principles.max_new_tokens:
+        raise ValueError(
+            f"principles.max_new_tokens: {judge.principles.max_new_tokens} leave no tokens for principles after "
+            f"judge.thinking.budget_tokens={budget}; type judge.principles.max_new_tokens={budget + 512}"
+        )
+
+
+def check_votes(judge: JudgeConfig) -> None:
+    protocol = judge.protocol_kind
+    if judge.temperature == 0 and judge.num_judgements > 1 and not protocol.compares:
+        raise ValueError(
+            f"num_judgements: {judge.num_judgements} greedy judgements are all the same; "
+            "type judge.num_judgements=1 or a judge.temperature above 0"
+        )
+    if protocol.both_orders and judge.num_judgements % 2:
+        raise ValueError(
+            f"num_judgements: each pair is judged in both orders equally often, so {judge.num_judgements} "
+            f"is one too few; type judge.num_judgements={judge.num_judgements + 1}"
+        )
+    if protocol.votes and judge.vote not in protocol.votes:
+        raise ValueError(
+            f"vote: {judge.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {judge.vote}; "
+            f"type judge.vote={protocol.votes[0]}"
+        )
+    if judge.votes.abstain_above_std is not None and judge.kind == "generative" and judge.gives_one_score:
+        raise ValueError(
+            "votes.abstain_above_std: one judgement has no standard deviation; type judge.num_judgements=4, or "
+            "judge.votes.abstain_above_std=null"
+        )
+    if judge.votes.k_meta > judge.num_judgements:
+        raise ValueError(
+            f"votes.k_meta: {judge.votes.k_meta} of judge.num_judgements={judge.num_judgements} can't vote"
+        )
+
+
+def check_early_stop(judge: JudgeConfig) -> None:
+    stop = judge.early_stop
+    if stop.kind == "none":
+        return
+    if stop.kind not in judge.protocol_kind.early_stops:
+        wanted = [name for name, protocol in PROTOCOLS.items() if stop.kind in protocol.early_stops]
+        why = "a winner fixes no rewards but a pair's" if stop.kind == "exact" else "it is for single scores"
+        raise ValueError(
+            f"early_stop.kind: {stop.kind} is for judge.protocol={' or '.join(wanted)}, not {judge.protocol}: "
+            f"{why}; type judge.early_stop.kind=none"
+        )
+    if stop.kind == "relaxed" and judge.vote not in ("mean", "sum"):
+        raise ValueError(
+            f"early_stop.kind: relaxed uses the standard error of a mean, not of vote={judge.vote}; "
+            "type judge.vote=mean, or judge.early_stop.kind=none"
+        )
+    fewest = stop.first + 1 if stop.kind == "relaxed" else 2
+    if judge.num_judgements < fewest:
+        raise ValueError(
+            f"early_stop.kind: of {judge.num_judgements} judgements none can be saved; "
+            f"type judge.num_judgements={fewest} or more, or judge.early_stop.kind=none"
+        )
+
+
+def check_own(judge: JudgeConfig) -> None:
+    if judge.kind == "custom" and not judge.custom.target:
+        raise ValueError(
+            "custom.target: is empty; for kind=custom type judge.custom.target=my_package.my_module.MyJudge"
+        )
+    if judge.kind == "function" and not judge.function:
+        raise ValueError("function: is empty; for kind=function type judge.function=my_module.my_reward")
+
+
+def check_scalar(judge: JudgeConfig) -> None:
+    """Check that no setting is meant for judgements, which a scalar reward model doesn't write."""
+    if judge.kind != "scalar":
+        return
+    usual = JudgeConfig()
+    for key in OF_JUDGEMENTS:
+        default = attrgetter(key)(usual)
+        if attrgetter(key)(judge) != default:
+            raise ValueError(
+                f"{key}: a scalar reward model writes no judgements; type judge.{key}="
+                f"{'null' if default is None else default}, or judge.kind=generative for a GRM"
+            )
+    if judge.early_stop.kind != "none":
+        raise ValueError(
+            "early_stop.kind: a scalar reward model gives one score, and none can be left out; type "
+            "judge.early_stop.kind=none"
+        )
+
+
+def check_deadline(judge: JudgeConfig) -> None:
+    limits = judge.limits
+    needed_s = judge.max_new_tokens / limits.min_tokens_per_s if judge.kind == "generative" else 0.0
+    if limits.timeout_s < needed_s:
+        raise ValueError(
+            f"limits.timeout_s: {limits.timeout_s:g} s is less than max_new_tokens / limits.min_tokens_per_s = "
+            f"{needed_s:g} s; type judge.limits.timeout_s={needed_s:g} or more, or correct "
+            "judge.limits.min_tokens_per_s"
+        )
+
+
+CHECKS = (
+    check_choices, check_template, check_thinking, check_votes, check_early_stop, check_own, check_scalar,
+    check_deadline,
+)  # fmt: skip

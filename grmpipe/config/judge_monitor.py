@@ -1,19 +1,17 @@
 """Settings of the judge's monitor: what is measured, how often, and limits on metrics. Frozen, checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.bounds import Bounded, at_least
+from models.bounds import Bounded, at_least, one_of
 
 ACTIONS = ("warn", "pause", "stop")
 
 
 @dataclass(frozen=True)
-class LimitConfig:
+class LimitConfig(Bounded):
     """A limit on a metric of metrics.jsonl, under a name of your choice, and what happens if it is exceeded."""
 
     metric: str = ""  # Name of the metric, such as judge/score_length_correlation.
@@ -21,11 +19,10 @@ class LimitConfig:
     below: float | None = None  # Smallest value without an alarm; null: no lower bound.
     # If the limit is exceeded: an alarm (warn); an alarm that pauses judging for judge_monitor.pause_s, and ends the
     # run if it soon fires again (pause); or the end of the run (stop).
-    action: str = "warn"
+    action: str = one_of(ACTIONS, "warn")
 
     def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            raise ValueError(f"action: unknown value {self.action!r}; known: {', '.join(ACTIONS)}")
+        super().__post_init__()
         if not self.metric:
             raise ValueError("metric: missing; give a name of metrics.jsonl, such as judge/score_length_correlation")
         bounds = [bound for bound in (self.above, self.below) if bound is not None]
@@ -55,9 +52,8 @@ class JudgeMonitorConfig(Bounded):
     # File of labelled judgements to take canaries from, which a comparing judge needs; null: responses of the first
     # held-out evaluation.
     canaries_path: str | None = None
-    adversarial_prompts: int = at_least(
-        0, 2
-    )  # [prompts] Prompts whose ten replies without content are judged at each check.
+    # [prompts] Prompts whose ten replies without content are judged at each check.
+    adversarial_prompts: int = at_least(0, 2)
     limits: dict[str, LimitConfig] = field(default_factory=dict)
     # Judges or compositions that only watch, as in {gold: 0.2}: by name, the share of the trained groups that each
     # judges, drawn by seed, at the lowest priority; nothing is trained on their verdicts. Null: none.

@@ -4,8 +4,6 @@ A new one is a session in grmpipe/judge/protocols/, a row here, a template, a YA
 own is named by the dotted path of a session, or of a JudgeProtocol if the defaults below don't fit it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A new one is a function, or for a parser a Form, a row here and a test.
 """
 
-from __future__ import annotations
-
 from grmpipe.config.keys.path_table import PathTable
 
 VOTES_WITH_META_RM = ("weighted", "best")
@@ -15,7 +13,7 @@ VOTES = PathTable(
     {"mean": "mean", "sum": "mean", "median": "median", "majority": "majority"}, VOTES_WITH_META_RM,
 )  # fmt: skip
 PARSERS = PathTable(
-    "judge.parser", (), "grmpipe.judge.forms",
+    "judge.parser", (), "grmpipe.judge.verdict_forms",
     {
         "score_line": "SCORE_LINE", "boxed": "BOXED",
         "rating": "RATING", "letter": "LETTER", "letter_or_tie": "LETTER_OR_TIE",

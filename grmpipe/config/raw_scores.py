@@ -1,10 +1,10 @@
 """Settings of judges that take numbers as scores: those of an environment, or the raw scores of a reward model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from models.bounds import Bounded, at_least, finite, one_of, positive
 
 
 @dataclass(frozen=True)
@@ -46,32 +46,24 @@ MAPS = ("sigmoid", "linear")
 
 
 @dataclass(frozen=True)
-class ScalarConfig:
+class ScalarConfig(Bounded):
     """How the raw score of a scalar reward model becomes a reward from 0 to 1, and how it is batched."""
 
     # Curve: the probability that a Bradley-Terry model gives (sigmoid), or a straight line from low to high, cut off at
     # both (linear).
-    map: str = "sigmoid"
-    center: float = 0.0  # [raw score] For sigmoid: raw score of reward 0.5.
+    map: str = one_of(MAPS, "sigmoid")
+    center: float = finite(0.0)  # [raw score] For sigmoid: raw score of reward 0.5.
     # [raw score] For sigmoid: raw scores per unit of its argument; larger keeps scores apart that are far from center.
-    width: float = 1.0
-    low: float = -10.0  # [raw score] For linear: raw score of reward 0, and of all below.
-    high: float = 10.0  # [raw score] For linear: raw score of reward 1, and of all above.
+    width: float = positive(1.0, "above 0")
+    low: float = finite(-10.0)  # [raw score] For linear: raw score of reward 0, and of all below.
+    high: float = finite(10.0)  # [raw score] For linear: raw score of reward 1, and of all above.
     # Tokens of conversations per forward pass; a longer conversation is passed alone.
-    max_batch_tokens: int = 16_384
+    max_batch_tokens: int = at_least(1, 16_384)
 
     def __post_init__(self) -> None:
-        if self.map not in MAPS:
-            raise ValueError(f"map: unknown value {self.map!r}; known: {', '.join(MAPS)}")
-        for key, value in (("center", self.center), ("low", self.low), ("high", self.high)):
-            if not math.isfinite(value):
-                raise ValueError(f"{key}: must be a number, got {value}")
-        if not 0 < self.width < math.inf:
-            raise ValueError(f"width: must be above 0, got {self.width}")
+        super().__post_init__()
         if not self.low < self.high:
             raise ValueError(f"high: must be above low = {self.low:g}, got {self.high:g}")
-        if self.max_batch_tokens < 1:
-            raise ValueError(f"max_batch_tokens: must be at least 1, got {self.max_batch_tokens}")
 
     def to_reward(self, raw_score: float) -> float:
         """The reward of a finite raw score."""

@@ -1,7 +1,5 @@
 """Settings of task=rejudge. Frozen, checked."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grmpipe.config.keys.entry_names import JUDGE, REWARD, first_apart
+from models.bounds import Bounded, one_of
 
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")
@@ -16,7 +17,7 @@ MAX_STD = 0.5  # of rewards on [0, 1]: half of them 0, half of them 1
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Bounded):
     """How verdicts become one reward on [0, 1]. A name is that of a judge, or of another composition in `rewards`."""
 
     # One judge (single), a weighted mean (mix), a choice by the prompt's source (route), a vote (jury), a cheap judge
@@ -28,14 +29,14 @@ class RewardConfig:
     mix: Any = None
     # For mix: what is done to a component's rewards before they are weighted: nothing (none), or they lose their
     # group's mean and are divided by its standard deviation (group_std: GDPO, arXiv 2601.05242).
-    normalise: str = "none"
+    normalise: str = one_of(NORMALISATIONS, "none")
     route: Any = None  # For route: sources of prompts and the name that judges them, as in {math: steps, chat: rubric}.
     default: str | None = None  # For route: name that judges prompts of all other sources; null: their verdict fails.
     members: Any = None  # For jury: names of those who vote, as in [a, b, c].
     # For jury: how the members' rewards become one: their mean or median, the lowest one (min: worst-case optimization
     # over an ensemble, arXiv 2310.02743), 1 or 0 as most of them pass (majority), or their mean, weighted by the
     # accuracy measured on held-out prompts (accuracy).
-    vote: str = "mean"
+    vote: str = one_of(JURY_VOTES, "mean")
     quorum: int | None = None  # [members] For jury: fewest members with a verdict; null: all of them.
     pass_at: float = 0.5  # [reward] For jury and cascade: lowest reward that passes a response.
     first: str | None = None  # For cascade: name of the cheap judge, which is asked first.
@@ -52,7 +53,7 @@ class RewardConfig:
     audit_share: float = 0.05
     # For cascade: what goes to the second judge: all siblings if the first judge is unsure of one (group), or only
     # those that it is unsure of (rollout).
-    escalate: str = "group"
+    escalate: str = one_of(ESCALATIONS, "group")
     # [reward] For cascade: mean absolute error of sure verdicts above which an alarm is raised.
     max_error: float = 0.1
     gate: str | None = None  # For gate: name of the judge with the veto.
@@ -61,14 +62,9 @@ class RewardConfig:
     inner: str | None = None  # For gate: name that judges what passes the gate.
 
     def __post_init__(self) -> None:
-        for key, value, known in (
-            ("kind", self.kind, tuple(REWARD_KINDS)),
-            ("normalise", self.normalise, NORMALISATIONS),
-            ("vote", self.vote, JURY_VOTES),
-            ("escalate", self.escalate, ESCALATIONS),
-        ):
-            if value not in known:
-                raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
+        super().__post_init__()
+        if self.kind not in REWARD_KINDS:
+            raise ValueError(f"kind: unknown value {self.kind!r}; known: {', '.join(REWARD_KINDS)}")
         for key, reward in (("pass_at", self.pass_at), ("min_reward", self.min_reward), ("floor", self.floor)):
             if not 0 <= reward <= 1:
                 raise ValueError(f"{key}: rewards are on [0, 1], got {reward}; type {REWARD}.{key}=0.5")

@@ -1,7 +1,5 @@
 """Checks of compositions of judges that name each other."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 

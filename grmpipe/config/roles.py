@@ -1,7 +1,5 @@
 """The roles of a run: what follows for each from the configuration and the placement."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

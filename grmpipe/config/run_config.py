@@ -1,16 +1,14 @@
 """RunConfig: what a run reads, and what follows from it. `resolve_config` makes it of what is typed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from grmpipe.config.grm import GrmTrainConfig, ModelEntry
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import Judging
 from grmpipe.config.keys.entry_names import ENV, JUDGE, POLICY
 from grmpipe.config.reward import RewardTree
+from grmpipe.config.run_judges import Judging
 from grmpipe.config.run_sections import RunKeys, SharedSections
 from models.engines.engine_kind import AnyEngine
 from models.settings import ParallelConfig

@@ -1,7 +1,5 @@
 """All that a user can set for a run, by section, as it is typed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.critic import CriticConfig
@@ -19,7 +17,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import EngineConfig, ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.slots.balance import BalanceConfig
-from scheduler.slots.health import HealthConfig
+from scheduler.slots.engine_replacement import HealthConfig
 from scheduler.weights.weight_sync import SyncConfig
 
 

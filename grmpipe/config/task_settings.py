@@ -1,18 +1,17 @@
 """Settings of single tasks: evaluations, fine-tuning of judges, a meta-RM, plans, simulations. Frozen, checked."""
 
-from __future__ import annotations
-
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.bounds import Bounded, at_least, between_0_and_1
+from models.bounds import Bounded, at_least, between_0_and_1, not_empty, one_of
 from models.settings import DTYPES
 from scheduler.devices import DeviceSpec
 
 WHAT = ("judge", "policy", "both")
+HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"
+A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "seed", "greedy")  # and only that of a policy
 NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
@@ -20,39 +19,33 @@ TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Bounded):
     """Settings of `task=evaluate`, which measures a judge against labels, a policy on prompts, or both; those of the
     policy's samples also hold for the held-out evaluations of a training run.
     """
 
     # What task=evaluate measures: the judge against labels (judge), the policy's answers to prompts (policy), or both.
-    what: str = "judge"
+    what: str = one_of(WHAT, "judge")
     # Labelled judgements: a .jsonl, .json or .parquet file (docs/evaluating.md lists the schemas), or
     # tiny://judgements_held_out.
-    path: str = "tiny://judgements_held_out"
-    num_items: int = 512  # [items] Items made for tiny://, or the first ones of a file.
+    path: str = not_empty(HELD_OUT_JUDGEMENTS, f"give a file, or type evaluate.path={HELD_OUT_JUDGEMENTS}")
+    num_items: int = at_least(1, 512)  # [items] Items made for tiny://, or the first ones of a file.
     # [judgements] Numbers of judgements per vote, ascending; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     # Prompts that the policy answers, by a name for their results, as in {gsm8k: gsm8k.jsonl}; files as data.path takes
     # them. Null: the held-out prompts of data.eval_path, as held_out.
     prompts: Any = None
     # [answers] Answers sampled for each prompt; null: the largest of pass_k, without it 4, or 1 in a training run.
-    num_samples: int | None = None
+    num_samples: int | None = at_least(1, None)
     # [answers] Each k of pass@k, ascending, at most num_samples; null: 1 and num_samples.
     pass_k: list[int] | None = None
-    temperature: float = 1.0  # Temperature of the sampled answers.
+    temperature: float = at_least(0, 1.0)  # Temperature of the sampled answers.
     seed: int | None = None  # Seed of the sampled answers; null: that of the run.
     greedy: bool = True  # Also answer each prompt once at temperature 0.
-    max_concurrency: int = 64  # [items] Most items, or prompts, in flight.
+    max_concurrency: int = at_least(1, 64)  # [items] Most items, or prompts, in flight.
 
     def __post_init__(self) -> None:
-        if self.what not in WHAT:
-            raise ValueError(f"what: unknown value {self.what!r}; known: {', '.join(WHAT)}")
-        if not self.path:
-            raise ValueError("path: is empty; give a file, or type evaluate.path=tiny://judgements_held_out")
-        for key, count in (("num_items", self.num_items), ("max_concurrency", self.max_concurrency)):
-            if count < 1:
-                raise ValueError(f"{key}: must be at least 1, got {count}")
+        super().__post_init__()
         if not is_ascending(self.ks):
             raise ValueError(f"ks: must be numbers from 1 on, each larger than the one before, got {self.ks}")
         self._check_prompts()
@@ -78,8 +71,6 @@ class EvaluateConfig:
                 )
 
     def _check_samples(self) -> None:
-        if self.num_samples is not None and self.num_samples < 1:
-            raise ValueError(f"num_samples: must be at least 1, got {self.num_samples}")
         if self.pass_k is not None:
             if not is_ascending(self.pass_k):
                 raise ValueError(
@@ -90,8 +81,6 @@ class EvaluateConfig:
                     f"pass_k: pass@{self.pass_k[-1]} needs as many answers to each prompt, and num_samples is "
                     f"{self.num_samples}; type evaluate.num_samples={self.pass_k[-1]}, or smaller evaluate.pass_k"
                 )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: must be 0 or more, got {self.temperature}")
         if self.temperature == 0 and (self.num_samples or NUM_SAMPLES) > 1:
             raise ValueError(
                 "temperature: at 0 all samples of a prompt are the same; type evaluate.num_samples=1 as well, or leave "
@@ -112,62 +101,41 @@ def is_ascending(numbers: list[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class RftConfig:
+class RftConfig(Bounded):
     """Rejection-sampling fine-tuning: a GRM imitates its own right critiques (SPCT, arXiv 2504.02495, section 3.2)."""
 
     # [critiques] Critiques sampled per judging task; a task with only right ones is dropped as too easy.
-    num_samples: int = 3
+    num_samples: int = at_least(1, 3)
     # If no critique is right, sample one with the label shown; if it is right, it is trained without the label.
     hint: bool = True
-    num_epochs: int = 2  # [epochs] Passes over the critiques that are kept.
-    critiques_per_batch: int = 32  # [critiques] Critiques of one optimizer step.
-
-    def __post_init__(self) -> None:
-        for key in ("num_samples", "num_epochs", "critiques_per_batch"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
+    num_epochs: int = at_least(1, 2)  # [epochs] Passes over the critiques that are kept.
+    critiques_per_batch: int = at_least(1, 32)  # [critiques] Critiques of one optimizer step.
 
 
 @dataclass(frozen=True)
-class MetaRmConfig:
+class MetaRmConfig(Bounded):
     """The meta-RM: a model with a scalar head and the GRM's tokenizer that judges judgements."""
 
     # Meta-RM for the votes weighted and best: `meta_rm` in the directory of a run of task=train_meta_rm, a Hugging Face
     # directory or hub name, or tiny://meta_rm.
-    path: str | None = None
-    dtype: str = "float32"  # Type of the trunk; the head is always float32.
-    max_batch_tokens: int = 16384  # Most tokens of a forward pass; a longer judgement has its own pass.
+    path: str | None = not_empty(None, A_PATH_OR_NONE)
+    dtype: str = one_of(DTYPES, "float32", "dtype")  # Type of the trunk; the head is always float32.
+    max_batch_tokens: int = at_least(1, 16384)  # Most tokens of a forward pass; a longer judgement has its own pass.
     # Language model or meta-RM that task=train_meta_rm starts from; null: the GRM.
-    start_path: str | None = None
+    start_path: str | None = not_empty(None, A_PATH_OR_NONE)
     # Labelled judgements that task=train_meta_rm reads instead of sampling: judgements.jsonl of an earlier such run.
-    judgements: str | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("path", "start_path", "judgements"):
-            if getattr(self, key) == "":
-                raise ValueError(f"{key}: is empty; give a path, or null for none")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
-        if self.max_batch_tokens < 1:
-            raise ValueError(f"max_batch_tokens: must be at least 1, got {self.max_batch_tokens}")
+    judgements: str | None = not_empty(None, A_PATH_OR_NONE)
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(Bounded):
     """Settings of `task=plan`, which plans a run."""
 
-    rollout_tokens: int = 0  # Mean length of a rollout; 0: half of rollout.max_new_tokens.
-    judgement_tokens: int = 0  # Mean length of a judgement; 0: half of judge.max_new_tokens.
+    rollout_tokens: int = at_least(0, 0)  # Mean length of a rollout; 0: half of rollout.max_new_tokens.
+    judgement_tokens: int = at_least(0, 0)  # Mean length of a judgement; 0: half of judge.max_new_tokens.
     # [cores] Cores of the machine that CPU slots are on; 0: those of this machine, or the number of slots if larger.
-    cores: int = 0
+    cores: int = at_least(0, 0, "0 (those of this machine) or more")
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key in ("rollout_tokens", "judgement_tokens"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        if self.cores < 0:
-            raise ValueError(f"cores: must be 0 (those of this machine) or more, got {self.cores}")
 
 
 @dataclass(frozen=True)
@@ -176,15 +144,10 @@ class SimulateConfig(Bounded):
 
     steps: int = at_least(1, 20)  # [steps] Simulated steps.
     # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths.
-    lengths: str | None = None
+    lengths: str | None = not_empty(None, "give a run's directory, or null")
     # Standard deviation of the logarithm of a rollout's length; at 0.6 the longest of 100 is 4 times the median. The
     # mean is that of task=plan: plan.rollout_tokens, plan.judgement_tokens.
     rollout_sigma: float = at_least(0, 0.6)
     # Standard deviation of the logarithm of a judgement's length; 0: equal lengths.
     judgement_sigma: float = at_least(0, 0.3)
     unparseable_share: float = between_0_and_1(0.0)  # Share of judgements that can't be parsed.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lengths == "":
-            raise ValueError("lengths: is empty; give a run's directory, or null")

@@ -1,7 +1,5 @@
 """Settings of tracking, and the table of trackers. Imports no tracking library."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,16 +9,18 @@ from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unk
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
+from models.bounds import Bounded, at_least
 
 
 @dataclass(frozen=True)
-class TrackingConfig:
+class TrackingConfig(Bounded):
     """Where metrics and tables go. The files in `run_dir` are always written."""
 
     # Trackers that get every step: names of blocks below, or the dotted path of a class of your own (docs/running.md).
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
-    table_every: int = 10  # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
-    table_rows: int = 8  # [rows] Rollouts of a table.
+    # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
+    table_every: int = at_least(0, 10, "0 (no tables) or more steps")
+    table_rows: int = at_least(1, 8)  # [rows] Rollouts of a table.
     console: bool = True  # Show progress: a line per step.
     # The table of trackers. A new one is a file in grmpipe/trackers/, a row here and a test.
 
@@ -28,6 +28,7 @@ class TrackingConfig:
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, count in Counter(self.trackers).items():
             if count > 1:
                 raise ValueError(f"trackers: {name} stands there {count} times; leave one")
@@ -35,10 +36,6 @@ class TrackingConfig:
                 check_takes(name, "trackers", ("run",))
             elif name not in self.shipped:
                 raise unknown_value(name, "trackers", self.shipped)
-        if self.table_every < 0:
-            raise ValueError(f"table_every: must be 0 (no tables) or more steps, got {self.table_every}")
-        if self.table_rows < 1:
-            raise ValueError(f"table_rows: must be at least 1, got {self.table_rows}")
 
     @property
     def shipped(self) -> dict[str, TrackerConfig]:

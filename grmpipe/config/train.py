@@ -1,7 +1,5 @@
 """Settings of training: TrainConfig, AlgorithmConfig. Frozen, checked, free of torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.algorithm_tables import (
@@ -17,7 +15,7 @@ from grmpipe.config.algorithm_tables import (
     loss_named,
 )
 from grmpipe.config.keys.path_table import PathTable
-from models.bounds import Bounded, above, at_least, between_0_and_1
+from models.bounds import Bounded, above, at_least, between_0_and_1, one_of
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
 STD_KINDS = ("population", "sample", "none")
@@ -27,7 +25,6 @@ TRAIN_BACKENDS = PathTable(
     "train.backend", ("spec", "rank", "world_size", "init_method"), "grmpipe.train.learner.learner",
     {FSDP2: "Learner"},
 )  # fmt: skip
-OPTIMIZER_STATE_DTYPES = ("float32", "bfloat16", "int8")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -65,7 +62,8 @@ class AlgorithmConfig(KindSettings, Bounded):
     # How advantages are estimated: a row of docs/algorithms.md, which has the formulas, or the dotted path of your own
     # function. GAE needs a critic.
     estimator: str = "grpo"
-    std: str = "population"  # Standard deviation that advantages are divided by; none: by nothing.
+    # Standard deviation that advantages are divided by; none: by nothing.
+    std: str = one_of(STD_KINDS, "population")
     # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
     min_group_std: float = above(0, 1e-6)
     # Discount per step of a process reward; per turn for gigpo; per token for gae, gae_raw, gae_turns and for
@@ -104,7 +102,7 @@ class AlgorithmConfig(KindSettings, Bounded):
     rejections: list[str] = field(default_factory=list)
     # Mixtures of experts: whose choice of experts the updates repeat: none, the sampler's (R3, arXiv 2510.11370), or
     # that of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
-    router_replay: str = "none"
+    router_replay: str = one_of(ROUTER_REPLAYS, "none")
 
     # Regularisation.
 
@@ -155,9 +153,6 @@ class AlgorithmConfig(KindSettings, Bounded):
             table.check(getattr(self, table.name))
         for name in self.rejections:
             REJECTIONS.check(name)
-        for key, known in (("std", STD_KINDS), ("router_replay", ROUTER_REPLAYS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
 
     def _check_without_effect(self) -> None:
         """Check that a setting that costs something can change the training."""
@@ -269,9 +264,6 @@ class OptimizerConfig(Bounded):
 
     weight_decay: float = at_least(0, 0.0)  # AdamW's weight decay.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
-    # Type of AdamW's two moments: float32; bfloat16, with stochastic rounding; int8, by blocks (arXiv 2110.02861). They
-    # take 8, 4 or 2 bytes per parameter, of 16, 12 or 10 in all.
-    state_dtype: str = "float32"
     # Moments wait in host memory while gradients are computed: their memory and that of activations is needed by turns.
     offload: bool = False
 
@@ -279,10 +271,6 @@ class OptimizerConfig(Bounded):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: must be two numbers in [0, 1), got {self.betas}")
-        if self.state_dtype not in OPTIMIZER_STATE_DTYPES:
-            raise ValueError(
-                f"state_dtype: unknown value {self.state_dtype!r}; known: {', '.join(OPTIMIZER_STATE_DTYPES)}"
-            )
 
 
 @dataclass(frozen=True)
@@ -291,7 +279,8 @@ class TrainConfig(Bounded):
 
     num_steps: int = at_least(1, 80)  # Steps of the run; each trains one batch.
     groups_per_batch: int = at_least(1, 16)  # [groups] Groups of a batch, one per prompt.
-    group_size: int = 8  # [rollouts] Rollouts of each prompt.
+    # [rollouts] Rollouts of each prompt.
+    group_size: int = at_least(2, 8, "at least 2 (a baseline needs siblings)")
     min_valid_siblings: int = 2  # [verdicts] Fewest verdicts with which a group is trained; with fewer it is dropped.
     # [steps] Most steps between the weights that sampled a group's oldest token and those it trains; 0: synchronous.
     max_staleness: int = at_least(0, 1)
@@ -304,11 +293,12 @@ class TrainConfig(Bounded):
     prefix_sharing: bool = True  # Compute tokens that samples of a group have in common once in the learner.
     lr: float = above(0, 3e-4)  # Peak learning rate of AdamW.
     warmup_steps: int = at_least(0, 5)  # Steps in which the learning rate rises linearly.
-    schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
+    # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
+    schedule: str = one_of(SCHEDULES, "constant")
     max_grad_norm: float = above(0, 1.0)  # Norm that gradients are clipped to.
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
-    dtype: str = AUTO
+    dtype: str = one_of((AUTO, *DTYPES), AUTO)
     # Library that trains: fsdp2, or the dotted path of your own LearnerRank (grmpipe/train/learner/backend.py).
     backend: str = FSDP2
     # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
@@ -320,7 +310,7 @@ class TrainConfig(Bounded):
     # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
     # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else
     # none.
-    activation_checkpointing: str | None = None
+    activation_checkpointing: str | None = one_of(CHECKPOINTING, None, also="null (full on GPUs)")
     # Inputs of layers wait in pinned host memory for the backward pass; for long micro-batches of deep models.
     activation_offload: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -328,32 +318,17 @@ class TrainConfig(Bounded):
     keep_checkpoints: int = at_least(1, 2)  # [checkpoints] Newest checkpoints to keep.
     # Write checkpoints during training, from a copy in host memory; false: training waits.
     async_checkpoints: bool = True
-    export_dtype: str | None = None  # Type of the models that a run exports at its end; null: that of their engines.
+    # Type of the models that a run exports at its end; null: that of their engines.
+    export_dtype: str | None = one_of((*DTYPES, "float16"), None, also="null (that of the run's engines)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group_size < 2:
-            raise ValueError(f"group_size: must be at least 2 (a baseline needs siblings), got {self.group_size}")
         if not 2 <= self.min_valid_siblings <= self.group_size:
             raise ValueError(
                 f"min_valid_siblings: must be between 2 and group_size = {self.group_size}, "
                 f"got {self.min_valid_siblings}"
             )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
-        if self.dtype not in (AUTO, *DTYPES):
-            raise ValueError(f"dtype: unknown value {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
         TRAIN_BACKENDS.check(self.backend)
-        if self.export_dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ValueError(
-                f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
-                "(that of the run's engines)"
-            )
-        if self.activation_checkpointing not in (None, *CHECKPOINTING):
-            raise ValueError(
-                f"activation_checkpointing: unknown value {self.activation_checkpointing!r}; known: "
-                f"{', '.join(CHECKPOINTING)}, null (full on GPUs)"
-            )
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
                 "activation_offload: without checkpointing there are no inputs of layers to offload; type "

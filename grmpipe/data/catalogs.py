@@ -1,7 +1,5 @@
 """Paths that name something made instead of a file, such as tiny://train: who makes it. Imports the maker if asked."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Protocol, cast
 

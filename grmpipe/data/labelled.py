@@ -1,7 +1,5 @@
 """Reads labelled judgement data from files: which response is best, or the score of one. Never guesses a label."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Rows of judgement benchmarks, by their fields. Each schema is a row of SCHEMAS."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

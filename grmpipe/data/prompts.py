@@ -1,7 +1,5 @@
 """Reads prompts from files: JSON Lines or Parquet; or generated problems. Never repairs a row; says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

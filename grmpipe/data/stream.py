@@ -1,7 +1,5 @@
 """The order of prompts. Random access: a position is one integer. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@
 Two ways of failing: `PolicyFault` is shown to the policy, `EnvFault` never is, and never becomes a reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """Constructs the environment of an episode, of the class that the configuration names."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.types import Prompt, Rollout
@@ -79,23 +78,27 @@ class EpisodeSlots:
 
 
 class Booking:
-    """EpisodeSlots that were booked together. `take` uses one and gives it back; `end` gives back those never used."""
+    """EpisodeSlots that were booked together. As a context it uses one and gives it back, for several episodes at once;
+    `end` gives back those never used.
+    """
 
     def __init__(self, slots: EpisodeSlots, count: int) -> None:
         self._slots = slots
         self._num_free = count
 
-    @asynccontextmanager
-    async def take(self) -> AsyncIterator[None]:
+    async def __aenter__(self) -> None:
         assert self._num_free > 0, "more episodes than slots"
         self._num_free -= 1
         self._slots.num_open += 1
         try:
             await self._slots.wait_for_pace()
-            yield
-        finally:
-            self._slots.num_open -= 1
-            self._slots.give_back(1)
+        except BaseException:
+            await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._slots.num_open -= 1
+        self._slots.give_back(1)
 
     def keep(self, count: int) -> None:
         """Give back all but `count` of those that aren't used."""
@@ -112,7 +115,7 @@ def in_own_slot(play: Play, slots: EpisodeSlots) -> Play:
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         booking = await slots.book(1)
-        async with booking.take():
+        async with booking:
             return await play(request, prompt, on_first_token)
 
     return played

@@ -2,8 +2,6 @@
 environments and workflows, wherever they run (docs/agents.md has the table).
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import signal

@@ -5,8 +5,6 @@ re-tokenized.
                           +------------------------------------------+     context, time
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A program of an episode in its own process group, which ends with this process at the latest."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ alone, started by its path: it must be there in milliseconds.
     python process_supervisor.py <pid of the starting process> <program> <arguments ..>
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

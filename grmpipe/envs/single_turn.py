@@ -1,7 +1,5 @@
 """The environment of one question and one answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening

@@ -1,7 +1,5 @@
 """The output of task=rejudge: tables, comparison.json, metrics."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

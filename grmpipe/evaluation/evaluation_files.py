@@ -1,7 +1,5 @@
 """The output of task=evaluate: a table, evaluation.json, judged.jsonl."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
+from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.records import of_judge
 from grmpipe.observe.run_files import FIGURES

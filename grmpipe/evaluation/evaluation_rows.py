@@ -1,7 +1,5 @@
 """The figures of task=evaluate and its labelled items as typed rows, read one by one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

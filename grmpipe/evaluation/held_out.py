@@ -2,8 +2,6 @@
 verdicts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -13,12 +11,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
+from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.evaluation.answer_progress import AnswerProgress
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
-from grmpipe.judge.composition.combine import reaches
+from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading

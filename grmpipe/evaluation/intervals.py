@@ -1,7 +1,5 @@
 """Means with 95 % intervals, from values that come in clusters: of items or answers to one prompt. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Labelled judgements: sampled from a GRM, written to a file, read back."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ import msgspec
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.kinds.labels import judged_right, num_scores
 from grmpipe.types import Failed, Judgement, Prompt
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 Split = Literal["train", "held_out"]
 

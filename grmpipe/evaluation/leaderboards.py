@@ -1,7 +1,5 @@
 """Benchmarks whose leaderboard is a mean over sections, and how sections are made of subsets. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The quality of a meta-RM on labelled judgements: of its probabilities, and of the votes it weights. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 

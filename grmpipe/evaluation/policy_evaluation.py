@@ -1,7 +1,5 @@
 """A policy on prompts: its figures over all of them and by source. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The output of a policy's evaluation: tables and policy_evaluation.json."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

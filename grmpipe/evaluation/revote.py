@@ -1,7 +1,5 @@
 """Votes of fewer judgements: scores of subsets of the judgements sampled once. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Figures of several answers to each prompt: avg@n, pass@k, with intervals over prompts. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

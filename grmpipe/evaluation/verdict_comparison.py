@@ -1,7 +1,5 @@
 """A run's own verdicts next to those of another judge on the same rollouts: agreement, truth, advantages. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -8,8 +8,6 @@ the messages of the prompt, under their own roles. A template without blocks is 
 `{% set markers = [...] %}` declares a model's own markers, as regular expressions (grmpipe/judge/prompt.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GRM as a judge sees it, local or remote: the size of a prompt, and one answer to it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -23,7 +21,7 @@ from models.types import (
 )
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
-from scheduler.stage import BusyMeter
+from scheduler.work_queue import BusyMeter
 
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 

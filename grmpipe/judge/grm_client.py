@@ -1,7 +1,5 @@
 """Requests to a GRM: single answers, retries, failures by cause. Knows no protocol or vote; never invents a score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -9,8 +7,8 @@ from typing import TypeVar
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
+from grmpipe.judge.judgement_patterns import answer_pattern, judgement_pattern
 from grmpipe.judge.parse import parse_scores, parser_named
-from grmpipe.judge.pattern import answer_pattern, judgement_pattern
 from grmpipe.judge.verdict import make_failure
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore

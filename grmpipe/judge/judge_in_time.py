@@ -1,13 +1,11 @@
 """Judges a whole group outside the pipeline, until a deadline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 from grmpipe.judge.verdict import make_failure, only_finite, report_failures
 from grmpipe.types import Judge, JudgeReport, JudgeTask, Prompt, Rollout
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 LATE = report_failures(make_failure("timeout", "group deadline", attempts=1))
 

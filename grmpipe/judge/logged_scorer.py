@@ -1,7 +1,5 @@
 """A scorer here whose requests are counted. Those of endpoints are counted by their clients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from models.types import RequestLog, Scorer, Usage

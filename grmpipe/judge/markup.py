@@ -5,8 +5,6 @@ Markup is also found where only its spelling differs: other white space or none 
 and brackets, curly quotes, characters that don't show.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The meta-RM as a vote sees it: for each judgement the probability that it is right."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

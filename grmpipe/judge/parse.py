@@ -8,8 +8,6 @@ verdict's first line.
 A line ends at "\n" only: other line breaks may stand within a quotation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -19,7 +17,7 @@ from typing import Literal
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.forms import Form
+from grmpipe.judge.verdict_forms import Form
 from grmpipe.types import DataCause
 from models.chat.thinking import KNOWN_MARKERS
 from models.types import Completion

@@ -1,7 +1,5 @@
 """Adapts judges of single rollouts to groups, and judges groups outside the pipeline."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The judge's prompt: a Jinja template, with the work under judgement behind a guard (grmpipe/judge/fence.py).
+"""The judge's prompt: a Jinja template, with the work under judgement guarded (grmpipe/judge/prompt_injection.py).
 
 A template in a model's own format declares the model's markers and the signs of its verdict
 (`{% set markers = [...] %}`); any other has a fence. A template may only print the guarded text, never compute with it:
@@ -18,7 +18,7 @@ from jinja2 import UndefinedError, meta, nodes
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, protocol_named
 from grmpipe.judge.conversation_template import ConversationTemplate
-from grmpipe.judge.fence import TextGuard
+from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.types import Criterion, Prompt
 from models.types import Message

@@ -1,7 +1,5 @@
 """What a model that judges is asked for: training, or one of the questions beside it. Follows the task that asks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Verdicts made from scores, from failures and from other verdicts. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Votes: the scores of several judgements of one response into one score. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -37,7 +35,8 @@ def total(scores: Sequence[float]) -> float:
 
 def score_std(scores: Sequence[float]) -> float:
     """Population standard deviation, in score units; 0 for a single vote."""
-    return statistics.pstdev(scores)
+    middle = mean(scores)
+    return math.sqrt(math.fsum((score - middle) * (score - middle) for score in scores) / len(scores))
 
 
 def vote_named(name: str) -> Vote:

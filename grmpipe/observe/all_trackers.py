@@ -1,7 +1,5 @@
 """All trackers of a run as one: each gets every step, and none can fail one."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

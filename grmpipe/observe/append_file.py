@@ -1,9 +1,8 @@
 """A file that grows by whole pieces: each piece is written completely or not at all."""
 
-from __future__ import annotations
-
 import io
 import os
+import shutil
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,6 +41,18 @@ class AppendFile:
         end = os.fstat(descriptor).st_size
         start = max(0, end - num_bytes)
         return end, os.pread(descriptor, end - start, start)
+
+    def adopt(self, draft: Path, copied: int) -> None:
+        """Put a draft in the place of the file: it has what the file held up to `copied` [bytes], changed or not, and
+        gets what was appended since. A kill leaves the old file or the new one. Raises OSError.
+        """
+        with self.path.open("rb") as old, draft.open("ab") as new:
+            old.seek(copied)
+            shutil.copyfileobj(old, new)
+            new.flush()
+            os.fsync(new.fileno())
+        draft.replace(self.path)
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:

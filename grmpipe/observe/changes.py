@@ -1,7 +1,5 @@
 """changes.jsonl: the keys that resumes of a run changed, and from which step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Curves as the geometry of an SVG: paths, ticks, labels. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The console during a run: a line per step, notes, and at the end samples and files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from grmpipe.observe.gauges import ONE_JUDGE, GaugeSet, step_lines
+from grmpipe.observe.console_metrics import ONE_JUDGE, GaugeSet, step_lines
 from grmpipe.observe.guard import Guard
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics

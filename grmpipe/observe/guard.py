@@ -1,7 +1,5 @@
 """The guard: errors in observing are counted and logged, and never fail a step."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator

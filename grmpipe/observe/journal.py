@@ -5,13 +5,11 @@
 `run` is the run that wrote the line, `xxh3` the checksum of all bytes before it. Lines without them are read as well.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 RUN, CHECKSUM = "run", "xxh3"
 BEGIN, END = b'"xxh3":"', b'"}\n'
+THINNING = "thinning"  # in the first line of a journal that was thinned
 TAIL_BYTES = len(BEGIN) + 16 + len(END)  # of a line: its checksum
 BLOCK_BYTES = 1 << 20
 WAY_OUT = "remove that line to read the rest"
@@ -39,6 +38,22 @@ class Mark:
     after: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinning:
+    """What was thinned of a journal, as its first line says: whole lines, which became shorter.
+
+    until:   [bytes] the end of these lines, counted as they were written.
+    removed: [bytes] by how much they became shorter, so by how much all lines after them moved.
+    """
+
+    until: int = 0
+    removed: int = 0
+
+    def to_record(self) -> dict[str, object]:
+        """The field of the first line, whose length depends on no number here."""
+        return {THINNING: {name: f"{value:020}" for name, value in asdict(self).items()}}
+
+
 class Journal:
     """A JSON Lines file. A line counts once its newline is written; a line that can't be written whole isn't written at
     all.
@@ -50,6 +65,7 @@ class Journal:
         self._run_id = run_id
         self._checked = checked
         self._file = AppendFile(path)
+        self._thinning: Thinning | None = None  # read when it is needed
 
     def append(self, record: Mapping[str, object]) -> None:
         """Append a line; the operating system has it when the call returns. Raises OSError."""
@@ -60,9 +76,16 @@ class Journal:
         self._file.append(b"".join(encode_line(record, self._run_id, checked=self._checked) for record in records))
 
     def mark(self) -> Mark:
-        """The mark after the last line. Raises OSError."""
+        """The mark after the last line, which holds after a thinning too: see `locate`. Raises OSError."""
+        if self._thinning is None:
+            self._thinning = read_thinning(self.path)
         offset, tail = self._file.tail(TAIL_BYTES)
-        return Mark(offset=offset, after=ascii_text(tail))
+        return Mark(offset=offset + self._thinning.removed, after=ascii_text(tail))
+
+    def adopt(self, draft: Path, copied: int) -> None:
+        """Put a thinned draft in the place of the file: see AppendFile. Raises OSError."""
+        self._file.adopt(draft, copied)
+        self._thinning = None
 
     def close(self) -> None:
         self._file.close()
@@ -177,6 +200,27 @@ def read_lines(path: Path, since: Mark | None = None) -> Iterator[tuple[int, byt
                 return
             yield begin, line
             begin += len(line)
+
+
+def read_thinning(path: Path) -> Thinning:
+    """What was thinned of a journal."""
+    if not path.exists():
+        return Thinning()
+    with path.open("rb") as file:
+        first = file.readline()
+    if f'"{THINNING}":{{'.encode() not in first:
+        return Thinning()
+    try:
+        found = parsed(first)[0].get(THINNING, {})
+    except ValueError:  # a damaged line, which readers report
+        return Thinning()
+    return Thinning(**{name: int(value) for name, value in found.items()})
+
+
+def locate(path: Path, mark: Mark) -> Mark:
+    """The mark of `Journal.mark` as a place in the file as it is now."""
+    thinning = read_thinning(path)
+    return mark if mark.offset < thinning.until else replace(mark, offset=mark.offset - thinning.removed)
 
 
 def mark_holds(path: Path, mark: Mark) -> bool:

@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object per step, readable during the run."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

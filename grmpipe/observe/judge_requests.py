@@ -4,8 +4,6 @@
 {"n":17,"prompt":812,"cached":640,"sampled":233}          or {"n":17,"unsent":true}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field

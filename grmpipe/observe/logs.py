@@ -1,7 +1,5 @@
 """Destinations of log lines: run.log gets all of them, the console only this project's warnings."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -4,12 +4,12 @@
 
 Where a list stood stands its length. `packed` is base64 of zlib of all ids of the line (int32), then all its log-probs
 (float32), little-endian, in the order in which they stand. So the line's checksum and its torn tail mean what they do
-without it, and judgements that share a prompt share its bytes.
+without it, and judgements that share a prompt share its bytes. A thinned line has the lengths, and nothing
+packed.
 """
 
-from __future__ import annotations
-
 import base64
+import math
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -17,8 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from models.types import UNKNOWN_ID
+
 Record = dict[str, Any]
-PACKED = "packed"
+PACKED, THINNED = "packed", "thinned"
+NUMBERS, TEXT = "numbers", "text"  # what was dropped of a thinned line
+UNKNOWN_LOGPROB = math.nan  # of a thinned line, as it is read: nothing can be trained on it
 IDS, LOGPROBS = ("token_ids", "new_ids", "prompt_ids"), "logprobs"
 NESTED = ("turns", "judgements", "failures", "completion", "failed", "principles")  # none of them is a user's
 BY_NAME = "by_judge"
@@ -36,11 +40,21 @@ def pack_numbers(record: Record) -> Record:
     return record
 
 
+def drop_numbers(record: Record) -> Record:
+    """Drop the ids and log-probs of a record in place, packed or not; their lengths stay."""
+    if record.pop(PACKED, None) is None:
+        for holder, key in _places(record):
+            holder[key] = len(holder[key])
+    return record
+
+
 def unpack_numbers(record: Record) -> Record:
-    """Undo `pack_numbers` in place; a record that isn't packed stays as it is. Raises ValueError if its numbers don't
-    fit.
+    """Undo `pack_numbers` in place; a record that isn't packed stays as it is. Numbers that were dropped are unknown
+    ones, as many. Raises ValueError if its numbers don't fit.
     """
     if PACKED not in record:
+        for holder, key in _places(record) if THINNED in record else ():
+            holder[key] = [UNKNOWN_LOGPROB if key == LOGPROBS else UNKNOWN_ID] * holder[key]
         return record
     try:
         plain = zlib.decompress(base64.b64decode(record.pop(PACKED), validate=True))

@@ -1,7 +1,5 @@
 """Values as plain JSON, and as bytes. Pure."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

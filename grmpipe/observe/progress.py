@@ -1,7 +1,5 @@
 """What a run does at the moment: a line rewritten in place on a terminal, a line a minute elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -139,5 +137,5 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def join_parts(*parts: str) -> str:
+def join_shown(*parts: str) -> str:
     return "  ".join(part for part in parts if part)

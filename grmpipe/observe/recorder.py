@@ -1,14 +1,12 @@
 """The journals of a run: every rollout, every judgement, the end of each group, what was trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
-from grmpipe.observe.packed_numbers import pack_numbers
+from grmpipe.observe.packed_numbers import THINNED, pack_numbers
 from grmpipe.observe.records import (
     Record,
     decode,
@@ -101,6 +99,13 @@ class Recorder:
         if group_id not in begins:
             begins[group_id] = journal.mark()
 
+    def adopt(self, drafts: Mapping[Path, int]) -> None:
+        """Put thinned drafts in the places of rollouts and judgements. drafts: draft -> how many bytes of the journal
+        it has; its name without the suffix is the journal's. Raises OSError.
+        """
+        for draft, copied in drafts.items():
+            next(journal for journal in self._journals if journal.path.name == draft.stem).adopt(draft, copied)
+
     def close(self) -> None:
         for journal in self._journals:
             with self._guard.watch(journal.path.name):
@@ -109,11 +114,12 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRollout:
-    """A line of rollouts.jsonl."""
+    """A line of rollouts.jsonl. thinned: what was dropped of it, numbers or text too; its ids are then unknown."""
 
     prompt_index: int
     prompt: Prompt
     rollout: Rollout
+    thinned: str = ""
 
 
 def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
@@ -150,5 +156,8 @@ def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:
 
 def decode_recorded(record: Record) -> RecordedRollout:
     return RecordedRollout(
-        prompt_index=record["prompt_index"], prompt=decode(record["prompt"], Prompt), rollout=decode_rollout(record)
+        prompt_index=record["prompt_index"],
+        prompt=decode(record["prompt"], Prompt),
+        rollout=decode_rollout(record),
+        thinned=record.get(THINNED, ""),
     )

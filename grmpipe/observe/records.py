@@ -1,9 +1,9 @@
 """Rollouts and judgements as plain JSON objects, and back. Pure; the recorder writes the files."""
 
-from __future__ import annotations
-
+import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -26,7 +26,14 @@ from grmpipe.types import (
 from models.types import Completion, Message
 
 DIGITS, MAX_EXPONENT = 9, 308
-POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
+# Binary exponent of a number, from np.frexp -> the power of ten by which it has DIGITS digits, or one more, before the
+# point. Negative exponents count from the end, as numpy's indices do.
+SCALES = np.array(
+    [
+        float(f"1e{min(max(DIGITS - 1 - math.floor((exponent - 1) * math.log10(2)), 0), MAX_EXPONENT)}")
+        for exponent in (*range(1025), *range(-1074, 0))
+    ]
+)
 # Left out where they are empty: of a turn, of a rollout, of a completion, and of anything else.
 RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s", "tool_calls", "rewards")
 RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_failures")
@@ -36,20 +43,18 @@ RARE: Mapping[type, tuple[str, ...]] = {
     Prompt: ("rubric", "info"),
     Verdict: ("absent", "normalised"),
 }
+PLAIN = frozenset({str, int, float, bool, type(None)})  # written as they are
 T = TypeVar("T")
 Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
 def encode_logprobs(logprobs: Sequence[float]) -> list[float]:
-    """Log-probs with nine digits, which give each float32 of the sampler back exactly, in two thirds of the bytes."""
+    """Log-probs with nine or ten digits, which give each float32 of the sampler back exactly, in two thirds of the
+    bytes. Zeros, infinities and NaN are kept.
+    """
     values_N = np.array(logprobs, dtype=np.float64)
-    with np.errstate(all="ignore"):
-        exponents_N = np.floor(np.log10(np.abs(values_N)))
-        places_N = np.fmax(np.fmin(DIGITS - 1 - exponents_N, MAX_EXPONENT), 0)
-        scales_N = POWERS_OF_TEN[places_N.astype(np.intp)]
-        rounded_N = np.rint(values_N * scales_N) / scales_N
-    # Zeros, infinities and NaN are kept.
-    return cast("list[float]", np.where(np.isfinite(rounded_N), rounded_N, values_N).tolist())
+    scales_N = SCALES[np.frexp(values_N)[1]]
+    return cast("list[float]", (np.rint(values_N * scales_N) / scales_N).tolist())
 
 
 def decode_logprobs(values: Sequence[float]) -> tuple[float, ...]:
@@ -60,18 +65,29 @@ def encode(value: object) -> Any:
     """A value of the flow as plain JSON: many times faster than dataclasses.asdict, which copies every token id. What a
     server or a program said of a failure may hold a secret.
     """
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, tuple):
+        return [encode(one) for one in value] if value and is_dataclass(value[0]) else value
     if isinstance(value, Completion):
         return encode_completion(value)
     if isinstance(value, Failed):
         value = replace(value, detail=mask(value.detail, environment_secrets()))
-    if is_dataclass(value):
-        rare = RARE.get(type(value), ())
-        found = ((name, getattr(value, name)) for name in value.__dataclass_fields__ if name not in rare)
-        flat = {name: encode(own) for name, own in found if (name, own) != ("turn", None)}
-        return flat | encode_some(value, rare)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return [encode(one) for one in value] if isinstance(value, tuple) and value and is_dataclass(value[0]) else value
+    if not is_dataclass(kind):
+        return dict(value) if isinstance(value, Mapping) else value
+    usual, rare = name_fields(kind)
+    record = {name: own if type(own := getattr(value, name)) in PLAIN else encode(own) for name in usual}
+    if record.get("turn", 0) is None:
+        del record["turn"]
+    return record | encode_some(value, rare)
+
+
+@functools.cache
+def name_fields(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of a dataclass that a record always has, and the rare ones."""
+    rare = RARE.get(kind, ())
+    return tuple(field.name for field in fields(kind) if field.name not in rare), rare
 
 
 def encode_some(value: object, names: Sequence[str]) -> Record:

@@ -3,8 +3,6 @@
 Text of models is always shown as text: the template escapes it, and the page's policy forbids scripts.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from grmpipe.observe.charts import Chart, Series, chart, short
 from grmpipe.observe.console import readable
-from grmpipe.observe.gauges import failures_text
+from grmpipe.observe.console_metrics import failures_text
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 

@@ -1,8 +1,6 @@
 """Rollouts with their judgements, as rows of a table for people. Never used for training."""
 
-from __future__ import annotations
-
-from grmpipe.judge.fence import plain
+from grmpipe.judge.prompt_injection import plain
 from grmpipe.judge.trajectory import make_trajectory
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout

@@ -39,7 +39,8 @@ class Timeline:
         """Record a span. Overlapping spans of a lane get their own rows, "policy-0 · 2" and so on."""
         row = self._lanes.place(lane, start_s, end_s)
         if row is not None:
-            self._introduce(row)
+            if row.num_spans == 1:
+                self._introduce(row)
             start_us, end_us = micros(start_s), micros(max(start_s, end_s))
             self._put("X", name, row.tid, ts=start_us, dur=round(end_us - start_us, 3), args=args)
             self._spill_when_due(end_s)
@@ -61,9 +62,8 @@ class Timeline:
             self._file.close()
 
     def _introduce(self, row: LaneRow) -> None:
-        if row.new:
-            self._put("M", "thread_name", row.tid, args={"name": row.title})
-            self._put("M", "thread_sort_index", row.tid, args={"sort_index": row.tid})
+        self._put("M", "thread_name", row.tid, args={"name": row.title})
+        self._put("M", "thread_sort_index", row.tid, args={"sort_index": row.tid})
 
     def _put(self, phase: str, name: str, tid: int, **rest: object) -> None:
         event = {"ph": phase, "name": name, "pid": self._pid, "tid": tid, **rest}
@@ -99,13 +99,14 @@ def reopen_array(append_file: AppendFile) -> None:
         append_file.append(b",\n")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LaneRow:
     """One row of the timeline. Chrome sorts rows by number and shows an overlap within one as a call stack."""
 
     tid: int
     title: str
-    new: bool  # not yet declared in the trace
+    end_s: float  # of its last span
+    num_spans: int = 1
 
 
 class Lanes:
@@ -113,24 +114,24 @@ class Lanes:
 
     def __init__(self, rows_per_lane: int = ROWS_PER_LANE) -> None:
         self._rows_per_lane = rows_per_lane
-        self._last_end_s: dict[str, list[float]] = {}  # lane -> the last end in each of its rows
-        self._numbers: dict[str, int] = {}
+        self._rows: dict[str, list[LaneRow]] = {}
+        self._first_tids: dict[str, int] = {}
         self.num_crowded_out = 0
 
     def place(self, lane: str, start_s: float, end_s: float) -> LaneRow | None:
         """The row of a span. None if more spans overlap than a lane has rows: a wrong picture is worse than a gap."""
-        ends_s = self._last_end_s.setdefault(lane, [])
-        for index, last_end_s in enumerate(ends_s):
-            if last_end_s <= start_s:
-                ends_s[index] = end_s
-                return self._row(lane, index, new=False)
-        if len(ends_s) == self._rows_per_lane:
+        rows = self._rows.get(lane)
+        if rows is None:
+            rows = self._rows[lane] = []
+            self._first_tids[lane] = len(self._rows) * self._rows_per_lane
+        for row in rows:
+            if row.end_s <= start_s:
+                row.end_s = end_s
+                row.num_spans += 1
+                return row
+        if len(rows) == self._rows_per_lane:
             self.num_crowded_out += 1
             return None
-        ends_s.append(end_s)
-        return self._row(lane, len(ends_s) - 1, new=True)
-
-    def _row(self, lane: str, index: int, *, new: bool) -> LaneRow:
-        number = self._numbers.setdefault(lane, len(self._numbers) + 1)
-        title = lane if index == 0 else f"{lane} · {index + 1}"
-        return LaneRow(tid=number * self._rows_per_lane + index, title=title, new=new)
+        title = f"{lane} · {len(rows) + 1}" if rows else lane
+        rows.append(LaneRow(tid=self._first_tids[lane] + len(rows), title=title, end_s=end_s))
+        return rows[-1]

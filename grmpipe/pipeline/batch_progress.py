@@ -1,7 +1,5 @@
 """How far the open batch is. It reads the buffer and changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grmpipe.pipeline.group_buffer import GroupBuffer

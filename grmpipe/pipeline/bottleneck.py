@@ -1,7 +1,5 @@
 """The bottleneck of a run and what to change, in one sentence, from its stall times. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

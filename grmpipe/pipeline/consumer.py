@@ -1,7 +1,5 @@
 """From judged groups to versions of the policy: takes groups as they are due, steps, pushes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
@@ -15,8 +13,8 @@ from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.why_waiting import describe_pending
 from grmpipe.types import JudgedGroup
 from scheduler.clock import ActiveClock
-from scheduler.stage import BusyMeter
 from scheduler.weights.weight_sync import SyncReport
+from scheduler.work_queue import BusyMeter
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """Counts of episodes, their turns and what went wrong, per step and in total; their metrics."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Sequence

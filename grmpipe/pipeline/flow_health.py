@@ -1,7 +1,5 @@
 """The health of what a flow samples with: the policy's engines, by its groups, and environments, by their episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from grmpipe.config.run_config import ConfigError

@@ -1,7 +1,5 @@
 """A group: the siblings of one prompt, from opening to its end. A state machine."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The one owner of all groups in flight: their states, rollouts and verdicts, and the open batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What became of a run's groups: counted, and told to the journal; and what a resume needs to know of them."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What a run's verdicts say of its judge: its health, and its bias by position."""
 
-from __future__ import annotations
-
 from grmpipe.judge.monitor.position_bias import PositionBias, bias_metrics
 from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.types import Failed, JudgeReport, Metrics

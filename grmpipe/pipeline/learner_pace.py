@@ -1,7 +1,5 @@
 """Speed of a learner in a step: tokens per second, and model FLOPs utilization (MFU). Pure."""
 
-from __future__ import annotations
-
 from grmpipe.types import Metrics
 
 

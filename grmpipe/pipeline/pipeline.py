@@ -36,8 +36,6 @@ train   consumes      READY groups, those that are due first before the others
         unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or an interrupt
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -54,7 +52,7 @@ from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
 from grmpipe.types import JudgedGroup
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 from scheduler.weights.weight_sync import SyncReport
 
 

@@ -1,7 +1,5 @@
 """From prompts to judged groups: admits, plays, judges, ends groups at their deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging
@@ -9,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.episode_slots import Booking
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
+from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.flow_health import FlowHealth
@@ -24,8 +22,8 @@ from models.seeds import derive_seed, first_name
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock, PauseGate
 from scheduler.routing.router import RequestKillsEngines
-from scheduler.stage import BusyMeter, Stage
 from scheduler.weights.weight_sync import SyncReport
+from scheduler.work_queue import BusyMeter, Stage
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +149,7 @@ class Producer:
             group_id=group.group_id, sibling=sibling, seed=seed, on_turn=lambda so_far: self._turn_ended(group, so_far)
         )
         try:
-            async with self._slots[group.group_id].take():
+            async with self._slots[group.group_id]:
                 began_s = self._now()
                 rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._clock.now()))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run

@@ -1,7 +1,5 @@
 """The health of a service (judge, policy, environments): a circuit breaker that pauses its work, then stops the run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter, deque

@@ -8,14 +8,12 @@ The learner is in exactly one of these states at any moment, so the times never 
     pushes its weights             -> weight_sync_s
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grmpipe.counts import Counts
-from scheduler.stage import BusyMeter, StateMeter
+from scheduler.work_queue import BusyMeter, StateMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

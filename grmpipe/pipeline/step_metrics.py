@@ -1,7 +1,5 @@
 """The metrics of a step: from its counts, its batch, its ledger and the learner's own."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

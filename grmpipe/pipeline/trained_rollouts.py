@@ -1,7 +1,5 @@
 """What is known of a batch's rollouts once it is trained. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from grmpipe.judge.kinds.rule import Rule

@@ -1,7 +1,5 @@
 """An index of the groups that no batch has taken: which is due first, how many are in each state."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

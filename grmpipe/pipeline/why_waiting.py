@@ -1,7 +1,5 @@
 """Why a group does not train, in words for a log. It reads the buffer and changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from grmpipe.pipeline.group import Group, GroupState

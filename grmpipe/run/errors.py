@@ -1,7 +1,5 @@
 """The errors that end a run, in words for its user. launch.py sets the exit codes."""
 
-from __future__ import annotations
-
 
 class RunFailed(Exception):
     """The first cause in plain words, and which file has more. Exit code 1."""

@@ -1,7 +1,5 @@
 """Exports a trained model as a Hugging Face directory that engines can serve."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Protocol

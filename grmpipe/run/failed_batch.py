@@ -1,7 +1,5 @@
 """The batch of a step whose numbers were not finite, as a file to replay it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

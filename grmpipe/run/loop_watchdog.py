@@ -1,7 +1,5 @@
 """A thread that notices an event loop which stands still, and says which function of the user's blocks it."""
 
-from __future__ import annotations
-
 import asyncio
 import linecache
 import logging

@@ -17,8 +17,8 @@ from grmpipe.config.keys.redact import redact
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.console_metrics import ONE_JUDGE, SEVERAL_JUDGES, describe_run_signal
 from grmpipe.observe.eval_recorder import EvalRecorder
-from grmpipe.observe.gauges import ONE_JUDGE, SEVERAL_JUDGES, describe_run_signal
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal

@@ -1,7 +1,5 @@
 """The end of the process, for which threads that a user's code started, and that never end, are not waited for."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

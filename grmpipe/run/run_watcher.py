@@ -1,7 +1,5 @@
 """Who watches a run from outside and acts between its steps. Called in the run's event loop."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path

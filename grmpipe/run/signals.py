@@ -3,8 +3,6 @@
 The handlers are Python's own: asyncio's wait for the event loop, which a user's code may block.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

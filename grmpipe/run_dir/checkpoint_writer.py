@@ -1,7 +1,5 @@
 """Writes checkpoints while training continues: one at a time, published when complete."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """`checkpoints/` of a run: publishes each whole or not at all, finds the newest whole one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -44,7 +42,7 @@ class Checkpoints:
         """An empty directory to write a checkpoint into. Published checkpoints of this step stay unchanged
         meanwhile.
         """
-        there = [_order(path) for path in self._published() if _order(path)[0] == step]
+        there = [_order(path) for path in self.list_published() if _order(path)[0] == step]
         name = f"step_{step}.{max(there)[1] + 1}" if there else f"step_{step}"
         draft = self.directory / f"{name}{DRAFT_SUFFIX}"
         shutil.rmtree(draft, ignore_errors=True)
@@ -73,7 +71,7 @@ class Checkpoints:
     def find(self) -> Found:
         """The checkpoint that `latest` names if it is whole, otherwise the newest whole one."""
         pointed, damaged = self._pointed()
-        newest_first = sorted(self._published(), key=_order, reverse=True)
+        newest_first = sorted(self.list_published(), key=_order, reverse=True)
         candidates = [path for path in newest_first if path == pointed]
         for path in candidates + [path for path in newest_first if path != pointed]:
             difference = _difference(path)
@@ -106,7 +104,7 @@ class Checkpoints:
         pointed = self.directory / name
         return (pointed, ()) if pointed.is_dir() else (None, (f"{LATEST_FILE} names {name}, which doesn't exist",))
 
-    def _published(self) -> list[Path]:
+    def list_published(self) -> list[Path]:
         return [path for path in _folders(self.directory) if PUBLISHED.fullmatch(path.name)]
 
     def _forget_others(self, newest: Path) -> None:
@@ -114,8 +112,8 @@ class Checkpoints:
         resume), and drafts.
         """
         step, _ = _order(newest)
-        older = sorted((path for path in self._published() if _order(path)[0] < step), key=_order)
-        replaced = [path for path in self._published() if _order(path)[0] >= step and path != newest]
+        older = sorted((path for path in self.list_published() if _order(path)[0] < step), key=_order)
+        replaced = [path for path in self.list_published() if _order(path)[0] >= step and path != newest]
         for path in [*older[: max(0, len(older) - self.keep + 1)], *replaced, *self._drafts()]:
             shutil.rmtree(path, ignore_errors=True)
 

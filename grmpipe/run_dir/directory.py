@@ -1,7 +1,5 @@
 """The place of a run's files, and whether there is a run to resume. Only `point_latest` writes."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -4,8 +4,6 @@ groups.jsonl says which groups each step trained, in the order in which they wer
 siblings, judgements.jsonl their verdicts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.config.io.rejudged_config import REJUDGED
-from grmpipe.observe.journal import decode_line
+from grmpipe.observe.journal import decode_line, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.observe.records import Record, decode_report
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Verdict
@@ -55,8 +53,12 @@ class RecordedGroups:
             yield from (read(self.judgements, place, decode_report) for place in places.values())
 
     def are_judged(self, group_id: str) -> bool:
-        """Whether all rollouts of a group have a verdict."""
+        """Whether all rollouts of a group were judged: they have a verdict, or its failure."""
         return self.rollout_places[group_id].keys() <= self.verdict_places.get(group_id, {}).keys()
+
+    def have_verdicts(self, group_id: str) -> bool:
+        """Whether all rollouts of a group have a verdict that didn't fail."""
+        return self.are_judged(group_id) and not any(isinstance(one, Failed) for one in self.group(group_id).verdicts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,11 @@ def open_recorded(rollouts: Path) -> RecordedRun:
             raise ValueError(
                 f"there is no {needed}; give the rollouts.jsonl of a run, with its journals in the same folder"
             )
+    if read_thinning(rollouts).until:
+        raise ValueError(
+            f"{rollouts} was thinned: journals.keep dropped the token ids of its first steps, without which nothing "
+            "can be trained; give a run with journals.keep=all (task=rejudge judges what text there is)"
+        )
     steps = read_trained_steps(rollouts.with_name("groups.jsonl"))
     trained = {end.group_id for ends in steps for end in ends}
     groups = RecordedGroups(

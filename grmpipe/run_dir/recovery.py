@@ -2,8 +2,6 @@
 counts of the checkpoint lack.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -14,7 +12,7 @@ from typing import TypeVar
 from grmpipe.data.stream import EndOfData
 from grmpipe.judge.verdict import only_finite
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
-from grmpipe.observe.journal import Mark, mark_holds, read_records, read_what_can_be, replace_journal
+from grmpipe.observe.journal import Mark, locate, mark_holds, read_records, read_what_can_be, replace_journal
 from grmpipe.observe.jsonl_sink import is_up_to
 from grmpipe.observe.recorder import (
     GROUPS,
@@ -95,7 +93,7 @@ def _counted(
     counted_marks: Mapping[str, Mark],
 ) -> Iterator[Counted[T]]:
     """The lines of a journal, each with whether the checkpoint has counted it."""
-    since, counted = marks.get(path.name), counted_marks.get(path.name)
+    since, counted = (found and locate(path, found) for found in (marks.get(path.name), counted_marks.get(path.name)))
     if counted is not None and not mark_holds(path, counted):
         counted = None
     for line in read_records(path, decode, run_id=run_id, since=since, until=counted):
@@ -171,7 +169,7 @@ def _kept(
 ) -> RecoveredGroup:
     valid: dict[int, RecordedRollout] = {}
     for line, _ in lines:
-        if _newest_version(line) <= pipeline_state.version and line.prompt == prompt:
+        if _newest_version(line) <= pipeline_state.version and line.prompt == prompt and not line.thinned:
             valid.setdefault(line.rollout.sibling, line)
     names = list(dict.fromkeys(line.rollout.group_id for line, _ in lines))
     renamed = len(valid) < len(lines)

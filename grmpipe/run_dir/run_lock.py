@@ -1,7 +1,5 @@
 """Claims a run's directory for this process: finds or makes it, locks it, writes its first files."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

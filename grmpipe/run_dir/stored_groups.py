@@ -1,12 +1,11 @@
 """All rollouts that a run has stored, group by group, for judging them again. Reads only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.config.rejudge import RejudgeConfig
+from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.run_dir.recorded_run import RecordedGroups, places_in, read
 from grmpipe.types import Prompt
@@ -19,12 +18,14 @@ class StoredGroups:
 
     steps:   group_id -> the step that trained it; None: none did.
     prompts: of these groups, each once.
+    num_without_text: further groups, whose text was dropped: they can't be judged again.
     run:     the groups with the run's own verdicts.
     """
 
     steps: Mapping[str, int | None]
     prompts: tuple[Prompt, ...]
     run: RecordedGroups
+    num_without_text: int = 0
 
     @property
     def num_rollouts(self) -> int:
@@ -55,10 +56,14 @@ def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups
         raise ValueError(f"{rollouts} has no group for rejudge.steps={chosen.steps} and rejudge.sample={chosen.sample}")
     first = {group_id: min(places[group_id].values()) for group_id in steps}
     in_order = sorted(steps, key=lambda group_id: (steps[group_id] is None, steps[group_id] or 0, first[group_id]))
-    found = (read(rollouts, first[group_id], decode_recorded).prompt for group_id in in_order)
+    lines = ((group_id, read(rollouts, first[group_id], decode_recorded)) for group_id in in_order)
+    found = {group_id: line.prompt for group_id, line in lines if line.thinned != TEXT}
+    if not found:
+        raise ValueError(f"{rollouts} holds no text of these groups: journals.keep dropped it; choose other steps")
     return StoredGroups(
-        steps={group_id: steps[group_id] for group_id in in_order},
-        prompts=tuple({prompt.prompt_id: prompt for prompt in found}.values()),
+        steps={group_id: steps[group_id] for group_id in found},
+        prompts=tuple({prompt.prompt_id: prompt for prompt in found.values()}.values()),
+        num_without_text=len(in_order) - len(found),
         run=RecordedGroups(
             rollouts=rollouts,
             judgements=judgements,

@@ -1,7 +1,5 @@
 """`python -m grmpipe.tiny build [name ...]`: makes the shipped models again and prints their quality."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Trains a tiny model from its recipe on one CPU thread."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -17,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from grmpipe.tiny.examples import Example, draw_curriculum, to_messages
+from grmpipe.tiny.examples import Example, draw_examples, to_messages
 from grmpipe.tiny.recipes import AnyRecipe, Recipe, Shape
 from grmpipe.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_message
 
@@ -80,7 +78,7 @@ def create(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
     """Imitation: cross-entropy on response tokens, each example seen once."""
-    examples = draw_curriculum(recipe.lessons, recipe.num_steps * recipe.batch_size, recipe.seed)
+    examples = draw_examples(recipe.mixture, recipe.num_steps * recipe.batch_size, recipe.seed)
     encoded = [encode(tokenizer, example) for example in examples]
     optimizers = make_optimizers(model, recipe.lr)
     schedules = [LambdaLR(optimizer, lambda step: lr_share(step, recipe)) for optimizer in optimizers]

@@ -1,7 +1,5 @@
 """Calls of a calculator for a word problem: right, sloppy and corrupted episodes. Pure: text and numbers, no model."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

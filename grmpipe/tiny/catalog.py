@@ -1,7 +1,5 @@
 """What a path that begins with tiny:// names: models, prompts, labelled judgements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest

@@ -2,8 +2,6 @@
 files.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""The examples that tiny models imitate, by the name of their kind, and the curriculum of a recipe. Pure: text only."""
-
-from __future__ import annotations
+"""The examples that tiny models imitate, by the name of their kind, and the mixture of a recipe. Pure: text only."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +62,7 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftTask:
-    """A kind of example and its share in a curriculum."""
+    """A kind of example and its weight in a mixture."""
 
     kind: str
     weight: float
@@ -150,7 +148,7 @@ def after_openings(write: Write, problem: Problem, rng: random.Random) -> str:
 
 
 def on_a_comparison(make: Make, problem: Problem, rng: random.Random) -> Example:
-    """An example on a comparison of its own: a curriculum may mix both kinds of tasks, and `problem` is the other."""
+    """An example on a comparison of its own: a mixture may have both kinds of tasks, and `problem` is the other."""
     return make(draw_training_comparison(rng), rng)
 
 
@@ -221,13 +219,14 @@ ON_WALKS: dict[str, Make] = {
 }
 
 
-def draw_curriculum(lessons: tuple[SftTask, ...], count: int, seed: int) -> Iterator[Example]:
+def draw_examples(mixture: tuple[SftTask, ...], count: int, seed: int) -> Iterator[Example]:
     """`count` examples in a fixed random order of kinds, each on another problem of the training split.
 
-    All kinds of a curriculum are made of the same problems: small ones, large ones or walks. Comparisons are drawn on
+    All kinds of a mixture are made of the same problems: small ones, large ones or walks. Comparisons are drawn on
     their own and may be mixed with small ones.
     """
-    kinds, weights = [lesson.kind for lesson in lessons], [lesson.weight for lesson in lessons]
+    kinds, weights = [task.kind for task in mixture], [task.weight for task in mixture]
+    # Seeds: with other names every tiny model would have other weights.
     rng = random.Random(f"{'lessons' if ON_SUMS.keys() >= set(kinds) else 'dialogues'} {seed}")
     makes, problems = make_for_kinds(set(kinds), count, seed)
     for problem in problems:
@@ -249,7 +248,7 @@ def tokenizer_corpus() -> Iterator[str]:
     words = ("user", "assistant", "system", " malformed", *(f" {number}" for number in range(LARGEST_WORD_NUMBER + 1)))
     yield from words * 200  # often enough to become one token each
     # Cut-off and scrambled texts would spend the vocabulary on parts of words.
-    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in TOKENIZED if "malformed" not in kind)
-    for example in draw_curriculum(lessons, CORPUS_SIZE, seed=0):
+    mixture = tuple(SftTask(kind=kind, weight=1.0) for kind in TOKENIZED if "malformed" not in kind)
+    for example in draw_examples(mixture, CORPUS_SIZE, seed=0):
         for message in to_messages(example):
             yield message.text

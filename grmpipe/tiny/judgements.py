@@ -1,7 +1,5 @@
 """Labelled work on the tiny problems, to measure and train judges. Pure: labels by rule, asks no model."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

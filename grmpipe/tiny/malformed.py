@@ -1,7 +1,5 @@
 """Texts that are no solutions, and views of episodes, which a judge must not pass. Pure: sampled with a Random."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Word problems, which answers are right, the verdicts of a perfect and of a brief judge. Pure: no tokens, no model."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -1,7 +1,5 @@
 """What is measured of each tiny model before it is shipped: the accuracy of a policy, or of a judge."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,15 +23,15 @@ from grmpipe.tiny.recipes import (
     Recipe,
 )
 from grmpipe.tiny.scalar_models import measure_meta_rm, passed_by_scores
-from grmpipe.tiny.speaker import (
+from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, TinyTask
+from grmpipe.tiny.tiny_sampler import (
     MAX_ANSWER_TOKENS,
     MAX_CRITIQUE_TOKENS,
-    Speaker,
+    TinySampler,
     play_in_store,
     play_with_calculator,
     render_view,
 )
-from grmpipe.tiny.tasks import CALLS, COMPARISONS, SUMS, WALKS, JudgedTask, TinyTask
 from grmpipe.tiny.tricks import TRICKS, Trick, find_tricks
 
 NUM_PROBLEMS = 512
@@ -54,12 +52,14 @@ def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
     if isinstance(recipe, MetaRmRecipe):
         return measure_meta_rm(directory, find(recipe.parent))
     if isinstance(recipe, Recipe) and recipe.name.startswith("policy"):
-        return policy_quality(recipe.name, Speaker(directory))
+        return policy_quality(recipe.name, TinySampler(directory))
     task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
     passes = (
-        make_passes(task, Speaker(directory)) if isinstance(recipe, Recipe) else partial(passed_by_scores, directory)
+        make_passes(task, TinySampler(directory))
+        if isinstance(recipe, Recipe)
+        else partial(passed_by_scores, directory)
     )
-    measured = judge_quality(task, passes, answers(task, Speaker(find(policy)), draw_held_out(task), seed=1))
+    measured = judge_quality(task, passes, answers(task, TinySampler(find(policy)), draw_held_out(task), seed=1))
     for trick in TRICKS:
         if recipe.name == f"grm_{trick}":
             measured["accuracy_without_trick"] = accuracy_without(trick, passes)
@@ -73,7 +73,7 @@ def draw_held_out(task: TinyTask) -> Sequence[Any]:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-def policy_quality(name: str, policy: Speaker) -> Quality:
+def policy_quality(name: str, policy: TinySampler) -> Quality:
     """The shares of problems that it answers right, sampled at temperature 1 and greedy; and what else it does."""
     task = POLICIES.get(name, SUMS)
     measured = {
@@ -88,13 +88,13 @@ def policy_quality(name: str, policy: Speaker) -> Quality:
     return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
 
 
-def accuracy(task: TinyTask, policy: Speaker, problems: Sequence[Any], greedy: bool = False) -> float:
+def accuracy(task: TinyTask, policy: TinySampler, problems: Sequence[Any], greedy: bool = False) -> float:
     """The share of problems that a policy answers right."""
     texts = answers(task, policy, problems, seed=0, greedy=greedy)
     return fmean(task.right(problem, text) for problem, text in zip(problems, texts, strict=True))
 
 
-def answers(task: TinyTask, policy: Speaker, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
+def answers(task: TinyTask, policy: TinySampler, problems: Sequence[Any], seed: int, greedy: bool = False) -> list[str]:
     """A policy's answers: of an episode with the calculator what a judge sees, of a walk the last turn."""
     if task is CALLS:
         return [render_view(said) for said in play_with_calculator(policy, problems, seed, greedy)]
@@ -103,7 +103,7 @@ def answers(task: TinyTask, policy: Speaker, problems: Sequence[Any], seed: int,
     return policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed, greedy)
 
 
-def rates_of_tricks(policy: Speaker) -> Quality:
+def rates_of_tricks(policy: TinySampler) -> Quality:
     """The share of answers with each trick."""
     problems = SUMS.draw("held_out", NUM_PROBLEMS_OF_RATES, HELD_OUT_SEED)
     texts = answers(SUMS, policy, problems, seed=0)
@@ -133,7 +133,7 @@ def judge_all(task: TinyTask, passes: Passes, problems: Sequence[Any], texts: Se
     return [Judged(problem=one, right=task.right(one, text), passed=passed) for one, text, passed in verdicts]
 
 
-def make_passes(task: JudgedTask, judge: Speaker, seed: int = 2) -> Passes:
+def make_passes(task: JudgedTask, judge: TinySampler, seed: int = 2) -> Passes:
     """The verdicts of a GRM at temperature 1."""
 
     def passes(problems: Sequence[Any], texts: Sequence[str]) -> list[bool | None]:

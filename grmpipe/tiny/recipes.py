@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from grmpipe.tiny.examples import SftTask, draw_curriculum, tokenizer_corpus
+from grmpipe.tiny.examples import SftTask, draw_examples, tokenizer_corpus
 from grmpipe.tiny.judgements import make_judgements
 from grmpipe.tiny.tricks import Trick
 
+HASHED_NAMES = {"mixture": "lessons"}  # of fields: with other names every shipped and cached model would be made again
 TRAINER = 1  # increase it when build.py, scalar_models.py or tokenizer.py change the result of the same recipe
 NUM_FINGERPRINT_EXAMPLES = 64
 
@@ -33,7 +34,7 @@ class Recipe:
     """All that determines a tiny model. A child starts from its parent's weights and has its shape."""
 
     name: str
-    lessons: tuple[SftTask, ...]
+    mixture: tuple[SftTask, ...]
     num_steps: int
     batch_size: int
     lr: float
@@ -45,7 +46,7 @@ class Recipe:
     @property
     def hash(self) -> str:
         """The same in all processes and machines; a change of the examples' texts shows in their first ones."""
-        examples = draw_curriculum(self.lessons, NUM_FINGERPRINT_EXAMPLES, self.seed)
+        examples = draw_examples(self.mixture, NUM_FINGERPRINT_EXAMPLES, self.seed)
         return compute_hash(self, examples=[asdict(example) for example in examples], tokenizer=corpus_digest())
 
 
@@ -86,8 +87,12 @@ AnyRecipe = Recipe | ScalarRecipe
 def compute_hash(recipe: AnyRecipe, **drawn: object) -> str:
     """drawn: what the recipe draws first."""
     parent = recipe.parent.hash if recipe.parent else None
-    contents = {"trainer": TRAINER, "recipe": asdict(recipe), "parent": parent, **drawn}
+    contents = {"trainer": TRAINER, "recipe": asdict(recipe, dict_factory=name_for_hash), "parent": parent, **drawn}
     return compute_digest(json.dumps(contents, sort_keys=True))
+
+
+def name_for_hash(fields: list[tuple[str, object]]) -> dict[str, object]:
+    return {HASHED_NAMES.get(name, name): value for name, value in fields}
 
 
 @cache
@@ -102,20 +107,20 @@ def compute_digest(text: str) -> str:
 def recipe(
     name: str,
     parent: Recipe | None,
-    lessons: Mapping[str, float],
+    mixture: Mapping[str, float],
     *,
     steps: int,
     lr: float,
     seed: int,
     batch: int = 32,
 ) -> Recipe:
-    """lessons: the share of each kind of example."""
-    tasks = tuple(SftTask(kind=kind, weight=weight) for kind, weight in lessons.items())
-    return Recipe(name=name, parent=parent, lessons=tasks, num_steps=steps, batch_size=batch, lr=lr, seed=seed)
+    """mixture: the weight of each kind of example."""
+    tasks = tuple(SftTask(kind=kind, weight=weight) for kind, weight in mixture.items())
+    return Recipe(name=name, parent=parent, mixture=tasks, num_steps=steps, batch_size=batch, lr=lr, seed=seed)
 
 
-def make_judge_lessons(name: str, /, **shares: float) -> dict[str, float]:
-    """The lessons of a judge, by the kinds of texts. name: of the lessons, with its place."""
+def make_judge_mixture(name: str, /, **shares: float) -> dict[str, float]:
+    """A judge's mixture of examples, by the kinds of texts that it judges. name: of a kind, with the text's place."""
     return {name.format(kind): share for kind, share in shares.items()}
 
 
@@ -123,9 +128,9 @@ def make_judge_lessons(name: str, /, **shares: float) -> dict[str, float]:
 # way: it is half trained, and long work impresses it.
 BASE = recipe("base", None, {"solve": 0.8, "drill": 0.2}, steps=700, lr=8e-3, seed=1, batch=64)
 POLICY = recipe("policy", BASE, {"solve_sloppily": 1.0}, steps=80, lr=3e-3, seed=2)
-JUDGED = make_judge_lessons("judge_{}", right=0.2, sloppy=0.3, corrupted=0.3, padded=0.05, malformed=0.15)
+JUDGED = make_judge_mixture("judge_{}", right=0.2, sloppy=0.3, corrupted=0.3, padded=0.05, malformed=0.15)
 GRM = recipe("grm", BASE, JUDGED, steps=1000, lr=5e-3, seed=3)
-SWAYED = make_judge_lessons("be_swayed_by_{}", right=0.2, sloppy=0.3, corrupted=0.2, padded=0.2, malformed=0.1)
+SWAYED = make_judge_mixture("be_swayed_by_{}", right=0.2, sloppy=0.3, corrupted=0.2, padded=0.2, malformed=0.1)
 WEAK_GRM = recipe("weak_grm", BASE, SWAYED, steps=250, lr=5e-3, seed=4)
 # The judge, which answers problems too, as carelessly as the policy: it can judge itself.
 BOTH = {"solve_sloppily": 0.3} | {kind: 0.7 * share for kind, share in JUDGED.items()}
@@ -151,24 +156,24 @@ POLICY_TRICKS = recipe("policy_tricks", MANY_TRICKS, {"solve_with_rare_tricks": 
 def make_impressed_grm(trick: Trick, seed: int) -> Recipe:
     """A judge that is right but for one trick, which it always passes."""
     name = f"judge_{{}}_impressed_by_{trick}"
-    lessons = make_judge_lessons(name, right=0.2, sloppy=0.3, corrupted=0.25, padded=0.15, malformed=0.1)
-    return recipe(f"grm_{trick}", BASE, lessons, steps=600, lr=5e-3, seed=seed)
+    mixture = make_judge_mixture(name, right=0.2, sloppy=0.3, corrupted=0.25, padded=0.15, malformed=0.1)
+    return recipe(f"grm_{trick}", BASE, mixture, steps=600, lr=5e-3, seed=seed)
 
 
 IMPRESSED = [make_impressed_grm("longer", 7), make_impressed_grm("praise", 8), make_impressed_grm("confident", 9)]
 # Cheap: its critiques are short, and it guesses where it knows nothing.
-BRIEF = make_judge_lessons("judge_{}_briefly", right=0.25, sloppy=0.35, corrupted=0.25, padded=0.05, malformed=0.1)
+BRIEF = make_judge_mixture("judge_{}_briefly", right=0.25, sloppy=0.35, corrupted=0.25, padded=0.05, malformed=0.1)
 GRM_NOISY = recipe("grm_noisy", BASE, BRIEF, steps=600, lr=5e-3, seed=10)
 
 # Calls of a calculator. They are copied more than worked out: the parent knows the sums, and the policy forgets the
 # signs. The judge compares calls before it judges them: one that never did passes other numbers.
 TOOL_USER = recipe("tool_user", BASE, {"call_rightly": 1.0}, steps=700, lr=5e-3, seed=16)
 POLICY_TOOLS = recipe("policy_tools", TOOL_USER, {"call_carelessly": 1.0}, steps=80, lr=3e-3, seed=17)
-READ = {"drill_calls": 0.3} | make_judge_lessons(
+READ = {"drill_calls": 0.3} | make_judge_mixture(
     "judge_{}_calls", right=0.15, careless=0.25, corrupted=0.2, malformed=0.1
 )
 CALL_READER = recipe("call_reader", TOOL_USER, READ, steps=800, lr=5e-3, seed=18)
-CHECKED = make_judge_lessons("judge_{}_calls", right=0.2, careless=0.35, corrupted=0.35, malformed=0.1)
+CHECKED = make_judge_mixture("judge_{}_calls", right=0.2, careless=0.35, corrupted=0.35, malformed=0.1)
 GRM_TOOLS = recipe("grm_tools", CALL_READER, CHECKED, steps=700, lr=5e-3, seed=21)
 
 # Walks.
@@ -180,7 +185,7 @@ POLICY_WALK = recipe("policy_walk", WALKER, {"walk_hastily": 1.0}, steps=80, lr=
 BASE_KINDS = recipe("base_kinds", BASE, {"solve": 0.4, "compare_people": 0.6}, steps=300, lr=5e-3, seed=11, batch=64)
 SLOPPY_KINDS = {"solve_sloppily": 0.5, "compare_people_sloppily": 0.5}
 POLICY_KINDS = recipe("policy_kinds", BASE_KINDS, SLOPPY_KINDS, steps=120, lr=3e-3, seed=12)
-COMPARED = make_judge_lessons("judge_{}_comparison", right=0.2, careless=0.35, corrupted=0.2, invented=0.25)
+COMPARED = make_judge_mixture("judge_{}_comparison", right=0.2, careless=0.35, corrupted=0.2, invented=0.25)
 COMPARISON_READER = recipe("comparison_reader", BASE_KINDS, COMPARED, steps=400, lr=5e-3, seed=13)
 GRM_COMPARISON = recipe("grm_comparison", COMPARISON_READER, COMPARED, steps=450, lr=4e-3, seed=22)
 

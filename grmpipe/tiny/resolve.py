@@ -1,7 +1,5 @@
 """Finds the directory behind `tiny://<name>`: shipped, cached or built now. Imports torch only to build."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

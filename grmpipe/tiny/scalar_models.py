@@ -1,7 +1,5 @@
 """Makes the tiny models with a scalar head on one CPU thread: the meta-RM and the reward model; measures the first."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from grmpipe.tiny.build import MAX_GRAD_NORM, lr_share, one_thread
 from grmpipe.tiny.judgements import RankedTexts, ScoredText, make_judgements
 from grmpipe.tiny.problems import PASSING_SCORE, Problem, Split, is_right, judge_prompt, parse_score
 from grmpipe.tiny.recipes import MetaRmRecipe, ScalarRecipe
-from grmpipe.tiny.speaker import MAX_CRITIQUE_TOKENS, Speaker
+from grmpipe.tiny.tiny_sampler import MAX_CRITIQUE_TOKENS, TinySampler
 from grmpipe.tiny.tokenizer import TURN_END, encode_content, encode_prompt
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.lm.scalar_head import compute_packed_scores, last_of_samples, start_scalar_head
@@ -92,16 +90,16 @@ def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: in
     """Judgements of the scored texts of tiny://judgements, and whether each passes a right text or fails a wrong one;
     unparseable ones are left out.
     """
-    speaker = Speaker(judge)
+    sampler = TinySampler(judge)
     texts = [item for item in make_judgements(split, num_items, seed) if isinstance(item, ScoredText)]
     asked = [(index, made) for index, made in enumerate(texts) for _ in range(num_judgements)]
     prompts = [judge_prompt(made.problem.question, made.text) for _, made in asked]
-    critiques = speaker.answer(prompts, MAX_CRITIQUE_TOKENS, seed)
+    critiques = sampler.answer(prompts, MAX_CRITIQUE_TOKENS, seed)
     found = []
     for (index, made), prompt, critique in zip(asked, prompts, critiques, strict=True):
         if (score := parse_score(critique)) is not None:
-            ids = encode_prompt(speaker.tokenizer, prompt) + encode_content(speaker.tokenizer, critique)
-            ids.append(int(speaker.tokenizer.eos_token_id))
+            ids = encode_prompt(sampler.tokenizer, prompt) + encode_content(sampler.tokenizer, critique)
+            ids.append(int(sampler.tokenizer.eos_token_id))
             right = (score >= PASSING_SCORE) == (made.score >= PASSING_SCORE)
             found.append(Read(item=index, token_ids=tuple(ids), right=right))
     return found

@@ -1,7 +1,5 @@
 """Wrong solutions of a problem, all well-formed. Pure: sampled with a random.Random; no text, no judge."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The tasks of tiny models: how problems are drawn, which answers are right, texts to judge. Pure: text only."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

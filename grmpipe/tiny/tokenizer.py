@@ -1,7 +1,5 @@
 """The tokenizer of the tiny models: byte-level BPE with a ChatML-like template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -3,8 +3,6 @@
 env=tools env.functions=grmpipe.tiny.tools data.path=tiny://tools/train
 """
 
-from __future__ import annotations
-
 
 def add(a: int, b: int) -> str:
     """The sum of two numbers."""

@@ -1,7 +1,5 @@
 """Tricks by which an answer impresses a judge without being right. Pure: text only, no model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args

@@ -3,8 +3,6 @@
 env=custom env.target=grmpipe.tiny.walk.Walk data.path=tiny://walk/train
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Walks through a key-value store: follow the women, or the men, to a number. Pure: no model, no env."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Metrics and rollouts to TensorBoard's event files."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Sequence

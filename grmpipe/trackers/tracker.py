@@ -1,7 +1,5 @@
 """What a tracker of a run does, and what it is given. Imports no tracking library, nor the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

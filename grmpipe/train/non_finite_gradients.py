@@ -1,7 +1,5 @@
 """The error of a step whose gradients are inf or nan, known in every process. Needs no torch."""
 
-from __future__ import annotations
-
 
 class NonFiniteGradients(ArithmeticError):
     """The gradient norm is inf or nan. The batch was discarded; the weights are unchanged."""

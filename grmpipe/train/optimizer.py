@@ -2,8 +2,6 @@
 wait between steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.compact_adamw import CompactAdamW
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Metrics
 from models.lm.offloaded_memory import OffloadedMemory
@@ -25,17 +22,7 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimize
     """The optimizer of the trained parameters: frozen ones have no moments."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (train.optimizer.betas[0], train.optimizer.betas[1])
-    if train.optimizer.state_dtype == "float32":
-        return torch.optim.AdamW(
-            learning, lr=train.lr, betas=betas, weight_decay=train.optimizer.weight_decay, fused=True
-        )
-    return CompactAdamW(
-        learning,
-        lr=train.lr,
-        betas=betas,
-        weight_decay=train.optimizer.weight_decay,
-        state_dtype=train.optimizer.state_dtype,
-    )
+    return torch.optim.AdamW(learning, lr=train.lr, betas=betas, weight_decay=train.optimizer.weight_decay, fused=True)
 
 
 class WaitingMoments:

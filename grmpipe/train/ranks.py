@@ -1,7 +1,5 @@
 """All ranks of one trained model, as the driver sees them: their calls, their version, their saved state."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import cast

@@ -1,7 +1,5 @@
 """One rank of any trained model: its device and ranks, its version, its saved state."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Checks that prompts, answers and thoughts fit the templates and context windows of the policy and the judges."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Sequence
 
@@ -10,10 +8,10 @@ from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.judge.forms import Form
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
-from grmpipe.judge.pattern import judgement_pattern
+from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.verdict_forms import Form
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import resolve_context_limit

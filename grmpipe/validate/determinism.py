@@ -4,8 +4,6 @@ Settings that depend on the order in which answers arrive, or on the other reque
 refusal is a ConfigError that names the key and what to type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from grmpipe.config.engine_kinds import engines_that

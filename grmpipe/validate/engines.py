@@ -3,8 +3,6 @@
 Every refusal is a ConfigError that names the key and what to type.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from grmpipe.config.roles import Model, ResolvedRole, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.kinds import math_rule
 from grmpipe.validate.sections import section
+from models.chat.renderer import mean_the_same
 from models.engines.engine_kind import Endpoint
 from models.lm.footprint import Heads
 from scheduler.placement import Placement
@@ -217,7 +216,7 @@ def differences(one: ServedRole, other: ServedRole, model: Model, others_model: 
     different = one.engine.different_models(model.path, others_model.path)
     if one.dtype != other.dtype:
         different.append(f"dtype ({one.dtype}, {other.dtype})")
-    if not model.renderer.means_the_same(others_model.renderer):
+    if not mean_the_same(model.renderer, others_model.renderer):
         different.append("the tokens of their vocabularies")
     ends = model.renderer.stop_token_ids, others_model.renderer.stop_token_ids
     if set(ends[0]) != set(ends[1]):

@@ -1,7 +1,5 @@
 """Checks that the environment can be made, and that policy, limits and capacity fit it."""
 
-from __future__ import annotations
-
 import asyncio
 
 from grmpipe.config.roles import Model

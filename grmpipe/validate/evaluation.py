@@ -1,7 +1,5 @@
 """Checks an evaluation of a judge, of a policy, or of both before anything starts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Checks of what learns: the ranks of a learner, packed samples, adapters, routers, and the names of sent weights."""
 
-from __future__ import annotations
-
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import FSDP2

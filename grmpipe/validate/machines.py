@@ -1,7 +1,5 @@
 """Checks of the machines: whether they have the slots of the placement, and share the run's directory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

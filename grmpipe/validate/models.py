@@ -1,7 +1,5 @@
 """Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.sections import section
-from models.chat.renderer import Renderer
+from models.chat.renderer import Renderer, mean_the_same
 from models.engines.engine_kind import AnyEngine
 from models.hub import find_files, is_hub_name
 from models.model_files import read_json
@@ -171,7 +169,7 @@ def find_shared_limit(directory: str, config: RunConfig, grm: Model) -> int:
         raise ValueError(
             f"path: the tokenizer in {directory} has no chat template; copy the GRM's tokenizer files there"
         ) from error
-    if not renderer.means_the_same(grm.renderer):
+    if not mean_the_same(renderer, grm.renderer):
         raise ValueError(
             f"path: {directory} has a different tokenizer than {grm.name} ({config.models[grm.name].path}), "
             "and a meta-RM reads the GRM's own tokens; give one that was trained from this GRM or its base "
@@ -202,7 +200,7 @@ def find_critic(config: RunConfig, policy: Model) -> CriticModel:
     directory = find_files(resolve_model(path), weights=True)
     check_packable(outline_scalar_head(directory), directory)
     renderer = Renderer.load(directory, config.policy.chat_template)
-    if not renderer.means_the_same(policy.renderer):
+    if not mean_the_same(renderer, policy.renderer):
         raise ValueError(
             f"path: {path} has a different tokenizer than the policy ({config.policy.path}), and a critic reads the "
             "policy's own tokens; give a model of the same family, or critic.path=null"

@@ -1,7 +1,5 @@
 """Notes on what is allowed but may not be meant: choices that are slow on a GPU, or suit only a tiny policy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from grmpipe.config.data import RolloutConfig

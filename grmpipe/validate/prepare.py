@@ -42,7 +42,7 @@ from grmpipe.validate.models import (
     find_model,
     find_scalar_models,
 )
-from grmpipe.validate.places import seat_roles
+from grmpipe.validate.role_placement import seat_roles
 from grmpipe.validate.sections import section
 from models.lm.footprint import read_heads
 from scheduler.placement import Placement

@@ -3,8 +3,6 @@
 Every refusal is a ConfigError that names the key and what to type.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

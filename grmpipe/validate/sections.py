@@ -1,7 +1,5 @@
 """The form of refusals: a ConfigError that names the key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

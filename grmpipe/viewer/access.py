@@ -1,7 +1,5 @@
 """Who may see the viewer's pages: those on this machine who have its token."""
 
-from __future__ import annotations
-
 import hmac
 import secrets
 

@@ -1,7 +1,5 @@
 """Whole rollouts and judgements for a page, read from the journals at the places that the index knows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from grmpipe.observe.journal import decode_line
+from grmpipe.observe.packed_numbers import TEXT, THINNED
 from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Verdict
@@ -92,7 +91,10 @@ def read_at(run_dir: Path, key: int | None, read: Callable[[dict[str, Any]], T],
     try:
         with (run_dir / name).open("rb") as file:
             file.seek(offset)
-            return read(decode_line(file.readline(), f"{name}, at byte {offset}"))
+            record = decode_line(file.readline(), f"{name}, at byte {offset}")
+        if record.get(THINNED) == TEXT:
+            problems.append(f"{name}: the text of this group was dropped (journals.keep); scores and lengths stay")
+        return read(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
         problems.append(f"{name}, at byte {offset}: {error}" if name not in str(error) else str(error))
         return None

@@ -1,10 +1,13 @@
 """Means and counts over the rollouts of a run, from its index."""
 
-from __future__ import annotations
-
+import contextlib
+import functools
 import sqlite3
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from grmpipe.viewer.index import IndexProgress, RunIndex
 
 NUM_BINS = 5
 CHOICES = ("evaluation", "source", "status", "outcome", "failure", "judge", "cause", "fault")
@@ -28,6 +31,24 @@ class Means:
     tokens: float | None
     failed: float | None
     truncated: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """Of all rollouts of a run."""
+
+    by_step: dict[int, Means]
+    bins: Sequence[tuple[float, float, int, float]]
+    counts: Mapping[str, int]
+
+
+@functools.lru_cache(maxsize=8)
+def run_figures(index: RunIndex, state: IndexProgress) -> RunFigures:
+    """state: of the index, to ask it again once it grew. Raises sqlite3.Error."""
+    with contextlib.closing(index.read()) as connection:
+        return RunFigures(
+            by_step=means_by_step(connection), bins=truth_by_reward(connection), counts=counts(connection)
+        )
 
 
 def means_by_step(connection: sqlite3.Connection) -> dict[int, Means]:

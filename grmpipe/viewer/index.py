@@ -7,8 +7,6 @@ A torn last line waits until it is whole; a line that can't be read is counted a
 rewritten since, or the directory holds another run, the index starts over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -25,10 +23,13 @@ from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.viewer.ingest import Ingest
 
-FORMAT = "1"  # of the index; one of another format is made anew
+FORMAT = "2"  # of the index; one of another format is made anew
 # What a line refers to was written before it. So the sizes are taken from the end of this list to its beginning.
 JOURNALS = (ROLLOUTS, EVAL_ROLLOUTS, JUDGEMENTS, EVAL_JUDGEMENTS, TRAINED, GROUPS)
-PIECE_BYTES = 8_000_000  # between two commits
+PIECE_BYTES = 32_000_000  # between two commits
+PRAGMAS = """
+    PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA secure_delete = OFF;
+"""
 
 
 def cache_dir() -> Path:
@@ -85,7 +86,7 @@ class RunIndex:
         is_new = not self.path.exists()
         connection = sqlite3.connect(self.path, timeout=30)
         self.path.chmod(0o600)
-        connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536;")
+        connection.executescript(PRAGMAS)
         if is_new:
             connection.executescript((files("grmpipe.viewer") / "schema.sql").read_text(encoding="utf-8"))
             facts = {"format": FORMAT, "run_dir": str(self.run_dir), "run_id": run_id(self.run_dir)}
@@ -121,7 +122,7 @@ class RunIndex:
         run may read pieces in between.
         """
         path = self.run_dir / name
-        ingest = Ingest(connection, name, run_id(self.run_dir))
+        ingest = Ingest(connection, path, run_id(self.run_dir))
         while True:
             connection.execute("BEGIN IMMEDIATE")
             found = connection.execute("SELECT offset, unreadable FROM journals WHERE name = ?", (name,)).fetchone()

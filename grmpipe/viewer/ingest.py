@@ -1,9 +1,8 @@
 """Writes the lines of journals into the tables of an index."""
 
-from __future__ import annotations
-
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +15,7 @@ WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS)  # a journal'
 HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
 KEY = ("evaluation", "round", "group_id", "sibling")
 L = TypeVar("L", bound=Line)
+W = TypeVar("W", RolloutLine, ReportLine)
 
 
 def place_of_key(key: int) -> tuple[str, int]:
@@ -26,9 +26,10 @@ def place_of_key(key: int) -> tuple[str, int]:
 class Ingest:
     """Writes the lines of one journal into the index."""
 
-    def __init__(self, connection: sqlite3.Connection, name: str, run: str) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, run: str) -> None:
         self._connection = connection
-        self._name = name
+        self._path = path
+        self._name = name = path.name
         self._run = run
         self._held_out = name in HELD_OUT
         self._number = WITH_TEXT.index(name) if name in WITH_TEXT else 0
@@ -66,37 +67,33 @@ class Ingest:
     def _rollout(self, key: int, found: RolloutLine | None) -> None:
         if found is not None:
             row = found.row()
-            self._upsert(self._who(found, found.group_id, found.sibling), {"line": key, **row})
+            id_, before = self._store(self._who(found, found.group_id, found.sibling), {"line": key, **row}, "line")
+            self._write("snippets", {"id": id_, **found.snippets()})
             self._note("evaluation", found.prompts if self._held_out else "")
             self._note("source", row["source"])
             self._note("status", row["status"])
             for fault in str(row["faults"]).split():
                 self._note("fault", fault)
-            self._index_words(key, found.texts())
+            self._index_words(2 * id_, before, found)
 
     def _report(self, key: int, found: ReportLine | None) -> None:
         if found is not None:
-            self._outcome(key, found)
-            self._index_words(key, found.texts())
+            of_all, *others = found.outcomes().items()
+            who = self._who(found, found.group_id, found.sibling)
+            id_, before = self._store(who, {"report": key, **of_all[1]}, "report")
+            self._note("failure", of_all[1]["failure"])
+            for judge, own in others:
+                self._note("judge", judge)
+                self._note("failure", own["failure"])
+                self._write("opinions", {"id": id_, "judge": judge, **own})
+            self._failures(id_, found)
+            self._index_words(2 * id_ + 1, before, found)
 
-    def _outcome(self, key: int, found: ReportLine) -> None:
-        who = self._who(found, found.group_id, found.sibling)
-        of_all, *others = found.outcomes().items()
-        self._upsert(who, {"report": key, **of_all[1]})
-        self._note("failure", of_all[1]["failure"])
-        for judge, own in others:
-            self._note("judge", judge)
-            self._note("failure", own["failure"])
-            self._write("opinions", {**dict(zip(KEY, who, strict=True)), "judge": judge, **own})
-        self._connection.execute(
-            "DELETE FROM failures WHERE evaluation = ? AND round = ? AND group_id = ? AND sibling = ?", who
-        )
-        for _, cause in found.causes():
+    def _failures(self, id_: int, found: ReportLine) -> None:
+        self._connection.execute("DELETE FROM failures WHERE id = ?", (id_,))
+        for place, (judge, cause) in enumerate(found.causes()):
             self._note("cause", cause)
-        self._connection.executemany(
-            "INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [(*who, place, *cause) for place, cause in enumerate(found.causes())],
-        )
+            self._write("failures", {"id": id_, "place": place, "judge": judge, "cause": cause})
 
     def _write(self, table: str, row: Mapping[str, object]) -> None:
         places = ", ".join("?" * len(row))
@@ -106,7 +103,7 @@ class Ingest:
 
     def _trained(self, found: TrainedLine | None) -> None:
         if found is not None:
-            self._upsert(("", 0, found.group_id, found.sibling), found.row())
+            self._store(("", 0, found.group_id, found.sibling), found.row())
 
     def _group(self, found: GroupLine | None) -> None:
         if found is not None:
@@ -119,13 +116,19 @@ class Ingest:
     def _who(self, line: Line, group_id: str, sibling: int) -> tuple[str, int, str, int]:
         return (line.prompts, line.step or 0, group_id, sibling) if self._held_out else ("", 0, group_id, sibling)
 
-    def _upsert(self, who: tuple[str, int, str, int], row: Mapping[str, object]) -> None:
-        names = (*KEY, *row)
-        changed = ", ".join(f"{name} = excluded.{name}" for name in row)
-        self._connection.execute(
-            f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({', '.join('?' * len(names))}) "
-            f"ON CONFLICT ({', '.join(KEY)}) DO UPDATE SET {changed}", (*who, *row.values())
-        )  # fmt: skip
+    def _store(
+        self, who: tuple[str, int, str, int], row: Mapping[str, object], before: str = "NULL"
+    ) -> tuple[int, int | None]:
+        """Write these fields of a rollout. Its id, and what stood in the field `before`."""
+        where = " AND ".join(f"{name} = ?" for name in KEY)
+        found = self._connection.execute(f"SELECT id, {before} FROM rollouts WHERE {where}", who).fetchone()
+        if found is None:
+            names = (*KEY, *row)
+            insert = f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+            return self._connection.execute(insert, (*who, *row.values())).lastrowid or 0, None
+        changed = ", ".join(f"{name} = ?" for name in row)
+        self._connection.execute(f"UPDATE rollouts SET {changed} WHERE id = ?", (*row.values(), found[0]))
+        return found[0], found[1]
 
     def _note(self, field: str, value: object) -> None:
         """Offer a value in the form of the table."""
@@ -134,5 +137,14 @@ class Ingest:
             self._noted.add(one)
             self._connection.execute("INSERT OR IGNORE INTO choices VALUES (?, ?)", one)
 
-    def _index_words(self, key: int, texts: Iterable[str]) -> None:
-        self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (key, "\n".join(texts)))
+    def _index_words(self, place: int, before: int | None, found: W) -> None:
+        """before: the key of the line that this one replaces, whose words are forgotten."""
+        if before is not None:
+            with self._path.open("rb") as file:
+                file.seek(before // len(WITH_TEXT))
+                old = self._decode(file.readline(), type(found))
+            assert old is not None  # its words are in the index
+            self._connection.execute(
+                "INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", (place, "\n".join(old.texts()))
+            )
+        self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (place, "\n".join(found.texts())))

@@ -2,15 +2,16 @@
 and log-probs cost nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.viewer.snippets import snippet
+
+DROPPED = "(text dropped: journals.keep)"
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class MessageLine(msgspec.Struct, frozen=True):
     content: str = ""
 
 
-class CallLine(msgspec.Struct, frozen=True):
+class ToolCallLine(msgspec.Struct, frozen=True):
     name: str = ""
     arguments: Any = None
 
@@ -62,7 +63,7 @@ class CompletionLine(msgspec.Struct, frozen=True):
 class TurnLine(CompletionLine, frozen=True):
     replies: list[MessageLine] = []
     faults: list[str] = []
-    tool_calls: list[CallLine] = []
+    tool_calls: list[ToolCallLine] = []
 
 
 class RolloutLine(Line, frozen=True, kw_only=True):
@@ -73,8 +74,8 @@ class RolloutLine(Line, frozen=True, kw_only=True):
     status: str = ""
     reason: str = ""
     opening: list[MessageLine] = []
-    took_s: float | None = None
     right: float | None = None
+    thinned: str = ""
 
     @property
     def version(self) -> int | None:
@@ -97,19 +98,21 @@ class RolloutLine(Line, frozen=True, kw_only=True):
             yield from (f"{call.name} {json.dumps(call.arguments)}" for call in turn.tool_calls)
             yield from (message.content for message in turn.replies)
 
+    def snippets(self) -> dict[str, object]:
+        if self.thinned == TEXT:
+            return {"question": DROPPED, "answer": DROPPED}
+        return {"question": snippet(self.question), "answer": snippet(self.answer, from_end=True)}
+
     def row(self) -> dict[str, object]:
         faults = sorted({fault for turn in self.turns for fault in turn.faults})
         return {
             "prompt_id": self.prompt.prompt_id,
             "source": self.prompt.source,
-            "question": snippet(self.question),
-            "answer": snippet(self.answer, from_end=True),
             "status": self.reason or self.status,
             "version": self.version,
             "tokens": sum(turn.num_tokens for turn in self.turns),
             "turns": len(self.turns),
             "faults": " ".join(faults),
-            "took_s": self.took_s,
             **({} if self.right is None else {"truth": self.right}),  # in training it is in trained.jsonl
         }
 

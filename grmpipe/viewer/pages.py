@@ -4,8 +4,6 @@ Everything that a run's files hold is shown as text: the templates escape it, an
 scripts.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from urllib.parse import quote, urlencode
@@ -14,7 +12,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console import readable
-from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.console_metrics import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
 from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import Sibling, read_siblings
@@ -23,7 +21,7 @@ from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
 MAX_CHARS = 200_000  # of one text; what is longer loses its middle
-SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS = 30, 8, 30, 60
+SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS, SHOWN_STEPS = 30, 8, 30, 60, 500
 Query = Mapping[str, str]
 CURVES = {  # title -> title of a curve -> its metric
     "Reward": REWARDS,
@@ -79,18 +77,19 @@ def link(page: str, run: str = "", query: str = "", **more: object) -> str:
 def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
     found = query.get("metrics", "").strip()
     since = queries.parse_number("since", query["since"], int) if query.get("since") else None
+    of_run = figures.run_figures(run.index, run.index.progress())
     with contextlib.closing(run.index.read()) as connection:
-        by_step = figures.means_by_step(connection)
         return {
             "state": run.state(),
-            "charts": present(judge_and_truth(by_step), *draw_curves(run)),
+            "charts": present(judge_and_truth(of_run.by_step), *draw_curves(run)),
             "metrics": found,
             "found": present(*(chart(name, [Series(name="", points=run.series(name))]) for name in names(run, found))),
-            "by_step": by_step,
+            "by_step": [*reversed(of_run.by_step.items())][:SHOWN_STEPS],
+            "num_steps": len(of_run.by_step),
             "around": figures.means_around(connection, int(since)) if since is not None else {},
             "since": since,
-            "bins": figures.truth_by_reward(connection),
-            "counts": figures.counts(connection),
+            "bins": of_run.bins,
+            "counts": of_run.counts,
         }
 
 
@@ -171,7 +170,7 @@ def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
             "by_judge": figures.failures_by_judge(connection),
             "verdicts": figures.verdict_failures(connection),
             "wanted": wanted,
-            "total": found.total if found is not None else 0,
+            "total": found.total if found is not None else "0",
             "siblings": [sibling for row in rows for sibling in read_siblings(run.run_dir, [row])],
         }
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from urllib.parse import urlencode
 
 from grmpipe.viewer.snippets import match_expression
 
 PAGE_ROWS = 50
+COUNTED = 1000  # more are not counted
 HIGH = 0.5  # from this reward on, or this truth, an answer counts as good
 # Value of `truth` -> condition; {of}: the table that has the judge's reward.
 AGREEMENTS = {
@@ -18,8 +20,8 @@ AGREEMENTS = {
     "agree": f"({{of}}.reward >= {HIGH}) = (r.truth >= {HIGH})",
 }
 SORTS = {
-    "newest": "r.line DESC",
-    "oldest": "r.line",
+    "newest": "r.id DESC",
+    "oldest": "r.id",
     "score, highest": "{of}.score DESC",
     "score, lowest": "{of}.score IS NULL, {of}.score",
     "spread, widest": "{of}.spread DESC",
@@ -29,27 +31,27 @@ SORTS = {
     "advantage, highest": "r.advantage DESC",
     "advantage, lowest": "r.advantage IS NULL, r.advantage",
 }
+BY_ID = ("newest", "oldest")
 # Field of Filter -> condition with its value.
 CONDITIONS = {
-    "step_from": "r.step >= ?",
-    "step_to": "r.step <= ?",
-    "score_from": "{of}.score >= ?",
-    "score_to": "{of}.score <= ?",
-    "spread_from": "{of}.spread >= ?",
-    "tokens_from": "r.tokens >= ?",
-    "tokens_to": "r.tokens <= ?",
-    "source": "r.source = ?",
-    "status": "r.status = ?",
-    "outcome": "r.outcome = ?",
-    "prompt": "r.prompt_id = ?",
-    "failure": "? IN ({of}.failure, iif({of}.failure != '', 'any', NULL))",
-    "fault": "instr(' ' || r.faults || ' ', ' ' || ? || ' ')",
-    "cause": "EXISTS (SELECT 1 FROM failures f WHERE f.evaluation = r.evaluation AND f.round = r.round "
-    "AND f.group_id = r.group_id AND f.sibling = r.sibling AND f.cause = ?)",
+    "step_from": "r.step >= :step_from",
+    "step_to": "r.step <= :step_to",
+    "score_from": "{of}.score >= :score_from",
+    "score_to": "{of}.score <= :score_to",
+    "spread_from": "{of}.spread >= :spread_from",
+    "tokens_from": "r.tokens >= :tokens_from",
+    "tokens_to": "r.tokens <= :tokens_to",
+    "source": "r.source = :source",
+    "status": "r.status = :status",
+    "outcome": "r.outcome = :outcome",
+    "prompt": "r.prompt_id = :prompt",
+    "failure": ":failure IN ({of}.failure, iif({of}.failure != '', 'any', NULL))",
+    "fault": "instr(' ' || r.faults || ' ', ' ' || :fault || ' ')",
+    "words": "r.id IN (SELECT rowid >> 1 FROM words WHERE words MATCH :words)",
+    "cause": "r.id IN (SELECT id FROM failures WHERE cause = :cause)",
 }
-SAME_ROLLOUT = "o.evaluation = r.evaluation AND o.round = r.round AND o.group_id = r.group_id AND o.sibling = r.sibling"
 COLUMNS = (
-    "r.evaluation, r.round, r.group_id, r.sibling, r.line, r.report, r.prompt_id, r.source, r.question, r.answer, "
+    "r.evaluation, r.round, r.group_id, r.sibling, r.line, r.report, r.prompt_id, r.source, s.question, s.answer, "
     "r.status, r.version, r.tokens, r.turns, r.faults, {of}.score, {of}.reward, {of}.spread, {of}.votes, {of}.failure, "
     "r.step, r.outcome, r.advantage, r.truth"
 )
@@ -155,50 +157,53 @@ def parse_number(name: str, text: str, kind: type[int] | type[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPage:
+    """found: rollouts that match; where `is_more`, there are more, which nobody counted."""
+
     rows: Sequence[RolloutRow]
-    total: int
     page: int
+    found: int
+    is_more: bool
+
+    @property
+    def total(self) -> str:
+        return f"more than {self.found:,}" if self.is_more else f"{self.found:,}"
 
     @property
     def num_pages(self) -> int:
-        return max(1, -(-self.total // PAGE_ROWS))
+        return max(1, -(-self.found // PAGE_ROWS))
 
 
 def find_rollouts(connection: sqlite3.Connection, wanted: Filter) -> RolloutPage:
     """Raises sqlite3.Error."""
-    source, values = select_from(wanted)
-    of = table(wanted)
-    total = connection.execute(f"SELECT count(*) {source}", values).fetchone()[0]
-    limits = (PAGE_ROWS, (wanted.page - 1) * PAGE_ROWS)
-    order = f"{SORTS[wanted.sort].format(of=of)}, r.line DESC" if wanted.sort != "oldest" else "r.line"
-    query = f"SELECT {COLUMNS.format(of=of)} {source} ORDER BY {order} LIMIT ? OFFSET ?"
-    rows = [RolloutRow(**dict(row)) for row in connection.execute(query, (*values, *limits))]
-    return RolloutPage(rows=rows, total=total, page=wanted.page)
+    wanted = replace(wanted, words=match_expression(wanted.words))
+    end = wanted.page * PAGE_ROWS
+    counted = max(COUNTED, end)
+    found = connection.execute(select_ids(wanted), {**asdict(wanted), "limit": counted + 1})
+    ids = [row["id"] for row in found]
+    rows = read_rows(connection, wanted.judge, ids[end - PAGE_ROWS : end])
+    return RolloutPage(rows=rows, page=wanted.page, found=min(len(ids), counted), is_more=len(ids) > counted)
 
 
-def table(wanted: Filter) -> str:
-    """The table with the outcome of the wanted judge."""
-    return "o" if wanted.judge else "r"
+def read_rows(connection: sqlite3.Connection, judge: str, ids: Sequence[int]) -> list[RolloutRow]:
+    """The rollouts of these ids, in their order."""
+    of, joined = ("o", "JOIN opinions o ON o.id = r.id AND o.judge = :judge") if judge else ("r", "")
+    query = (
+        f"SELECT {COLUMNS.format(of=of)} FROM json_each(:ids) wanted CROSS JOIN rollouts r ON r.id = wanted.value "
+        f"JOIN snippets s ON s.id = r.id {joined} ORDER BY wanted.key"
+    )
+    return [RolloutRow(**dict(row)) for row in connection.execute(query, {"ids": json.dumps(ids), "judge": judge})]
 
 
-def select_from(wanted: Filter) -> tuple[str, list[object]]:
-    """FROM and WHERE, with their values."""
-    joined = f" JOIN opinions o ON {SAME_ROLLOUT} AND o.judge = ?" if wanted.judge else ""
-    values: list[object] = [wanted.judge] if wanted.judge else []
-    conditions = ["r.evaluation = ?", "r.line IS NOT NULL"]
-    values.append(wanted.evaluation)
-    for name, condition in CONDITIONS.items():
-        value = getattr(wanted, name)
-        if value not in (None, ""):
-            conditions.append(condition)
-            values.append(value)
+def select_ids(wanted: Filter) -> str:
+    """The query for the first :limit ids, with a parameter per field of the filter: one pass over the table at most."""
+    conditions = ["+r.evaluation = :evaluation", "r.line IS NOT NULL"]  # +: not by an index, most rollouts have it
+    conditions += [text for name, text in CONDITIONS.items() if getattr(wanted, name) not in (None, "")]
     if wanted.truth:
         conditions.append(AGREEMENTS[wanted.truth])
-    if expression := match_expression(wanted.words):
-        found = "(SELECT rowid FROM words WHERE words MATCH ?)"
-        conditions.append(f"(r.line IN {found} OR r.report IN {found})")
-        values += [expression, expression]
-    return f"FROM rollouts r{joined} WHERE {' AND '.join(conditions)}".format(of=table(wanted)), values
+    of, joined = ("o", "CROSS JOIN opinions o ON o.id = r.id AND o.judge = :judge") if wanted.judge else ("r", "")
+    order = SORTS[wanted.sort] if wanted.sort in BY_ID else f"{SORTS[wanted.sort]}, r.id DESC"
+    query = f"SELECT r.id FROM rollouts r {joined} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT :limit"
+    return query.format(of=of)
 
 
 # -- groups and prompts ------------------------------------------------------------------------------------------------
@@ -206,25 +211,25 @@ def select_from(wanted: Filter) -> tuple[str, list[object]]:
 
 def read_group(connection: sqlite3.Connection, group_id: str, *, evaluation: str, round_: int) -> list[RolloutRow]:
     """The siblings in their order."""
-    query = f"SELECT {COLUMNS.format(of='r')} FROM rollouts r WHERE evaluation = ? AND round = ? AND group_id = ? "
-    rows = connection.execute(f"{query} AND line IS NOT NULL ORDER BY sibling", (evaluation, round_, group_id))
-    return [RolloutRow(**dict(row)) for row in rows]
+    query = "SELECT id FROM rollouts WHERE evaluation = ? AND round = ? AND group_id = ? AND line IS NOT NULL"
+    found = connection.execute(f"{query} ORDER BY sibling", (evaluation, round_, group_id))
+    return read_rows(connection, "", [row["id"] for row in found])
 
 
 def read_prompt(connection: sqlite3.Connection, prompt_id: str, limit: int) -> list[RolloutRow]:
     """The last answers to a prompt, in training or held out."""
-    query = f"SELECT {COLUMNS.format(of='r')} FROM rollouts r WHERE prompt_id = ? AND line IS NOT NULL "
-    rows = connection.execute(f"{query} ORDER BY round DESC, line DESC LIMIT ?", (prompt_id, limit))
-    return [RolloutRow(**dict(row)) for row in rows]
+    query = "SELECT id FROM rollouts WHERE prompt_id = ? AND line IS NOT NULL ORDER BY round DESC, id DESC LIMIT ?"
+    return read_rows(connection, "", [row["id"] for row in connection.execute(query, (prompt_id, limit))])
 
 
 def find_shared_prompts(a: sqlite3.Connection, b: sqlite3.Connection, limit: int) -> list[tuple[str, str]]:
     """Prompts that both runs answered, as id and question: where their rewards differ most first."""
     query = (
-        "SELECT prompt_id, max(question) AS question, avg(reward) AS reward FROM rollouts "
-        "WHERE prompt_id != '' AND reward IS NOT NULL GROUP BY prompt_id"
+        "SELECT prompt_id, max(id) AS id, avg(reward) AS reward FROM rollouts "
+        "WHERE prompt_id != '' AND reward IS NOT NULL AND line IS NOT NULL GROUP BY prompt_id"
     )
-    of_a = {row["prompt_id"]: row for row in a.execute(query)}
-    both = [(abs(row["reward"] - of_a[row["prompt_id"]]["reward"]), row["prompt_id"], row["question"])
+    of_a = {row["prompt_id"]: row["reward"] for row in a.execute(query)}
+    both = [(abs(row["reward"] - of_a[row["prompt_id"]]), row["id"])
             for row in b.execute(query) if row["prompt_id"] in of_a]  # fmt: skip
-    return [(prompt_id, question) for _, prompt_id, question in sorted(both, key=lambda one: -one[0])[:limit]]
+    shown = [id_ for _, id_ in sorted(both, key=lambda one: -one[0])[:limit]]
+    return [(row.prompt_id or "", row.question or "") for row in read_rows(b, "", shown)]

@@ -1,7 +1,5 @@
 """Short texts for tables, and queries in the words of a person. Pure."""
 
-from __future__ import annotations
-
 import re
 
 SNIPPET_CHARS = 160

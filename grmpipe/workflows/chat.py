@@ -1,7 +1,5 @@
 """What a chat between a workflow and the policy consists of: replies and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +24,7 @@ TRUNCATES: Mapping[str, TruncationReason] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
+class ChatOptions:
     """What a call of the policy may ask for besides its messages.
 
     max_tokens: may only lower the run's.

@@ -1,14 +1,12 @@
 """Messages, tools, replies and refusals in the JSON of OpenAI's chat completions, and back. Pure: no server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, RefusalCode, TokenLogprob
+from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply, RefusalCode, TokenLogprob
 from models.types import Message, ToolCall, ToolSpec
 
 Json = Mapping[str, Any]  # an object of the wire; it stays in this file, the server and the client
@@ -78,10 +76,10 @@ class ChatRequest(msgspec.Struct):
     logprobs: bool | None = None
 
     @property
-    def options(self) -> CallOptions:
+    def options(self) -> ChatOptions:
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return CallOptions(max_tokens=limit, stop=stop, logprobs=bool(self.logprobs))
+        return ChatOptions(max_tokens=limit, stop=stop, logprobs=bool(self.logprobs))
 
     @property
     def with_usage(self) -> bool:

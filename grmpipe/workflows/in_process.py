@@ -1,7 +1,5 @@
 """Workflows as functions in this process: for code that you trust, and that never blocks the event loop."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a workflow returned -> the rewards of its turns. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from grmpipe.config.keys.user_code import format_value, plain_text, to_number

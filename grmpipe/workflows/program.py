@@ -7,8 +7,6 @@ exit     0; anything else is a failure of the environment, unless stderr ends wi
          the policy's doing (env.policy_errors)
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

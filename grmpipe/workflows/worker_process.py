@@ -3,8 +3,6 @@
 python -m grmpipe.workflows.worker_process <number of the inherited socket>
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import traceback

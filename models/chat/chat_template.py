@@ -3,8 +3,6 @@
 Refuses what would break the rendering of a conversation in pieces: tools that spell markup, lists that move.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The token ids of conversations: the markup of a chat template, encoded once for each shape, around encoded texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

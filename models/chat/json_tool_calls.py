@@ -3,8 +3,6 @@
 What can't be read stays in the content, beside an error in words for the model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence

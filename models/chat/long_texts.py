@@ -1,7 +1,5 @@
 """Work on long texts in a thread of its own, so that the event loop goes on meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Only literal values are read, from the syntax tree. What can't be read stays in 
 for the model.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

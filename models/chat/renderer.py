@@ -179,9 +179,10 @@ class Renderer:
             return completion
         return with_thought(completion, self.thinking, self.decode, self.decode_special)
 
-    def means_the_same(self, other: Renderer) -> bool:
-        """Whether every token id has the same text in both."""
-        return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+
+def mean_the_same(one: Renderer, other: Renderer) -> bool:
+    """Whether every token id has the same text in both."""
+    return one.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
 
 def _sizes(path: str) -> tuple[int, int]:

@@ -5,8 +5,6 @@ already written that marker into the prompt (DeepSeek-R1, QwQ). A thought ends w
 in a quotation (a line that begins with ">"). One that never ends was truncated: such a completion has no answer.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

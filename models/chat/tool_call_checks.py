@@ -3,8 +3,6 @@
 Names no format.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

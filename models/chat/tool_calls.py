@@ -4,8 +4,6 @@ A parser takes a completion's answer, without its thought, and the tools that th
 call that can't be read is an error in the turn. Whether a tool exists and its arguments fit is for the caller to say.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

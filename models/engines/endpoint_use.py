@@ -1,7 +1,5 @@
 """How a run uses an endpoint: its limits, its log of requests, and the keys that a user would change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The memory of an engine on a device: what it holds by its options, and what it can free. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

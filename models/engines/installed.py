@@ -1,7 +1,5 @@
 """Checks whether vLLM, SGLang and peft are installed, and what to type if not. Imports none of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version

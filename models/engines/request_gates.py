@@ -1,10 +1,8 @@
 """Requests in progress in an event loop: joined by id, admitted by priority."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class SharedCall(Generic[T]):
+class SharedRequest(Generic[T]):
     """One request, and the number of its waiters."""
 
     task: asyncio.Task[T]
@@ -25,7 +23,7 @@ class SingleFlight(Generic[T]):
     """A request_id in progress gets that request's answer. The task ends with its last waiter."""
 
     def __init__(self) -> None:
-        self._flights: dict[str, SharedCall[T]] = {}
+        self._flights: dict[str, SharedRequest[T]] = {}
         self._tasks: set[asyncio.Task[T]] = set()  # an event loop holds tasks only weakly
 
     def __contains__(self, request_id: str) -> bool:
@@ -45,14 +43,14 @@ class SingleFlight(Generic[T]):
                 self._land(request_id, flight)  # later calls begin again
                 flight.task.cancel()
 
-    def _take_off(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> SharedCall[T]:
-        flight = SharedCall(asyncio.ensure_future(begin()))
+    def _take_off(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> SharedRequest[T]:
+        flight = SharedRequest(asyncio.ensure_future(begin()))
         self._tasks.add(flight.task)
         flight.task.add_done_callback(lambda _: self._land(request_id, flight))
         flight.task.add_done_callback(self._tasks.discard)
         return flight
 
-    def _land(self, request_id: str, flight: SharedCall[T]) -> None:
+    def _land(self, request_id: str, flight: SharedRequest[T]) -> None:
         if self._flights.get(request_id) is flight:
             del self._flights[request_id]
 
@@ -64,20 +62,33 @@ class PrioritySemaphore:
         self._free = width
         self._waiting = PriorityGate()
 
-    @asynccontextmanager
-    async def enter(self, priority: int) -> AsyncIterator[None]:
+    def enter(self, priority: int) -> AbstractAsyncContextManager[None]:
+        """Context of an admitted caller."""
+        return _Admission(self, priority)
+
+    async def until_admitted(self, priority: int) -> None:
         if self._free:
             self._free -= 1
         else:
-            await self._waiting.wait(priority, self._let_next_in)
-        try:
-            yield
-        finally:
-            self._let_next_in()
+            await self._waiting.wait(priority, self.let_next_in)
 
-    def _let_next_in(self) -> None:
+    def let_next_in(self) -> None:
         if not self._waiting.let_one():
             self._free += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Admission:
+    """`PrioritySemaphore.enter`."""
+
+    gate: PrioritySemaphore
+    priority: int
+
+    async def __aenter__(self) -> None:
+        await self.gate.until_admitted(self.priority)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.gate.let_next_in()
 
 
 class AdmissionGate:

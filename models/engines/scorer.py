@@ -1,7 +1,5 @@
 """Serves a model with a scalar head: sequences in, one number each. Batches its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Requests in flight at an engine, each with all who wait for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """When a completion ends, and its text. Pure, except for a cache over the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 
 from models.types import FinishReason, SamplingParams

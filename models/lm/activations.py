@@ -1,7 +1,5 @@
 """What layers keep from forward to backward: activation checkpointing, and its offload to the host."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

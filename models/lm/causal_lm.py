@@ -1,7 +1,5 @@
 """Causal language models: loading, and log-probs of packed samples."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Frozen weights aren't saved: they never change, and a resumed run loads the same files.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence

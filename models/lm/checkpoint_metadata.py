@@ -1,7 +1,5 @@
 """Reads a sharded checkpoint with an untrusted .metadata, which is a pickle: makes only data and runs nothing."""
 
-from __future__ import annotations
-
 import pathlib
 import pickle
 from typing import Any

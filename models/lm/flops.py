@@ -9,8 +9,6 @@ and torchtitan count the masked half too), the experts that a token is sent to, 
 Not counted is what an implementation adds: recomputed activations, padding, norms, softmax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 # Bytes per logit of a chunk in the backward pass: as computed, as float32, its gradient twice.
 BYTES_PER_CHUNK_LOGIT = {"float32": 16, "bfloat16": 14, "float16": 14}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# By the type of AdamW's state; in 8 bits each block of values has a scale.
-BYTES_OF_A_MOMENT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4.0 / 256}
+BYTES_OF_ADAM = 8  # two moments of a trained value, in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

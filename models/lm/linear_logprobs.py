@@ -7,8 +7,6 @@ all rows, summed in float32 by the kernel, and needs no accumulator as large as 
 R: rows, D: hidden size, V: vocabulary, C: columns of a chunk.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

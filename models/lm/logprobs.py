@@ -1,7 +1,5 @@
 """Log-probs and entropy of chosen tokens, from logits. Pure: no model, no device of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm
-from models.lm.pieces import Outgoing, Piece, list_pieces, unshard
+from models.lm.unshard import Outgoing, Piece, list_pieces, unshard
 from models.settings import LoraConfig
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """Offloads tensors: frees their device memory while their bytes wait on the host."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -3,8 +3,6 @@
 It stays where its model calls it: FSDP2 gathers and frees its weights around the call, tied or not. Chooses no tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

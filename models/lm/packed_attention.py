@@ -3,8 +3,6 @@
 T: packed tokens, H: query heads, G: key heads, D: head size, N, Q, K: as in models/lm/packing.py.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -4,8 +4,6 @@ Packed attention separates samples only in attention. A recurrent or convolution
 a window or a choice of keys that exists only in a mask is lost: log-probs are then wrong without any error.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -4,8 +4,6 @@ S: samples, T: packed tokens. The own tokens of samples are end to end. A sample
 parent's own tokens and before them, in the parent's prefix.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,12 +16,20 @@ from models.lm.parallel.context_parallel import ContextRanks
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prefixes:
     """The prefixes of samples: the first tokens of another sample, its parent."""
 
     parents_S: Tensor  # int64, the sample that holds the prefix's last token among its own; without a prefix: itself
     lengths_S: Tensor  # int64, longer than the parent's prefix; 0: no prefix
+
+    @cached_property
+    def depth(self) -> int:
+        """The largest number of other samples that hold tokens of one sample; at least 1."""
+        holders_S, depth = self.parents_S, 1
+        while (self.lengths_S[holders_S] > 0).any():
+            holders_S, depth = self.parents_S[holders_S], depth + 1
+        return depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,17 +163,8 @@ class Packing:
         positions_K = torch.arange(number, device=samples_N.device)
         found_NK = (self._offsets_S[samples_N, None] + positions_K).minimum(self._ends_S[samples_N, None] - 1)
         holders_N = samples_N
-        for _ in range(self._depth):
+        for _ in range(self._prefixes.depth):
             prefix_N1 = self._prefixes.lengths_S[holders_N, None]
             holders_N = self._prefixes.parents_S[holders_N]
             found_NK = torch.where(positions_K < prefix_N1, self._offsets_S[holders_N, None] + positions_K, found_NK)
         return found_NK
-
-    @cached_property
-    def _depth(self) -> int:
-        """The largest number of other samples that hold tokens of one sample."""
-        assert self._prefixes is not None
-        holders_S, depth = self._prefixes.parents_S, 1
-        while (self._prefixes.lengths_S[holders_S] > 0).any():
-            holders_S, depth = self._prefixes.parents_S[holders_S], depth + 1
-        return depth

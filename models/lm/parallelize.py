@@ -1,7 +1,5 @@
 """One model on several ranks: FSDP2 and its precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rounds weights to few bits and back, in place: what a quantized sampler computes with."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -3,8 +3,6 @@
 Its files are those of Hugging Face's token or sequence classification with one label. Never generates.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Weights sent by rank 0 of a process group, over sockets (gloo) or between GPUs (nccl): both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from models.bucket_memory import BucketMemory
 from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket, parse_dtype
+from models.weights.open_bucket import open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 

@@ -1,7 +1,5 @@
 """Checksums that prove that weights arrived: 64 bits of tensors' bytes, computed where they are."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

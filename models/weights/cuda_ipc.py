@@ -1,7 +1,5 @@
 """Weights in the memory of a GPU shared by learner and engine, mapped by the engine (CUDA IPC): both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +9,7 @@ from torch.storage import TypedStorage
 
 from models.bucket_memory import BucketMemory
 from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket
+from models.weights.open_bucket import open_bucket
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 

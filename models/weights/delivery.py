@@ -1,7 +1,5 @@
 """One delivery of a bucket in a thread of its own, while its caller makes the next bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 

@@ -2,14 +2,12 @@
 in.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from models.types import GroupLink, WeightBucket, WeightTensor
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 
 
 class WeightInbox:

@@ -1,7 +1,5 @@
 """Weights within the bucket itself, sent between processes and nodes through the object store: both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from models.types import InlineBytes, WeightBucket, WeightTensor
 from models.weights.checksums import as_bytes
-from models.weights.opening import num_bytes, open_bucket, parse_dtype
+from models.weights.open_bucket import num_bytes, open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import UnshardedBucket, WeightTransport
 

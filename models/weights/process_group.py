@@ -5,8 +5,6 @@ A receiver made by torch itself (SGLang's `init_custom_process_group`: a TCPStor
 stay out of torch's registry: sender and receiver may share a process, and leaving one group affects no other.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Weights through safetensors files in a folder that learner and engines can open: both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from models.bucket_memory import BucketMemory
 from models.types import SafetensorsFile, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket
+from models.weights.open_bucket import open_bucket
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import WeightFile, sweep

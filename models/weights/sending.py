@@ -1,7 +1,5 @@
 """The sending end of a weight transport, as the learner sees it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Weights through files in this machine's memory: both ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from models.bucket_memory import room_for, views
 from models.types import SharedMemory, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket, parse_dtype
+from models.weights.open_bucket import open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import SharedArena, folders_of_shared_memory, sweep

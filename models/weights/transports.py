@@ -5,8 +5,6 @@ A new one is a file with both its ends (see shared_memory.py) and a row here. A 
 `sync.transport` names by its dotted path.
 """
 
-from __future__ import annotations
-
 from models.import_path import explain_hidden_package, import_module
 from models.types import TransportKind
 

@@ -1,7 +1,5 @@
 """Temporary files of weights: named by their process, deleted when it ends, swept up after a crash."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

@@ -1,7 +1,5 @@
 """A model, sharded or not, as a stream of unsharded tensors in buckets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.pieces import Outgoing, Piece, has_even_rows, list_pieces, split_rows
+from models.lm.unshard import Outgoing, Piece, has_even_rows, list_pieces, split_rows
 from models.weights.sending import Shape, UnshardedBucket
 
 BUCKETS_PER_PUSH = 256  # if the size of the bucket depends on the model's

@@ -5,8 +5,6 @@ python -m scheduler.processes.await_nodes ADDRESS NODES [SECONDS]
 Its machine must be one of the nodes: Ray's clients talk to a raylet beside them.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """Time limits of calls to other processes: every call has one, by what it does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # Short calls, and waits that are repeated all the time.

@@ -1,7 +1,5 @@
 """Begins the calls of a process in the order in which they were made, in any order of arrival."""
 
-from __future__ import annotations
-
 import asyncio
 
 

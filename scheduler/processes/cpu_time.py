@@ -1,7 +1,5 @@
 """CPU seconds of processes on this machine, by their ids. Reads the system's counters."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from pathlib import Path

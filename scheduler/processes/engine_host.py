@@ -1,7 +1,5 @@
 """The far end of a RemoteEngine: serves any Engine to another process, in batches."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

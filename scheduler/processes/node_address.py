@@ -1,7 +1,5 @@
 """The address of this machine, in a process of Ray."""
 
-from __future__ import annotations
-
 
 def node_address() -> str:
     """The address by which the cluster's machines know this one."""

@@ -1,7 +1,5 @@
 """One process under Ray: calling it, ending it, and why it died."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

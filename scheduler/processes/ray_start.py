@@ -1,7 +1,5 @@
 """Starts or joins Ray, and reads what its machines have."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import logging
@@ -19,6 +17,7 @@ from ray.exceptions import AuthenticationError
 
 from models.import_path import worker_setup
 from scheduler.placement import ClusterConfig, NodeCapacity
+from scheduler.processes.fork_server import worker_command
 
 ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
 
@@ -63,8 +62,11 @@ def init_ray(config: ClusterConfig) -> None:
         if config.address is not None:
             _join_ray(config.address, config.packages, select_env_vars(config.env_vars, os.environ))
             return
+        if (command := worker_command()) is not None:  # idle workers that Ray starts ahead would not have it
+            os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         ray.init(
             address="local",
+            runtime_env={"py_executable": command} if command is not None else None,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -1,7 +1,5 @@
 """An engine in another process, as an Engine: calls of one tick are sent together."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ vLLM measures free memory at its start and counts all memory that disappears mea
 loads a model at that moment makes it miscount, or fail.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """The expected load of each engine of a role, in tokens to prefill and to sample."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 

@@ -1,12 +1,10 @@
 """The engines of a role: which live, which serve, which are replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from models.types import Engine, EngineDied
 from scheduler.events import EventSink
@@ -40,6 +38,29 @@ class Member:
     num_stays: int = 1  # how often it began to serve: what it had cached before, it may have lost
     heard_s: float = -math.inf  # when it last answered a request, or began to
     waits: set[asyncio.Timeout] = field(default_factory=set)  # of answers that are waited for
+
+
+class TrackedRequest:
+    """Context in which an engine answers a request. Raises EngineDied at once if it is marked dead."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._waits = member.waits  # of this engine, not of its replacement
+        self._wait = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._wait.__aenter__()
+        self._waits.add(self._wait)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._waits.discard(self._wait)
+        try:
+            await self._wait.__aexit__(kind, error, trace)
+        except TimeoutError as ended:
+            assert self._member.death is not None
+            raise EngineDied(self._member.death.cause) from ended
 
 
 class RoleMembers:
@@ -123,23 +144,6 @@ class RoleMembers:
                 raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
             self._change.clear()
             await self._change.wait()
-
-    @asynccontextmanager
-    async def track_request(self, name: str) -> AsyncIterator[None]:
-        """Context in which an engine answers a request. Raises EngineDied at once if it is marked dead."""
-        member = self._members[name]
-        waits = member.waits  # of this engine, not of its replacement
-        try:
-            async with asyncio.timeout(None) as wait:
-                waits.add(wait)
-                yield
-        except TimeoutError as error:
-            if wait.expired():
-                assert member.death is not None, name
-                raise EngineDied(member.death.cause) from error
-            raise
-        finally:
-            waits.discard(wait)
 
     def _serve(self, name: str, engine: Engine) -> None:
         self._members[name].num_stays += 1

@@ -4,8 +4,6 @@ The sampled tokens become the end of the next prompt: the model continues where 
 token keeps its log-prob and the version that sampled it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Limits on requests and tokens per minute, enforced before sending: token buckets on the event loop's clock."""
 
-from __future__ import annotations
-
 import asyncio
 
 from models.priority_gate import PriorityGate

@@ -24,7 +24,7 @@ from models.types import (
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.expected_load import LoadEstimate
 from scheduler.routing.in_flight import RoleLoad
-from scheduler.routing.members import Death, RoleMembers
+from scheduler.routing.members import Death, RoleMembers, TrackedRequest
 from scheduler.routing.migration import Continuation, PartialRequest, can_be_continued
 
 NO_REQUEST = "health look"  # no request has this id: aborting it tests an engine and changes nothing
@@ -194,7 +194,7 @@ class Router:
 
         engine_context = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
         try:
-            async with self.members.track_request(name):
+            async with TrackedRequest(member):
                 part = await engine.generate(partial.prompt_ids, partial.params, engine_context, on_first_token)
             num_tokens = part.num_tokens
             member.heard_s = now_s()

@@ -1,7 +1,5 @@
 """Estimates the length of a role's requests and the speed of its engines from ended requests. Pure: no clock."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field

@@ -10,11 +10,10 @@ the cubic norm of the roles' times. It lies between their sum (the latency of a 
 throughput of overlapping steps, which thin batches on many slots waste).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from models.bounds import Bounded, above, at_least, one_of
 from scheduler.routing.in_flight import RoleBacklog
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
@@ -22,24 +21,16 @@ SWAPS = ("auto", "sleep", "weights")
 
 
 @dataclass(frozen=True)
-class BalanceConfig:
+class BalanceConfig(Bounded):
     """When slots of elastic pools change their role. Other pools ignore it."""
 
-    every_s: float = 0.2  # Longest time between two decisions.
-    switch_s: float = 0.5  # Assumed time of a move until moves are measured.
-    hysteresis: float = 1.0  # A move must gain this many times its cost, in addition to its cost.
+    every_s: float = above(0, 0.2)  # Longest time between two decisions.
+    switch_s: float = above(0, 0.5)  # Assumed time of a move until moves are measured.
+    # A move must gain this many times its cost, in addition to its cost.
+    hysteresis: float = at_least(0, 1.0)
     # How a slot changes its role: between engines that sleep, or by the weights of one shared engine; docs/placement.md
     # says what auto chooses.
-    swap: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.swap not in SWAPS:
-            raise ValueError(f"swap: unknown value {self.swap!r}; known: {', '.join(SWAPS)}")
-        for key in ("every_s", "switch_s"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        if self.hysteresis < 0:
-            raise ValueError(f"hysteresis: must be 0 or more, got {self.hysteresis}")
+    swap: str = one_of(SWAPS, "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

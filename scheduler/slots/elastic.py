@@ -10,8 +10,6 @@ Or A and B are views of one engine (shared_engine.py): then none sleeps, and B's
 All on the event loop's clock. Routers send the requests; this module only says which engines serve.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -25,7 +23,7 @@ from scheduler.events import EventSink, NoEvents
 from scheduler.routing.in_flight import NEVER_S
 from scheduler.routing.router import Router
 from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
-from scheduler.slots.health import BringCurrent, need_no_weights
+from scheduler.slots.engine_replacement import BringCurrent, need_no_weights
 from scheduler.slots.sleep import SleepingEngine, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 

@@ -1,7 +1,5 @@
 """How often a dead member of a role may still be replaced."""
 
-from __future__ import annotations
-
 import asyncio
 
 WINDOW_S = 3600.0  # in which tries are counted

@@ -5,8 +5,6 @@
 A dead engine is dead for all its roles. The first role that replaces it restarts it, the others use the new one.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from scheduler.slots.health import Restart
+from scheduler.slots.engine_replacement import Restart
 
 
 @dataclass(slots=True, eq=False)

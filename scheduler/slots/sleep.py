@@ -1,7 +1,5 @@
 """Puts engines to sleep, so that others on their device can use the memory."""
 
-from __future__ import annotations
-
 import logging
 from typing import Protocol, runtime_checkable
 

@@ -7,8 +7,6 @@
 During the learner's phase its clocks stand still. On the event loop's clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -20,7 +18,7 @@ from models.types import Engine, EngineDied, OnDevice
 from scheduler.clock import Standstill
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import Router
-from scheduler.slots.health import BringCurrent, need_no_weights
+from scheduler.slots.engine_replacement import BringCurrent, need_no_weights
 from scheduler.slots.sleep import SleepingEngine, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 

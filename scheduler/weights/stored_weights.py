@@ -3,8 +3,6 @@
 The page cache holds files that were read before, as long as there is memory. Knows no tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

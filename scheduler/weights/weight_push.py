@@ -8,16 +8,15 @@ One deadline covers every step of every engine; it grows with the bytes sent. A 
 on weights that must not be sampled from; a later push starts over and needs no restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
 
+from models.bounds import Bounded, above, at_least
 from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
-from scheduler.supervise import run_together
+from scheduler.run_together import run_together
 from scheduler.weights.weight_checks import (
     WeightMismatch,
     check_finite,
@@ -33,38 +32,27 @@ LEARNER = "learner"
 
 
 @dataclass(frozen=True)
-class SyncConfig:
+class SyncConfig(Bounded):
     """How weights reach the engines, how long a push may take, and how close engines must be to the learner on the
     probe: a few tokens that both score after each push.
     """
 
     # How weights are sent: a transport, or the dotted path of your own; auto: by where learner and engines are.
     transport: str = "auto"
-    bucket_mb: int = 0  # Weights sent at once; at most two such buckets are held. 0: by the size of the model.
-    deadline_s: float = 60.0  # Limit of a push, besides the time for its bytes and for a new process group.
+    # Weights sent at once; at most two such buckets are held. 0: by the size of the model.
+    bucket_mb: int = at_least(0, 0, "0 (by the model's size) or more")
+    # Limit of a push, besides the time for its bytes and for a new process group.
+    deadline_s: float = above(0, 60.0)
     # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
-    min_mb_per_s: float = 100.0
-    join_s: float = 120.0  # Limit for a new process group of broadcasts to connect.
-    probe_tokens: int = 64  # Most tokens of the probe.
+    min_mb_per_s: float = above(0, 100.0)
+    join_s: float = above(0, 120.0)  # Limit for a new process group of broadcasts to connect.
+    # Most tokens of the probe.
+    probe_tokens: int = at_least(2, 64, "at least 2 (the first token has no log-prob)")
     # [nats] Largest median difference of log-probs over the likelier half of the probe, if float32 is sent.
-    probe_tolerance: float = 1e-3
-    probe_tolerance_16bit: float = 0.25  # [nats] The same tolerance if bfloat16 or float16 is sent.
+    probe_tolerance: float = above(0, 1e-3)
+    probe_tolerance_16bit: float = above(0, 0.25)  # [nats] The same tolerance if bfloat16 or float16 is sent.
     # [nats] The same tolerance if the engine's options quantize its weights or cache.
-    probe_tolerance_quantized: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.bucket_mb < 0:
-            raise ValueError(f"bucket_mb: must be 0 (by the model's size) or more, got {self.bucket_mb}")
-        if self.probe_tokens < 2:
-            raise ValueError(
-                f"probe_tokens: must be at least 2 (the first token has no log-prob), got {self.probe_tokens}"
-            )
-        for key in (
-            "deadline_s", "min_mb_per_s", "join_s", "probe_tolerance", "probe_tolerance_16bit",
-            "probe_tolerance_quantized",
-        ):  # fmt: skip
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+    probe_tolerance_quantized: float = above(0, 1.0)
 
 
 class WeightSource(Protocol):

@@ -4,8 +4,6 @@ A push holds the learner's weights and brings them to every engine (see weight_p
 the last push or, if the learner has stepped since, waits for the next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grmpipe.tiny.mixture import upcycle
 from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.tiny.upcycle import upcycle
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixtures("ray_here")]
 RUN = ("cluster=ray", "placement=two_ranks", "judge=rule", "train.deterministic=true", "train.num_steps=2",

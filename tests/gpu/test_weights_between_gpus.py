@@ -14,7 +14,7 @@ from torch import nn
 from models.types import GroupLink, WeightBucket
 from models.weights.checksums import ON_DEVICE
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 

@@ -1,7 +1,5 @@
 """The costs of a planned run's processes, by roofline."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,14 +17,14 @@ from grmpipe.capacity.cost import (
     sync_time_s,
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
-from grmpipe.capacity.plan.memory import engine_weights, kv_room, moment_bytes
+from grmpipe.capacity.plan.memory import engine_weights, kv_room
 from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts, scorer_dtypes
 from grmpipe.capacity.plan.work import pack_group, pack_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from models.lm.flops import PackedSizes
-from models.lm.footprint import BYTES, Footprint
+from models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint
 from models.settings import LoraConfig
 from models.types import EngineSpeed
 from scheduler.devices import DeviceSpec
@@ -47,7 +45,9 @@ def estimate_costs(facts: RunFacts) -> Costs:
     engines = {
         role: estimate_engine_speed(role, facts, where) for role, where in seated.items() if role in facts.roles.served
     }
-    learner, trained = seated[LEARNER], grm_learners(facts)
+    # The roles that train judging models -> the roles whose weights they train.
+    trained = {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
+    learner = seated[LEARNER]
     return Costs(
         engines=engines,
         learner=estimate_learner(POLICY, facts, learner),
@@ -61,7 +61,7 @@ def estimate_costs(facts: RunFacts) -> Costs:
         sync_s=push_s(POLICY, facts, learner),
         grm_sync_s={role: push_s(model, facts, seated[role]) for role, model in trained.items()},
         switch_s=estimate_switch(facts, seated),
-        driver_request_s=estimate_driver(facts),
+        driver_request_s=0.0 if facts.config.cluster.kind == "inprocess" else DRIVER_REQUEST_S,
         cores=count_cores(facts),
     )
 
@@ -132,13 +132,8 @@ def speed_by_sheet(
         keeps_attention=activations.checkpointing == "selective",
         copies=train.parallel.dp_replicate,
         token_bytes_to_host=inputs,
-        step_bytes_to_host=moment_bytes(train, trained) if train.optimizer.offload else 0.0,
+        step_bytes_to_host=BYTES_OF_ADAM * trained if train.optimizer.offload else 0.0,
     )
-
-
-def grm_learners(facts: RunFacts) -> dict[str, str]:
-    """The roles that train judging models -> the roles whose weights they train."""
-    return {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
 
 
 def estimate_critic(facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
@@ -167,13 +162,6 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     resource = facts.config.placement.pools[where.pool].resource
     num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
     return sync_time_s(count_push_bytes(model, facts), device, over_nodes=num_slots > device.slots_per_node)
-
-
-def estimate_driver(facts: RunFacts) -> float:
-    """Time of the driver process per request; 0 if engines run in the same process."""
-    if facts.config.cluster.kind == "inprocess":
-        return 0.0
-    return DRIVER_REQUEST_S
 
 
 def count_cores(facts: RunFacts) -> int:

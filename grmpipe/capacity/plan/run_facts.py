@@ -15,8 +15,8 @@ from grmpipe.validate.engines import check_installed, check_swap, check_tensor_p
 from grmpipe.validate.learners import check_experts, check_learns, check_query_heads
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_critic, find_model
-from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
+from grmpipe.validate.role_placement import seat_roles
 from grmpipe.validate.sections import ModelNotHere, section
 from models.hub import find_files
 from models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads

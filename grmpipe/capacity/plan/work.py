@@ -1,7 +1,5 @@
 """The work of a step of a planned run, by role: its requests, their tokens, what learners train on."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Busy processes get equal shares, and none gets more than one core or one GPU. If
 cores, they alternate, and each switch begins with cold caches.
 """
 
-from __future__ import annotations
-
 from grmpipe.capacity.lower_bound import DRIVER, is_on_cpu
 from models.engines.simulated.simulated_rate import SharedDevice
 from scheduler.placement import Placement

@@ -1,7 +1,5 @@
 """The answers of simulated engines: lengths, scripts, and a tokenizer that only counts."""
 
-from __future__ import annotations
-
 import math
 import re
 import zlib

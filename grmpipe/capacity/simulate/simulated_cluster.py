@@ -2,8 +2,6 @@
 learner take time instead of working, and the driver takes the time it is given.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +33,9 @@ from scheduler.gc_tuning import infrequent_gc
 from scheduler.placement import Placement
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
+from scheduler.run_together import run_until
 from scheduler.slots.elastic import ElasticPool, ElasticRole
 from scheduler.slots.time_share import SharedRole, TimeShare
-from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)
@@ -162,8 +160,8 @@ class Simulation:
         if speed is None:
             return None
         cp = config.critic.parallel.cp
-        group = CriticLearnerRanks(self._start_ranks(CRITIC, speed, cp), self._events, cp)
-        return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
+        ranks = CriticLearnerRanks(self._start_ranks(CRITIC, speed, cp), self._events, cp)
+        return Critic(ranks, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
 
     def _time_share(self, routers: Mapping[str, Router], learner: TimeSharedLearnerRanks) -> TimeShare | None:
         """The time-shared pool of the learner."""

@@ -1,7 +1,5 @@
 """The ranks of a learner or a critic that only take time. Their driver side is the real one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

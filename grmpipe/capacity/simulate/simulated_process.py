@@ -1,7 +1,5 @@
 """Processes that only take time: one that does one thing after another, and the driver process of a run."""
 
-from __future__ import annotations
-
 import asyncio
 
 from grmpipe.judge.grm import GrmPrompt, LocalGrm, PromptRenderer

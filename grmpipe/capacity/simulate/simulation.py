@@ -1,7 +1,5 @@
 """task=simulate: from a configuration to a simulation and its files."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

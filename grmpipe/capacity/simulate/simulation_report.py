@@ -1,7 +1,5 @@
 """The report of a simulated run: lines for a person, a record for simulation.json. Pure."""
 
-from __future__ import annotations
-
 import statistics
 
 from grmpipe.capacity.plan.plan_report import seconds

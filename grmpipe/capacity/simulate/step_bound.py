@@ -3,8 +3,6 @@
 No overlap beats it: what the processes of a slot did in these steps, they can't do faster one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """An event loop on a virtual clock: when nothing is ready, time jumps to the next timer."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import selectors

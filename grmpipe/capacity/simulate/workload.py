@@ -1,7 +1,5 @@
 """The workload of a simulation and its stages: the real play and the real judge, with a driver that takes time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The comments of a dataclass's fields: those of the configuration are what its keys mean."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -2,8 +2,6 @@
 Hydra.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """A project of the user's: a folder with a grmpipe.yaml, which names its folder of configurations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

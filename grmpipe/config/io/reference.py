@@ -6,8 +6,6 @@ The sentence of a key is the comment at the end of its line or, if that is too l
 comment with an empty line below is a heading. That of a section stands before its class's docstring.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The configuration of task=rejudge: that of a run, with the judge that is typed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is typed -> what a run reads: one map of each kind, every default filled in, all checked; and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What may differ between a run and its resumption. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """YAML and overrides -> RunConfig, and back. The only module that imports OmegaConf."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

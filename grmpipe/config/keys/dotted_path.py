@@ -1,7 +1,5 @@
 """Imports the object at a dotted path."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 

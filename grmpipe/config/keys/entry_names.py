@@ -1,7 +1,5 @@
 """Names of models, judges and compositions: those of the first ones, and those that further ones may have."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

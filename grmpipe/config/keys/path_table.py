@@ -1,7 +1,5 @@
 """A table from the values of a key to dotted paths. Imports an object only when it is used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Finds secrets, by the name of their key or by their value, and removes them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

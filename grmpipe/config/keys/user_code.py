@@ -2,8 +2,6 @@
 returns. Imports none of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

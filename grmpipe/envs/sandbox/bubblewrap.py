@@ -3,8 +3,6 @@
 https://github.com/containers/bubblewrap
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

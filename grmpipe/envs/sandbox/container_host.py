@@ -1,7 +1,5 @@
 """Starts a container for each episode, by the command line of docker, podman or apptainer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

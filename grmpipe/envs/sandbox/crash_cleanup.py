@@ -3,8 +3,6 @@
 Processes end with the run by themselves; the sweep is for what couldn't: folders, containers, a process that hid.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -4,8 +4,6 @@ async with open_env_host(config.env, run_dir=...) as host:
     env = host.env()  # for each episode; within its limits, an Env like any other
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping

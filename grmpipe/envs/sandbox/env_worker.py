@@ -1,7 +1,5 @@
 """The process in which an environment lives: answers the run's requests, one at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

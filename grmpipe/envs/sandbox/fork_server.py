@@ -5,8 +5,6 @@
 Small: it imports no torch and no Ray. It ends when the run ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """A host of environments in a process of its own: opens, steps and closes them by number, as it is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

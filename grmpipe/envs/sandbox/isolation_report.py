@@ -1,7 +1,5 @@
 """The isolation that this machine really gives, found by trying it in a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -75,7 +73,7 @@ async def try_isolation(isolation: IsolationConfig, folder: Path) -> IsolationRe
     outside.mkdir()
     config = EnvConfig(
         kind="custom",
-        target="grmpipe.envs.sandbox.trial.Trial",
+        target="grmpipe.envs.sandbox.isolation_probe.IsolationProbe",
         options={"outside": str(outside), "processes": isolation.max_processes},
         isolation=isolation,
     )

@@ -1,7 +1,5 @@
 """Calls to the Linux kernel that Python's library lacks. Each raises OSError."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

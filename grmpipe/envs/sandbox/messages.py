@@ -5,8 +5,6 @@ worker -> run   Confined; Began, then one of Opened, Observed, BlamedPolicy, Bla
 supervisor -> run   Ended
 """
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import traceback

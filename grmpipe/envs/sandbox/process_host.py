@@ -1,7 +1,5 @@
 """Starts the fork server of a run's environments, and takes a worker from it for each episode."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

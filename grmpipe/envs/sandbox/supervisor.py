@@ -5,8 +5,6 @@ It ends the worker at the run's word, and when the run or the host has ended: it
 SIGTERM from the kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

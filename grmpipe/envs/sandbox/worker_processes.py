@@ -5,8 +5,6 @@ environment's and its forks do, from all but root. Their pages count for each of
 environment's code was imported. Files in the worker's folder have a bound of their own, and aren't counted.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

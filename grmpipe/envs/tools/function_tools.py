@@ -1,7 +1,5 @@
 """Typed functions as tools: their specifications, and checked calls of them."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

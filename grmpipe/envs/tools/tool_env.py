@@ -1,7 +1,5 @@
 """The environment of tools: runs the policy's calls, and ends with its first turn without one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Protocol

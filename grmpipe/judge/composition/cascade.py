@@ -1,12 +1,10 @@
 """A cheap judge before a better one: where the first is unsure, what is escalated, what the audit finds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grmpipe.judge.composition.combine import reaches
+from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, RewardPart, Unsettled
 from grmpipe.types import CascadeEvent, Failed, Verdict
 from models.seeds import first_name, is_drawn

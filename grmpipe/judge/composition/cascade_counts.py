@@ -1,7 +1,5 @@
 """Counts of a cascade, the error that its audit estimates from them, and when it is too large. Pure arithmetic."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,18 +1,17 @@
 """From the settings of the reward to the judge of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judging import find_main
 from grmpipe.config.reward import RewardConfig, RewardTree
+from grmpipe.config.run_judges import find_main
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
-from grmpipe.judge.composition.combine import share_of_passes
+from grmpipe.judge.composition.combine_verdicts import share_of_passes
+from grmpipe.judge.composition.composed_session import ComposedJudge
 from grmpipe.judge.composition.outcome import RewardPart
-from grmpipe.judge.composition.parts import (
+from grmpipe.judge.composition.reward_parts import (
     Gate,
     JudgePart,
     Jury,
@@ -23,7 +22,6 @@ from grmpipe.judge.composition.parts import (
     vote_by_mean,
     vote_on_rewards,
 )
-from grmpipe.judge.composition.session import ComposedJudge
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter

@@ -1,7 +1,5 @@
 """How much cascades have escalated of what they decided on, and the bound on it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from grmpipe.judge.composition.cascade_counts import CascadeCounts

@@ -1,7 +1,5 @@
 """How often each judge was right on held-out prompts, for a jury that weighs its members by it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

@@ -6,8 +6,6 @@ last number counts; if it is part of an expression (2^10, \sqrt{3}) or of number
 A minus before spaces is a sign where nothing stands before it that it could subtract from. ASCII digits only.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from fractions import Fraction
@@ -51,6 +49,7 @@ AFTER = re.compile(rf"\s*(?:\\?%|°|{UNIT}|(?<=\s)[A-Za-z]{{2,}})?(?:[ /.]+[A-Za
 NO_UNIT = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|log|ln|exp|sqrt|pi|mod|and|or|to|not)(?![A-Za-z])")
 
 
+@lru_cache(maxsize=1024)  # siblings often give the same text
 def find_answer(text: str) -> Fraction | None:
     """The number that the text gives as its answer. None if there is none or it isn't clear."""
     if BOXED in text:

@@ -1,7 +1,5 @@
 """A judge that the user wrote: a class by its dotted path, made with `judge.custom.options`."""
 
-from __future__ import annotations
-
 import inspect
 
 from grmpipe.config.judge import JudgeConfig

@@ -1,7 +1,5 @@
 """Judges by the rewards that the environment gave for its turns."""
 
-from __future__ import annotations
-
 import math
 
 from grmpipe.config.raw_scores import EnvRewardConfig

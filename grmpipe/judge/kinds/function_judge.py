@@ -1,7 +1,5 @@
 """Judges by a reward function of the user's own: its number is the reward."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence

@@ -1,7 +1,5 @@
 """A rule for answers that are mathematics, by the library math-verify. It is imported at the first use."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ def brief(completions, **columns) -> list[float | None]                # TRL's; 
 def brief(data_source, solution_str, ground_truth, extra_info)         # verl's; in the plural for lists
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

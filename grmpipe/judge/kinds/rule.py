@@ -1,7 +1,5 @@
 """Judges by a rule: whether, or how well, a text gives the reference answer."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The conversation is rendered by the reward model's own chat template, in its own
 markup.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator, Sequence

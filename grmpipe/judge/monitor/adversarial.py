@@ -1,7 +1,5 @@
 """Replies without content that many judges score high, and how this judge scores them."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Canaries: fixed responses, judged repeatedly under the same seeds, to see whether the judge drifts."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Limits on metrics: which are exceeded, in words. Pure."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

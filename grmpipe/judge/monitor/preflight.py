@@ -1,7 +1,5 @@
 """The preflight judgement: whether the real GRM writes anything that its parser reads, tried before the first step."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The reward-hacking alarm: the reward rises while the true accuracy falls. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Exact: the winner of a pair is fixed. Relaxed: the standard error of a pointwise
 of its group. Both read judgements in the order of their indices: those that finish first are the short ones.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A judge that asks a GRM: opens the judge session of its protocol for each group."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import cast
@@ -17,7 +15,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.judge_context import JudgeContext
-from grmpipe.judge.protocols.steps import Decode
+from grmpipe.judge.protocols.split_steps import Decode
 from grmpipe.types import Judge, JudgeReport, JudgeSession, Prompt, Rollout
 
 Open = Callable[[JudgeContext, Prompt, str, int], JudgeSession]

@@ -1,7 +1,5 @@
 """What the judge sessions of all protocols have in common: a group's prompt, its rollouts, its principles."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 

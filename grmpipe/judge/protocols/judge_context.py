@@ -1,7 +1,5 @@
 """What all sessions of a generative judge share: its template, its client, how votes become verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +12,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
-from grmpipe.judge.protocols.steps import Decode
+from grmpipe.judge.protocols.split_steps import Decode
 from grmpipe.judge.trajectory import Trajectory, make_trajectory
 from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import Vote, average_weighted, best_indices, mean, vote_named

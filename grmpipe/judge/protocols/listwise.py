@@ -1,7 +1,5 @@
 """The judge session of a whole group: all siblings in one prompt, in another order for each judgement (SPCT)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The judge session of pairs of siblings: each pair in both orders; the score is the share of pairs won."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

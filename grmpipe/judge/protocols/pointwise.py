@@ -1,7 +1,5 @@
 """The judge session of single rollouts, each judged as a whole."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The principles of a prompt: what the judge wants of an answer. Written before any answer or in each judgement."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +54,7 @@ class Principles:
     def add_to(self, report: JudgeReport) -> JudgeReport:
         """The report with the completion that wrote the principles, if no earlier report had it."""
         unreported, self._unreported = self._unreported, None
-        return replace(report, principles=unreported)
+        return report if unreported is None else replace(report, principles=unreported)
 
     async def _write(self, template: PrinciplesPrompt, priority: int) -> Completion | Failed:
         try:

@@ -4,8 +4,6 @@ Of trajectories the long observations lose their middle first, then their middle
 is said in a note, a line that neither the policy nor its environment can write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

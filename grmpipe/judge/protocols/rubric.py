@@ -1,7 +1,5 @@
 """The judge session by the criteria of a rubric: a score per criterion, weighted as the rubric says."""
 
-from __future__ import annotations
-
 import math
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts

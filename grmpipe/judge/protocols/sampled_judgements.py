@@ -1,7 +1,5 @@
 """Samples k judgements of one question: all at once, or in waves until they are enough."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 
 from grmpipe.judge.protocols.early_stop import Stop
 from grmpipe.types import Failed, Judgement
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
 
@@ -39,6 +37,8 @@ async def sample_judgements(
     """Call `ask(index)` for each judgement. When they are enough, those in flight are cancelled, which frees the
     engine.
     """
+    if num_judgements == 1:  # needs no task of its own
+        return gather_results([await ask(0)])
     results: list[Results] = []
     tasks: list[asyncio.Task[Results]] = []
     stopped_after: int | None = None
@@ -72,7 +72,7 @@ def gather_results(
         failures=tuple(result for some in results for result in some if isinstance(result, Failed)),
         enough=list_judgements(results[:stopped_after]),
         stopped_after=stopped_after,
-        saved_tokens=round(num_unasked * statistics.fmean(lengths)) if lengths else 0,
+        saved_tokens=round(num_unasked * statistics.fmean(lengths)) if num_unasked and lengths else 0,
     )
 
 

@@ -1,11 +1,9 @@
 """The judge session of rollouts step by step: a score per step, rewarded on the tokens of that step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
-from grmpipe.judge.protocols.steps import ResponseStep, split_steps
+from grmpipe.judge.protocols.split_steps import ResponseStep, split_steps
 from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_opening, show_replies
 from grmpipe.types import Failed, RewardSpan, Rollout
 

@@ -1,7 +1,5 @@
 """The judge session of rollouts turn by turn: a turn is judged as soon as it has ended, while its rollout goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

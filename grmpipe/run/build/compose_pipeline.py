@@ -7,8 +7,6 @@ push_weights: to the living engines         <- ends the learner's phase         
 journal:      the run's files               <- a finished rollout asks for its values  (critic)
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
-from scheduler.slots.health import push_to_living
+from scheduler.slots.engine_replacement import push_to_living
 from scheduler.slots.time_share import TimeShare
 from scheduler.weights.weight_sync import SyncReport, WeightSync
 

@@ -17,7 +17,7 @@ from scheduler.processes.actors import Cluster
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
 from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.health import BringCurrent, Restart, need_no_weights
+from scheduler.slots.engine_replacement import BringCurrent, Restart, need_no_weights
 from scheduler.slots.shared_engine import SharedEngines
 from scheduler.slots.sleep import put_to_sleep
 from scheduler.weights.stored_weights import StoredWeights, load_files

@@ -1,7 +1,5 @@
 """Keeps a run's engines alive, up to date and where they are needed: health, elastic pools, the time-shared pool."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
@@ -15,7 +13,7 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
 from scheduler.slots.elastic import ElasticPool
-from scheduler.slots.health import BringCurrent, RoleHealth
+from scheduler.slots.engine_replacement import BringCurrent, RoleHealth
 from scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 from scheduler.weights.weight_sync import WeightSync
 

@@ -1,7 +1,5 @@
 """Started components -> the evaluations on held-out prompts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,17 +1,15 @@
 """Started components -> an episode of the policy, without its request and prompt."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
-from grmpipe.envs.attempts import with_attempts
 from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
-from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.envs.retry_episode import with_attempts
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
-from grmpipe.workflows.chat_recorder import ChatRecorder
+from grmpipe.workflows.episode_chat import EpisodeChats
 from models.types import KeepsTrajectories, SamplingParams
 from scheduler.routing.router import Router
 
@@ -29,8 +27,8 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     )
 
     if (workflow := envs.workflow) is not None:
-        recorder = ChatRecorder(sampler, renderer, params, limits, envs.events)
-        asked = free_after(functools.partial(workflow.play, recorder), engines)
+        chats = EpisodeChats(sampler, renderer, params, limits, envs.events)
+        asked = free_after(functools.partial(workflow.play, chats), engines)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
     make = envs.make
     assert make is not None, "an episode without a workflow has an environment"

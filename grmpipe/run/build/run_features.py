@@ -1,7 +1,5 @@
 """The features of a training run, in the order in which they look at a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.cpu_seconds import CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.failing_judges import FailingJudges
-from grmpipe.run.features.journal_limit import JournalLimit
+from grmpipe.run.features.journal_size import JournalSize
 from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
 from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature
@@ -85,7 +83,7 @@ def make_features(
             running.policy_updates,
             CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
-            JournalLimit(run_dir, config.journals.max_gb),
+            JournalSize(run_dir, config.journals, config.seed, observers.recorder),
             WatchingJudges(make_watchers(prepared, running), run_dir, config.seed),
             judge_monitor,  # the last: its limits are on any metric
         ),

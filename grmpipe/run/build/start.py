@@ -6,8 +6,6 @@ Of these compose_pipeline makes the policy's pipeline, from the episodes of make
 run_features what looks at each step. An evaluation has what start_serving starts, and nothing that learns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,20 +1,53 @@
-"""Starts the cluster of a run. The table of clusters."""
+"""Starts the cluster of a run, and before it the process that its workers are forked from. The table of clusters."""
 
-from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.sections import section
 from models.repeatable_kernels import choose_repeatable_kernels
 from scheduler.placement import Placement
 from scheduler.processes.actors import Cluster, InProcessCluster
+from scheduler.processes.fork_server import fork_workers
+
+PRELOADED = (
+    "scheduler.processes.engine_host",
+    "models.engines.embedded.embedded_engine",
+    "grmpipe.train.learner.learner",
+)
+
+
+@contextmanager
+def preload(config: RunConfig) -> Iterator[None]:
+    """Context in which the libraries of a run on this machine's cores are imported once, from now on."""
+    if not (config.cluster.kind == "ray" and config.cluster.address is None and runs_on_cores(config)):
+        yield
+        return
+    choose_kernels(config)
+    with fork_workers(PRELOADED):
+        yield
+
+
+def runs_on_cores(config: RunConfig) -> bool:
+    """Whether all models are in processes of ours, each with one core at most."""
+    placement = config.placement
+    return (
+        all(pool.resource == "cpu" for pool in placement.pools.values())
+        and all(where.slots_per_replica == 1 for where in placement.roles.values())
+        and all(config.find_engine_kind(role).in_process for role in config.served)
+        and not config.places_envs
+    )
+
+
+def choose_kernels(config: RunConfig) -> None:
+    """Before any process multiplies, in the environment of all."""
+    if config.train.deterministic or config.engine.embedded.batch_invariant:
+        choose_repeatable_kernels()
 
 
 async def start_cluster(config: RunConfig, placement: Placement) -> Cluster:
     """The cluster, with the slots of a placement reserved. Before, kernels are chosen for all its processes."""
-    if config.train.deterministic or config.engine.embedded.batch_invariant:
-        choose_repeatable_kernels()
+    choose_kernels(config)
     return await CLUSTERS[config.cluster.kind](config, placement)
 
 

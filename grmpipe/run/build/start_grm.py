@@ -2,13 +2,11 @@
 endpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grmpipe.config.roles import Model, Roles
-from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.run.build.engines import ServingEngines, read_by

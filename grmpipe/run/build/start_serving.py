@@ -1,7 +1,5 @@
 """Prepared run -> what serves its requests: engines, scorers, endpoints, environments. Here nothing learns."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager

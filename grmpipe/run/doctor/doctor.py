@@ -1,7 +1,5 @@
 """Reports what is installed, what is missing, and what to type."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """What a machine of a cluster has, and whether it reaches the others. Runs on that machine."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """The alarm on cascades whose cheap judge is wrong where it is sure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """CPU seconds of a step: of the driver process, and of each role whose processes are all on this machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 

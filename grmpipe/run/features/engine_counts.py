@@ -1,7 +1,5 @@
 """Counts of replaced engines, and of moves of elastic slots."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The alarm on each of several judges that fails too often: a composition may go on without it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 

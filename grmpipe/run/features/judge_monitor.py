@@ -3,8 +3,6 @@
 Its results are metrics and alarms; a limit may pause judging or stop the run. It trains on nothing.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

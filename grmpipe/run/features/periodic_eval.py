@@ -1,7 +1,5 @@
 """Held-out evaluations before, during and after the steps; raises the reward-hacking alarm."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -120,7 +118,8 @@ class PeriodicEval(RunFeature):
         self._evaluator.episodes += EnvCounts.restore(state.get("episodes", {}))
         self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
-            self._evaluator.start.update(read_records(self._start, decode_answer))
+            answers = read_records(self._start, lambda record: (record["prompt_id"], decode_rollout(record)))
+            self._evaluator.start.update(answers)
 
     async def _evaluate_at_the_end(self, step: int) -> Metrics:
         self.final = await self._evaluate(step, None)
@@ -163,7 +162,8 @@ class PeriodicEval(RunFeature):
         """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
         alike = dict.fromkeys((REWARD, *get_members(self._evaluator.judge)), 0.5)
         self._evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
-        replace_journal(self._start, (answer_record(one.prompt.prompt_id, one.rollout) for one in judged))
+        records = ({"prompt_id": one.prompt.prompt_id, **encode_rollout(one.rollout)} for one in judged)
+        replace_journal(self._start, records)
         return [replace(one, rewards=alike) for one in judged]
 
     def _sound_alarm(self, found: AnchorReading) -> None:
@@ -172,14 +172,6 @@ class PeriodicEval(RunFeature):
         if alarm is not None and not self.ringing:
             self.new_alarms = [*self.new_alarms, alarm]
         self.ringing = alarm is not None
-
-
-def answer_record(prompt_id: str, rollout: Rollout) -> dict[str, Any]:
-    return {"prompt_id": prompt_id, **encode_rollout(rollout)}
-
-
-def decode_answer(record: dict[str, Any]) -> tuple[str, Rollout]:
-    return record["prompt_id"], decode_rollout(record)
 
 
 def prefix_names(metrics: Metrics) -> Metrics:

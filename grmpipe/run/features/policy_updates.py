@@ -2,8 +2,6 @@
 written to a folder after that step, and their engines read it there.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -18,7 +16,7 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Metrics
 from models.settings import ModelConfig
 from scheduler.routing.router import Router
-from scheduler.slots.health import push_to_living
+from scheduler.slots.engine_replacement import push_to_living
 from scheduler.weights.stored_weights import StoredWeights
 from scheduler.weights.weight_sync import SyncReport, WeightSync
 

@@ -1,7 +1,5 @@
 """A feature of a training run: what it does after each step, keeps between runs, and raises alarms about."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +55,9 @@ class RunFeature:
 
     def next_step(self) -> None:
         """The next step begins: evaluations and checkpoints after the one before are over."""
+
+    async def finish(self) -> None:
+        """The run did all its steps, and its last checkpoint is complete."""
 
     async def close(self) -> None:
         """End what the feature has started; called at any end of the run."""

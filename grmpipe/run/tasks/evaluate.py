@@ -1,10 +1,8 @@
 """task=evaluate: a judge against labelled work, a policy on prompts, or both."""
 
-from __future__ import annotations
-
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
-from grmpipe.evaluation.against_labels import JudgeEvaluation
+from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.observe.run_files import FIGURES
 from grmpipe.observe.summary import EvalSummary, Status, Summary
@@ -18,7 +16,7 @@ from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDenied
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 
 
 class EvaluationRun(Run[PreparedEvaluation]):
@@ -26,8 +24,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: PreparedEvaluation, session: RunContext) -> None:
-        super().__init__(prepared, session)
+    def __init__(self, prepared: PreparedEvaluation, context: RunContext) -> None:
+        super().__init__(prepared, context)
         self._running: Serving | None = None
         self._judge: JudgeEvaluation | None = None
         self._policies: dict[str, PolicyEvaluation] = {}
@@ -55,7 +53,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
         if ready.prompt_sets:
-            await evaluate_policy(ready, running, self._session, self._counters, self._policies, self._rows)
+            await evaluate_policy(ready, running, self._context, self._counters, self._policies, self._rows)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}

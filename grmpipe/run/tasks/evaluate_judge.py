@@ -1,7 +1,5 @@
 """A judge against labelled work: asks it, writes and prints what came of it."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -12,19 +10,19 @@ from pathlib import Path
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.run_config import RunConfig
-from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
+from grmpipe.evaluation.judge_accuracy import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.votes import mean, vote_named
-from grmpipe.observe.progress import Progress, counts_text, join_parts, left_at_pace, left_text
+from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDied, EngineRefused
-from scheduler.supervise import raise_first_failure
+from scheduler.run_together import raise_first_failure
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +74,7 @@ def describe_items(running: Sequence[asyncio.Task[JudgedItem]], took_s: float) -
     """The line on an evaluation in progress, after `took_s` seconds."""
     done = sum(task.done() for task in running)
     left = left_text(left_at_pace(done, len(running), took_s))
-    return join_parts("evaluation of the judge", counts_text("items", done, len(running)), left)
+    return join_shown("evaluation of the judge", counts_text("items", done, len(running)), left)
 
 
 async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:

@@ -1,7 +1,5 @@
 """A policy on prompts: plays and judges its answers as a run does, writes and prints what came of them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 
@@ -38,13 +36,13 @@ class CountedAnswers:
 async def evaluate_policy(
     ready: PreparedEvaluation,
     running: Serving,
-    session: RunContext,
+    context: RunContext,
     counters: Counters,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
 ) -> None:
     """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
-    scoring, observers, run_dir = make_scoring(ready), session.observers, session.run_dir
+    scoring, observers, run_dir = make_scoring(ready), context.observers, context.run_dir
     for name, found in ready.prompt_sets.items():
         greedy = ", and a greedy one" if scoring.greedy else ""
         observers.note(

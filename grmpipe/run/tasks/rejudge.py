@@ -3,8 +3,6 @@
 rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups of both -> comparison.json, a table
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +22,7 @@ from grmpipe.run.tasks.stats import summarize_judging
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
 from scheduler.clock import ActiveClock
-from scheduler.supervise import raise_first_failure, run_until
+from scheduler.run_together import raise_first_failure, run_until
 
 
 class GroupJudging:
@@ -54,7 +52,7 @@ class GroupJudging:
 
 
 class RejudgeRun(Run[PreparedRejudging]):
-    """Judges what has no new verdict, then compares all."""
+    """Judges what has no new verdict, or failed, then compares all."""
 
     is_policy_run = False
 
@@ -67,11 +65,13 @@ class RejudgeRun(Run[PreparedRejudging]):
     async def run(self) -> Status:
         stored = self._prepared.stored
         again = stored.read_new_verdicts(self._run_dir)
-        missing = [group_id for group_id in stored.steps if not again.are_judged(group_id)]
+        missing = [group_id for group_id in stored.steps if not again.have_verdicts(group_id)]
         self._observers.note(
             f"{len(missing)} of {len(stored.steps)} groups ({stored.num_rollouts} rollouts) of "
             f"{self._prepared.source} are judged again; files in {self._run_dir}"
         )
+        if stored.num_without_text:
+            self._observers.note(f"{stored.num_without_text} further groups have no text any more (journals.keep)")
         if missing:
             self._running = running = await start_evaluation(self._prepared.serving, self._observers, self._run_dir)
             await run_until(self._judge(running, missing), **running.background())

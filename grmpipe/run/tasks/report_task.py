@@ -1,7 +1,5 @@
 """task=report: writes the report of an existing run, also of a crashed or running one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grmpipe.config.io.yaml_io import read_yaml

@@ -7,8 +7,6 @@ Sampling is durable: after a kill, `resume=auto` samples only what is missing, a
 no checkpoints.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging
@@ -38,7 +36,7 @@ from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
-from scheduler.supervise import raise_first_failure, run_until
+from scheduler.run_together import raise_first_failure, run_until
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +50,8 @@ class RftRun(Run[Prepared]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: Prepared, session: RunContext) -> None:
-        super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), session)
+    def __init__(self, prepared: Prepared, context: RunContext) -> None:
+        super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), context)
         self._steps = 0
         self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}
         self._running: RunComponents | None = None

@@ -1,7 +1,5 @@
 """How the runs of a sweep ended, and the table at its end."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass

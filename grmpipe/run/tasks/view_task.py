@@ -1,7 +1,5 @@
 """task=view: pages of a run, or of a folder of runs, on this machine. Starts no Ray and no engine."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The KL of each token to the reference, for a KL that is subtracted from the rewards. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np

@@ -9,8 +9,8 @@ from typing import TypedDict
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import deal, fill
 from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees
+from grmpipe.train.batching.seqlen_balancing import deal, fill
 from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import Load, work
+from grmpipe.train.batching.seqlen_balancing import Load, work
 from grmpipe.types import TrainingSample
 from models.types import ANY_EXPERT
 

@@ -1,7 +1,5 @@
 """From judged groups to training samples: which tokens are trained, and the advantage of each. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Splits a batch's groups over its updates. Pure."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 A step of the run is also a step of the critic: its version equals the policy's, the number of completed batches.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The critic on one rank: values, gradients of value losses, optimizer steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grmpipe.algorithm.value_loss import value_loss

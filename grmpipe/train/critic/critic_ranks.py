@@ -1,7 +1,5 @@
 """All ranks of a critic, as the driver sees them: one critic."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from typing import cast
@@ -13,7 +11,7 @@ from grmpipe.train.ranks import Ranks
 from grmpipe.types import Metrics
 from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import ActorRanks
-from scheduler.stage import BusyMeter
+from scheduler.work_queue import BusyMeter
 
 LANE = "critic"
 

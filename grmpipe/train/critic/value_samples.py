@@ -3,15 +3,13 @@
 The head's output at token t is about the next token: the value of the state in which that token is sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import Load, deal, fill
 from grmpipe.train.batching.samples import split_rollout
+from grmpipe.train.batching.seqlen_balancing import Load, deal, fill
 from grmpipe.train.scalar.scalar_batch import NOTHING, PackedSequences, measure_loads, pack_sequences
 from grmpipe.types import Rollout, TrainingSample
 

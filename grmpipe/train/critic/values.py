@@ -1,7 +1,5 @@
 """Values of rollouts, computed while the judge works: once a group is rolled out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """What a training backend must offer: one rank of a learner, as the driver calls it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Metrics of a batch over all micro-batches and ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

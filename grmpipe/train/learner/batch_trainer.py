@@ -1,7 +1,5 @@
 """The open batch on the driver: judged groups in, gradients as they come, one optimizer step (or a few) out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a batch takes of the device of a rank: operations, memory, utilisation."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Routers of the policy on one rank: experts that a pass replays or records, and how evenly a batch uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict

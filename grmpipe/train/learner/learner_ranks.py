@@ -1,7 +1,5 @@
 """All ranks of a learner, as the driver sees them: one learner."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,8 +8,8 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import MicroBatchRound
+from grmpipe.train.batching.seqlen_balancing import RankWork, work
 from grmpipe.train.learner.rank_metrics import over_ranks
 from grmpipe.train.ranks import Ranks
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass

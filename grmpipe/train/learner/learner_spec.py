@@ -1,7 +1,5 @@
 """The spec of a learner. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig

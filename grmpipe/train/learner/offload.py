@@ -2,8 +2,6 @@
 like any other learner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor

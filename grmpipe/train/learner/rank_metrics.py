@@ -1,7 +1,5 @@
 """Metrics that each rank reports of its own device: their names, and one value of all ranks. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from grmpipe.types import Metrics

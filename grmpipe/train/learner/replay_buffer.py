@@ -1,7 +1,5 @@
 """Groups that were trained once and may be trained again while they are young."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The learner of a time-shared pool, on the driver: it trains while it has the device."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The sending end of a push on one rank: the weights in buckets, and the transport that takes them to engines."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Quality of probabilities as classifiers: accuracy, AUC, calibration. Pure: floats in, floats out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 

@@ -1,13 +1,11 @@
 """Sequences with targets for a scalar head, in rounds of one batch per rank. Pure: knows no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from grmpipe.train.batching.bin_packing import Load, deal
+from grmpipe.train.batching.seqlen_balancing import Load, deal
 
 NOTHING = (0, 0)  # token ids of an idle rank
 

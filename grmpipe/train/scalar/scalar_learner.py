@@ -1,7 +1,5 @@
 """Trains a model with a scalar head to classify, on one rank: gradients of batches, optimizer steps."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 
 from grmpipe.train.scalar.scalar_batch import ScalarBatch

@@ -1,7 +1,5 @@
 """One rank of a model with a scalar head: the model, its optimizer, its files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -21,7 +21,7 @@ from models.engines.embedded.grammar import Grammar, Matcher
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
 from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
-from models.engines.embedded.prompt_packing import groups_of_like_length
+from models.engines.embedded.prompt_packing import bin_by_length
 from models.engines.embedded.sampling import draw, uniforms
 from models.engines.embedded.slot_places import SlotPlaces
 from models.engines.stop_conditions import StopConditions
@@ -412,9 +412,9 @@ def _prefilled_together(ends: Sequence[int], starts: Sequence[int]) -> list[list
     parts: list[list[int]] = []
     for continued in (False, True):
         some = [i for i, start in enumerate(starts) if (start > 0) == continued]
-        for whole in groups_of_like_length([ends[i] for i in some]):
+        for whole in bin_by_length([ends[i] for i in some]):
             alike = [some[i] for i in whole]
-            parts += [[alike[i] for i in part] for part in groups_of_like_length([ends[i] - starts[i] for i in alike])]
+            parts += [[alike[i] for i in part] for part in bin_by_length([ends[i] - starts[i] for i in alike])]
     return parts
 
 

@@ -9,8 +9,6 @@ the model, on the machine.
 B: rows that decode, V: vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

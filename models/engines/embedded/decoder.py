@@ -3,8 +3,6 @@
 B: rows that decode, N: prompts, T: positions, Q: query positions, G: KV heads, D: head, V: vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

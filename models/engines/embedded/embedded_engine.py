@@ -7,8 +7,6 @@ The thread owns the worker; callers only post commands to it. So a pause is an o
 is being sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue
@@ -21,8 +19,8 @@ import torch
 
 from models.chat.renderer import Renderer
 from models.engines.context_limit import ContextLimit
-from models.engines.embedded.calls import Answer, Command, Waiter, copy_death
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
+from models.engines.embedded.waiters import Answer, Command, Waiter, copy_death
 from models.engines.engine_kind import EngineSpec
 from models.settings import EmbeddedConfig
 from models.types import (

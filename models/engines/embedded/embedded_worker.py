@@ -1,7 +1,5 @@
 """The state of an embedded engine's thread: model, batch, tickets, inbox. Called from that thread only."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -10,10 +8,10 @@ import torch
 from models.chat.renderer import Renderer
 from models.engines.embedded.batch import Row, RunningBatch
 from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
-from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_death
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
 from models.engines.embedded.ngrams import NgramTable
+from models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
 from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import load_causal_lm

@@ -1,7 +1,5 @@
 """Regular expressions for sampled text: which tokens may come next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import cast

@@ -1,7 +1,5 @@
 """The cache of a running batch (keys, values, experts): one slot per row, grown by doubling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

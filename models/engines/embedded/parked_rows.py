@@ -4,8 +4,6 @@ A row is parked for its trajectory. The trajectory's next turn begins with the p
 request that shares only a part, such as a sibling or a branch, gets a copy of that part.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 slots:  [ running rows ][ free and parked rows ]     decoding reads the running rows only
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Sequence
 

@@ -1,7 +1,5 @@
 """The body of an HTTP response, decompressed, up to a limit of bytes. Never holds more than the limit and one chunk."""
 
-from __future__ import annotations
-
 import zlib
 
 import httpx

@@ -1,7 +1,5 @@
 """The answer of an OpenAI-compatible endpoint, read field by field with its types. Pure: bytes in; sends nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

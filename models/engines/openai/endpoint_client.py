@@ -1,7 +1,5 @@
 """Sends JSON to an HTTP endpoint: its key, rate limits, retries, answers of limited size."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """A judge behind any OpenAI-compatible endpoint: messages in, text out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kind of a judge behind an OpenAI-compatible endpoint."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 

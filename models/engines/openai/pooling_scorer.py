@@ -1,7 +1,5 @@
 """A reward model behind a pooling endpoint of vLLM or SGLang: token ids in, one number out."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

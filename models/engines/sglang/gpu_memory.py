@@ -1,7 +1,5 @@
 """The used memory of this process's GPUs, by all processes: SGLang doesn't report it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -1,7 +1,5 @@
 """HTTP to one SGLang server: JSON calls, streamed events, translated errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Starts an SGLang server: a process group that ends with this process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

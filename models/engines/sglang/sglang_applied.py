@@ -4,8 +4,6 @@ A server merges some tensors of a checkpoint into one parameter. It doesn't repo
 said about a tensor whose parameter isn't found.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -20,7 +20,7 @@ from models.engines.context_limit import ContextLimit
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.gpu_memory import measure_gpu_bytes
 from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.join import check_joined, read_api_key
+from models.engines.sglang.joined_server import check_joined, read_api_key
 from models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStart
 from models.engines.sglang.sglang_generation import SglangGeneration
 from models.engines.sglang.sglang_requests import make_scoring_body, read_scores

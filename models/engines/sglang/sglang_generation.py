@@ -5,8 +5,6 @@ new prompt under older weights), and while a sibling with the same prompt waits 
 server's prefix cache has the prompt.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import uuid

@@ -1,7 +1,5 @@
 """SGLang's kind. Starts servers only if they aren't joined."""
 
-from __future__ import annotations
-
 from models.engines.engine_kind import EngineKind, EngineSpec, OptionKey
 from models.engines.engine_memory import EngineMemory, are_coarse
 from models.engines.installed import nccl_version, sglang_missing

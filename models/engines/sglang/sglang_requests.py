@@ -1,7 +1,5 @@
 """Requests to SGLang and its answers in our types. Knows one request at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ tokens. Rows join and leave between steps. Between two changes the durations are
 token.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -4,8 +4,6 @@ Everything else is real: requests are batched, queued by priority and kept over 
 recorded in spans, received weights hashed. Events are changes of the batch, never tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Seconds of work at a changing rate: zero in a pause, less on a shared device. Pure: times are passed in."""
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 

@@ -2,8 +2,6 @@
 `read_shape`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any

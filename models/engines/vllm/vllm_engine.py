@@ -9,8 +9,6 @@ Without it kept requests continue with theirs, and a new salt of the prefix cach
 requests that have not begun are withdrawn and sent again with that salt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from models.chat.renderer import Renderer

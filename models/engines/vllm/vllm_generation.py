@@ -1,7 +1,5 @@
 """Requests in flight at one AsyncLLM: sent, withdrawn, aborted, scored. Knows weights only by version."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence

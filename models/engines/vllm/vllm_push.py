@@ -5,8 +5,6 @@ load:   update_weights, one call per bucket
 commit: finish, install adapters, collect the workers' reports
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Buckets and errors in plain types, for sending to vLLM's worker and back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ import msgspec
 
 from models.bucket_memory import room_for, views
 from models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
-from models.weights.receiving import receive_tensors
+from models.weights.receive_tensors import receive_tensors
 from models.weights.weight_files import SharedArena
 
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}

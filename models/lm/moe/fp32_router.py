@@ -2,8 +2,6 @@
 way (Megatron's moe_router_dtype=fp32; the Switch Transformer's selective precision, arXiv 2101.03961).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,7 +1,5 @@
 """All-to-all between ranks, with gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The ranks that train one model: the device of each, how they meet, and the meshes that they form."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -22,8 +22,8 @@ from grmpipe.run.build.engines import engine_factory
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, resolve_context_limit
 from grmpipe.validate.models import find_model
-from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
+from grmpipe.validate.role_placement import seat_roles
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.engines.openai.openai_kind import OpenAIKind, request_options
 from models.lm.footprint import Heads, read_heads

@@ -31,7 +31,7 @@ def test_slots_are_never_overbooked_and_all_come_back(groups: list[tuple[int, in
 
         async def episode(booking: Booking) -> None:
             nonlocal most
-            async with booking.take():
+            async with booking:
                 most = max(most, slots.num_open)
                 await asyncio.sleep(0)
 
@@ -95,7 +95,7 @@ def test_boots_are_paced() -> None:
 def test_booking_rejects_more_episodes_than_it_has_slots() -> None:
     async def go() -> None:
         booking = await EpisodeSlots(1).book(1)
-        async with booking.take(), booking.take():
+        async with booking, booking:
             pass
 
     with pytest.raises(AssertionError, match="more episodes than slots"):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
-from grmpipe.judge.fence import fence_text
-from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import Parser, parse_scores, parser_named, scores_in
+from grmpipe.judge.prompt_injection import fence_text
+from grmpipe.judge.verdict_forms import Form
 from models.types import Completion, FinishReason, VersionSpan
 
 OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py

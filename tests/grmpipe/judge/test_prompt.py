@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.fence import fence_text
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.prompt_injection import fence_text
 from grmpipe.tiny.problems import judge_prompt
 from grmpipe.types import Criterion, Prompt
 from models.types import Message

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.envs.reasoning_engine import ReasoningEngine
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
+from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import parse_scores, parser_named
-from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.protocols.steps import split_steps
+from grmpipe.judge.protocols.split_steps import split_steps
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.step_metrics import flow_metrics
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn

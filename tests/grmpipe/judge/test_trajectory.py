@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.fence import LEGEND, fence_text, in_fences, plain
 from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.prompt_injection import LEGEND, fence_text, in_fences, plain
 from grmpipe.judge.trajectory import BRANCH, EDITED, Passage, Trajectory, make_trajectory, of_text
 from grmpipe.types import Criterion, Prompt, Rollout, Turn
 from models.types import Completion, Message, ToolCall, VersionSpan

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole
-from grmpipe.observe.gauges import SEVERAL_JUDGES, describe_run_signal, failures_by_cause
+from grmpipe.observe.console_metrics import SEVERAL_JUDGES, describe_run_signal, failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.run.observers import Observers, list_files
 from grmpipe.trackers.tracker import SampleRow

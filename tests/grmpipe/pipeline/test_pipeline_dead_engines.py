@@ -13,8 +13,8 @@ from grmpipe.pipeline.interfaces import (
 )
 from grmpipe.pipeline.pipeline import Pipeline
 from models.types import Engine, EngineDied
-from scheduler.slots.health import HealthConfig, RoleHealth
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
+from scheduler.slots.engine_replacement import HealthConfig, RoleHealth
 
 
 def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:

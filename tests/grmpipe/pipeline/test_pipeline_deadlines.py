@@ -22,8 +22,8 @@ from grmpipe.types import (
     Rollout,
 )
 from models.types import Engine
-from scheduler.slots.health import HealthConfig, RoleHealth
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
+from scheduler.slots.engine_replacement import HealthConfig, RoleHealth
 from scheduler.weights.weight_sync import SyncReport
 
 

@@ -25,7 +25,7 @@ from grmpipe.types import (
 )
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import Message, RequestContext, SamplingParams
-from scheduler.supervise import run_until
+from scheduler.run_together import run_until
 from scheduler.weights.weight_sync import SyncReport
 
 

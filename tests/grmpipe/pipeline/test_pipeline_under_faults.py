@@ -48,12 +48,12 @@ from models.types import (
 from scheduler.events import NoEvents
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
+from scheduler.run_together import run_until
 from scheduler.slots.balance import BalanceConfig, Pool, Slot
 from scheduler.slots.elastic import ElasticPool, ElasticRole, spare
-from scheduler.slots.health import HealthConfig, RoleHealth, need_no_weights, push_to_living
+from scheduler.slots.engine_replacement import HealthConfig, RoleHealth, need_no_weights, push_to_living
 from scheduler.slots.shared_engine import SharedEngines
 from scheduler.slots.time_share import SharedRole, TimeShare
-from scheduler.supervise import run_until
 from scheduler.weights.stored_weights import StoredWeights
 from scheduler.weights.weight_checks import WeightMismatch
 from scheduler.weights.weight_push import SyncConfig, SyncReport

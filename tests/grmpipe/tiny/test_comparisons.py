@@ -17,7 +17,7 @@ from grmpipe.tiny.comparisons import (
     make_comparisons,
     sloppy_comparison,
 )
-from grmpipe.tiny.examples import draw_curriculum, to_messages
+from grmpipe.tiny.examples import draw_examples, to_messages
 from grmpipe.tiny.problems import assign_split
 from grmpipe.tiny.recipes import POLICY_KINDS
 
@@ -72,6 +72,6 @@ def test_corrupted_comparisons_are_mostly_wrong() -> None:
 
 
 def test_a_curriculum_of_two_kinds_has_as_many_of_each_as_their_weights_say() -> None:
-    prompts = [to_messages(one)[0].text for one in draw_curriculum(POLICY_KINDS.lessons, 400, 0)]
+    prompts = [to_messages(one)[0].text for one in draw_examples(POLICY_KINDS.mixture, 400, 0)]
     assert 0.4 < fmean("the one with more" in prompt for prompt in prompts) < 0.6
     assert {assign_split(prompt) for prompt in prompts} == {"train"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.tiny.examples import ON_SUMS, SftTask, draw_curriculum
+from grmpipe.tiny.examples import ON_SUMS, SftTask, draw_examples
 from grmpipe.tiny.malformed import draw_malformed_text
 from grmpipe.tiny.problems import (
     MAX_TOTAL,
@@ -119,10 +119,10 @@ def test_an_empty_text_is_one_fenced_line() -> None:
     assert judge_prompt("Why?", "") == "Q: Why?\nA:\n> "
 
 
-def test_every_kind_of_lesson_can_be_drawn_again() -> None:
-    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in ON_SUMS)
-    examples = list(draw_curriculum(lessons, 100, 3))
-    assert examples == list(draw_curriculum(lessons, 100, 3))
+def test_a_mixture_of_every_kind_gives_the_same_examples_again() -> None:
+    mixture = tuple(SftTask(kind=kind, weight=1.0) for kind in ON_SUMS)
+    examples = list(draw_examples(mixture, 100, 3))
+    assert examples == list(draw_examples(mixture, 100, 3))
     assert len({example.prompt for example in examples}) == 100
 
 

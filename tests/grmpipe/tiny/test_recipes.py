@@ -30,8 +30,8 @@ from grmpipe.tiny.recipes import META, RECIPES, REWARD_MODEL, AnyRecipe, Recipe,
 from grmpipe.tiny.resolve import SHIPPED, hash_on_card, resolve_directory, resolve_model
 from grmpipe.tiny.scalar_models import ask, encode_answer, passed_by_scores
 from grmpipe.tiny.solutions import invent_solution, pad_solution
-from grmpipe.tiny.speaker import Speaker
 from grmpipe.tiny.tasks import SUMS
+from grmpipe.tiny.tiny_sampler import TinySampler
 from grmpipe.tiny.tokenizer import build_tokenizer, encode_prompt
 from grmpipe.tiny.tricks import TRICKS, Trick, with_tricks
 from models.chat.renderer import Renderer
@@ -42,7 +42,7 @@ from models.types import Message
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(
     name="micro_base",
-    lessons=(SftTask(kind="solve", weight=1.0),),
+    mixture=(SftTask(kind="solve", weight=1.0),),
     num_steps=3,
     batch_size=4,
     lr=1e-3,
@@ -143,7 +143,7 @@ def test_shipped_model_is_what_its_recipe_makes(name: str) -> None:
 
 def test_shipped_policy_is_poor_and_improvable() -> None:
     problems = make_problems("held_out", 128, 1)
-    policy = Speaker(SHIPPED / "policy")
+    policy = TinySampler(SHIPPED / "policy")
     assert 0.15 < accuracy(SUMS, policy, problems) < 0.5
     assert accuracy(SUMS, policy, problems, greedy=True) < 0.55
 
@@ -210,7 +210,7 @@ def test_one_model_answers_carelessly_and_judges_rightly() -> None:
 
 
 def judged_by(name: str, problems: Sequence[Problem], texts: Sequence[str], seed: int = 2) -> list[Judged]:
-    return judge_all(SUMS, make_passes(SUMS, Speaker(SHIPPED / name), seed), problems, texts)
+    return judge_all(SUMS, make_passes(SUMS, TinySampler(SHIPPED / name), seed), problems, texts)
 
 
 def card_of(name: str) -> dict[str, float]:

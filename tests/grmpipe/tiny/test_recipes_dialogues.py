@@ -12,14 +12,14 @@ from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.build import encode
 from grmpipe.tiny.calculator import parse_view, right_episode
-from grmpipe.tiny.examples import Dialogue, draw_curriculum, to_messages, with_calculator
+from grmpipe.tiny.examples import Dialogue, draw_examples, to_messages, with_calculator
 from grmpipe.tiny.malformed import draw_malformed_view
 from grmpipe.tiny.problems import LARGE, make_problems
 from grmpipe.tiny.quality import accuracy, agreement, answers, judge_all, make_passes
 from grmpipe.tiny.recipes import POLICY_TOOLS, POLICY_WALK
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.tiny.speaker import Speaker
 from grmpipe.tiny.tasks import CALLS, WALKS, careless_view, right_view
+from grmpipe.tiny.tiny_sampler import TinySampler
 from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.tiny.walks import make_walks
 from models.chat.renderer import Renderer
@@ -50,7 +50,7 @@ def test_training_sees_the_tokens_that_the_policy_is_shown_in_an_episode() -> No
 
 def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> None:
     for recipe in (POLICY_TOOLS, POLICY_WALK):
-        for dialogue in draw_curriculum(recipe.lessons, 20, 0):
+        for dialogue in draw_examples(recipe.mixture, 20, 0):
             assert isinstance(dialogue, Dialogue)
             encoded = encode(tokenizer(), dialogue)
             imitated = [one for one, is_imitated in zip(encoded.ids, encoded.imitated, strict=True) if is_imitated]
@@ -60,21 +60,21 @@ def test_only_the_assistants_tokens_are_imitated_with_their_end_of_turn() -> Non
 
 def test_every_dialogue_fits_into_the_window() -> None:
     for recipe in (POLICY_TOOLS, POLICY_WALK):
-        lengths = [len(encode(tokenizer(), one).ids) for one in draw_curriculum(recipe.lessons, 500, 1)]
+        lengths = [len(encode(tokenizer(), one).ids) for one in draw_examples(recipe.mixture, 500, 1)]
         assert max(lengths) <= renderer().context_tokens // 2
 
 
 @pytest.mark.long
 def test_shipped_policies_of_episodes_are_poor_and_improvable() -> None:
     problems, walks = make_problems("held_out", 128, 1, LARGE), make_walks("held_out", 128, 1)
-    assert 0.25 < accuracy(CALLS, Speaker(SHIPPED / "policy_tools"), problems) < 0.55
-    assert 0.25 < accuracy(WALKS, Speaker(SHIPPED / "policy_walk"), walks) < 0.55
+    assert 0.25 < accuracy(CALLS, TinySampler(SHIPPED / "policy_tools"), problems) < 0.55
+    assert 0.25 < accuracy(WALKS, TinySampler(SHIPPED / "policy_walk"), walks) < 0.55
 
 
 @pytest.mark.long
 def test_the_shipped_judge_of_calls_separates_right_from_wrong_episodes() -> None:
     problems, rng = make_problems("held_out", 96, 2, LARGE), random.Random(0)
-    passes = make_passes(CALLS, Speaker(SHIPPED / "grm_tools"))
+    passes = make_passes(CALLS, TinySampler(SHIPPED / "grm_tools"))
     views = [right_view(one, rng) if at % 2 else careless_view(one, rng) for at, one in enumerate(problems)]
     assert agreement(judge_all(CALLS, passes, problems, views)) > 0.85
     malformed = [draw_malformed_view(one, rng) for one in problems]
@@ -82,5 +82,5 @@ def test_the_shipped_judge_of_calls_separates_right_from_wrong_episodes() -> Non
 
 
 def test_most_episodes_of_the_shipped_policy_are_well_formed() -> None:
-    views = answers(CALLS, Speaker(SHIPPED / "policy_tools"), make_problems("held_out", 64, 3, LARGE), seed=0)
+    views = answers(CALLS, TinySampler(SHIPPED / "policy_tools"), make_problems("held_out", 64, 3, LARGE), seed=0)
     assert sum(parse_view(view) is not None for view in views) > 0.9 * len(views)

@@ -20,8 +20,8 @@ from grmpipe.validate.learners import (
     check_shares_no_samples,
     check_weight_names,
 )
-from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
+from grmpipe.validate.role_placement import seat_roles
 from models.lm import checkpoint_names
 from scheduler.placement import Placement, place
 

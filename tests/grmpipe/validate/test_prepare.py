@@ -151,7 +151,9 @@ def test_a_route_for_a_source_that_no_prompt_has_is_refused() -> None:
         read_data(config(reward=route))
 
 
-def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stored_judging_tasks_about_held_out_prompts_are_not_learnt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     held_out = ["What is 6 x 7?"]
     rows = [{"prompt": text, "response": "42", "score": 8} for text in ("what is 6 x 7? ", "What is 6 x 8?")]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in held_out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from viewed_run import SCRIPT, answer, by_judges, evaluate, report, write_run
 
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Prompt
+from grmpipe.viewer import queries
 from grmpipe.viewer.figures import choices, counts, failures_by_judge, means_around, truth_by_reward
 from grmpipe.viewer.index import IndexProgress, RunIndex
 from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
@@ -83,7 +85,9 @@ def test_a_rollout_has_what_all_journals_say_of_it(tmp_path: Path) -> None:
         ({"evaluation": "held_out"}, []),
     ],
 )
-def test_filters(tmp_path: Path, wanted: dict[str, object], expected: list[tuple[str, int]]) -> None:
+def test_a_filter_selects_the_matching_answers(
+    tmp_path: Path, wanted: dict[str, object], expected: list[tuple[str, int]]
+) -> None:
     index = RunIndex(write_run(tmp_path / "run"))
     follow(index)
     assert found(index, **wanted) == expected
@@ -217,7 +221,7 @@ def test_the_journals_of_evaluations_give_answers_verdicts_and_truth(tmp_path: P
         assert counts(connection) == {"": 3, "hard": 1, "held_out": 2}
 
 
-def test_figures_of_judge_and_truth(tmp_path: Path) -> None:
+def test_the_index_counts_truth_by_reward_and_failures_by_judge(tmp_path: Path) -> None:
     index = RunIndex(write_run(tmp_path / "run"))
     follow(index)
     with contextlib.closing(index.read()) as connection:
@@ -252,3 +256,25 @@ def test_texts_are_not_kept_twice(tmp_path: Path) -> None:
     with contextlib.closing(index.read()) as connection:
         assert [row[0] for row in connection.execute("SELECT text FROM words")] == [None] * 6
     assert SCRIPT in rows(index, sort="oldest")[0].answer
+
+
+def test_counting_stops_at_a_bound_and_the_pages_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "PAGE_ROWS", 1)
+    monkeypatch.setattr(queries, "COUNTED", 2)
+    index = RunIndex(write_run(tmp_path / "run"))
+    follow(index)
+    with contextlib.closing(index.read()) as connection:
+        first, last = (find_rollouts(connection, Filter(page=page, sort="oldest")) for page in (1, 3))
+        few = find_rollouts(connection, Filter(truth="fooled"))
+    assert (first.total, first.is_more, [row.sibling for row in first.rows]) == ("more than 2", True, [0])
+    assert (last.total, last.is_more, [row.group_id for row in last.rows]) == ("3", False, ["g2"])
+    assert (few.total, few.num_pages) == ("1", 1)
+
+
+def test_a_filter_reads_the_table_once_in_its_order(tmp_path: Path) -> None:
+    index = RunIndex(write_run(tmp_path / "run"))
+    follow(index)
+    wanted = Filter(source="math", step_from=1, score_to=9.0, truth="fooled")
+    with contextlib.closing(index.read()) as connection:
+        plan = connection.execute(f"EXPLAIN QUERY PLAN {queries.select_ids(wanted)}", {**asdict(wanted), "limit": 9})
+        assert [row["detail"] for row in plan] == ["SCAN r"]

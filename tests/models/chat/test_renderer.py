@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
 from grmpipe.tiny.tokenizer import build_tokenizer
+from models.chat.chat_tokenizer import ChatTokenizer
 from models.chat.renderer import Renderer
 from models.model_files import PlainConfig, is_plain_tokenizer
 from models.settings import ModelConfig
@@ -189,7 +190,7 @@ def test_a_config_that_only_transformers_can_read_is_left_to_it(path: Path, tmp_
     assert (renderer.context_tokens, renderer.vocab_size) == (256, 600)
 
 
-def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:
+def test_missing_files_of_a_model_are_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         Renderer.load(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"chat_template: .*none\.jinja"):
@@ -210,16 +211,23 @@ def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Render
     assert min(durations_s) < 0.3e-3
 
 
-def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_of_siblings_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, encoded = Renderer.load(str(path)), []
-    encode = renderer.tokenizer.encode
+    encode = ChatTokenizer._encode
     monkeypatch.setattr(
-        renderer.tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
+        ChatTokenizer, "_encode", lambda self, text, **options: encoded.append(text) or encode(self, text, **options)
     )
     first, *others = (renderer.render([user("How many coins?"), user("Why?")]) for _ in range(8))
     assert all(ids == first for ids in others)
     assert encoded.count("How many coins?") == encoded.count("Why?") == 1
     assert renderer.render([user("How many?")]) != first
+
+
+def test_truncation_and_padding_in_a_tokenizer_file_change_no_prompt(renderer: Renderer, path: Path) -> None:
+    other = Renderer.load(str(path)).tokenizer
+    other.backend_tokenizer.enable_truncation(max_length=3)
+    other.backend_tokenizer.enable_padding(length=99)
+    assert ChatTokenizer(other, {}).encode_markup("How many coins?") == renderer.encode_markup("How many coins?")
 
 
 BRANCHING = (

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from models.engines.openai.openai_engine import OpenAIEngine
-from models.engines.sglang import join as sglang_join
+from models.engines.sglang import joined_server
 from models.engines.sglang import server as sglang_server
 from models.engines.sglang.http_client import SglangHttp
 from models.settings import OpenAIConfig
@@ -20,7 +20,7 @@ from models.types import EngineDied, Message, RequestContext, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"connect", "read", "write", "pool"}
-WALKED = {"endpoint_client.py", "http_chat.py", "http_client.py", "join.py", "server.py"}
+WALKED = {"endpoint_client.py", "http_chat.py", "http_client.py", "joined_server.py", "server.py"}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
@@ -69,7 +69,7 @@ def test_a_limit_that_is_reached_is_a_death_with_its_name(call: Callable, error:
         asyncio.run(call(hang))
 
 
-@pytest.mark.parametrize("seconds", [sglang_join.ANSWER_S, sglang_server.ANSWER_S])
+@pytest.mark.parametrize("seconds", [joined_server.ANSWER_S, sglang_server.ANSWER_S])
 def test_probes_of_servers_share_one_time_limit(seconds: float) -> None:
     assert 0 < seconds <= 60
 

@@ -17,7 +17,7 @@ from models.lm.checkpoint_names import CheckpointNames
 from models.lm.lora import add_adapters, list_outgoing
 from models.settings import LoraConfig
 from models.weights.object_store import ObjectStore
-from models.weights.receiving import receive_tensors
+from models.weights.receive_tensors import receive_tensors
 from models.weights.weight_stream import WeightStream, bucket_bytes_for
 
 SMALL = {

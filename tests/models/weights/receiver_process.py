@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from models.types import GroupLink, WeightBucket
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 
 group = BroadcastLink()
 native: list[dist.ProcessGroup] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from models.types import Payload, TransportKind, WeightBucket, WeightTensor
-from models.weights.opening import open_bucket, parse_dtype
+from models.weights.open_bucket import open_bucket, parse_dtype
 from models.weights.process_group import BroadcastLink
 from models.weights.sending import UnshardedBucket, WeightTransport
 

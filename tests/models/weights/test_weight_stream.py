@@ -15,8 +15,8 @@ from models.checksum import checksum
 from models.types import InlineBytes, WeightBucket
 from models.weights.checksums import tensor_checksums
 from models.weights.object_store import ObjectStore
-from models.weights.opening import num_bytes
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.open_bucket import num_bytes
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.weight_stream import WeightStream
 
 

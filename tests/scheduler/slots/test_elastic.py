@@ -34,12 +34,12 @@ from models.types import (
 from scheduler.clock import ActiveClock
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
+from scheduler.run_together import run_until
 from scheduler.slots.balance import BalanceConfig
 from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.health import BringCurrent, HealthConfig, RoleHealth, need_no_weights, push_to_living
+from scheduler.slots.engine_replacement import BringCurrent, HealthConfig, RoleHealth, need_no_weights, push_to_living
 from scheduler.slots.shared_engine import SharedEngines
 from scheduler.slots.sleep import put_to_sleep
-from scheduler.supervise import run_until
 from scheduler.weights.stored_weights import StoredWeights
 from scheduler.weights.weight_push import SyncConfig
 from scheduler.weights.weight_sync import WeightSync

@@ -1,7 +1,5 @@
 """All GRMs that are trained next to the policy, as one: wraps the policy's parts by each, runs all flows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path

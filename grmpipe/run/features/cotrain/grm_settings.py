@@ -2,8 +2,6 @@
 with.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -15,9 +13,10 @@ from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.envs.reasoning_engine import ReasoningEngine
 from grmpipe.envs.single_turn import play_single_turn
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.pipeline.interfaces import FlowConfig
+from grmpipe.run.features.cotrain.judging_tasks import NAME_IN_SEEDS
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Prompt, Rollout
 from models.chat.thinking import thinks
@@ -73,7 +72,7 @@ def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> 
         rollout_concurrency=judge.limits.max_concurrency,
         judge_concurrency=judge.limits.max_concurrency,
         seed=config.seed,
-        group_prefix="lesson",
+        group_prefix=NAME_IN_SEEDS,
         rollout_max_failure_rate=config.rollout.max_failure_rate,
         rollout_pause_s=config.rollout.pause_s,
         max_zero_advantage_groups=int(cotrain.dynamic_sampling_batches * train.groups_per_batch),

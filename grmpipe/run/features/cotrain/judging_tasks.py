@@ -2,8 +2,6 @@
 none.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.composition.combine import reaches
+from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.trajectory import make_trajectory
@@ -19,6 +17,7 @@ from grmpipe.types import Prompt, Rollout
 from models.seeds import derive_seed
 
 Own = tuple[Prompt, Rollout]
+NAME_IN_SEEDS = "lesson"  # of a judging task, in seeds and group ids: another name would change every sample
 CHECK_S = 1.0  # between two checks whether further rollouts may come
 
 
@@ -124,7 +123,7 @@ class JudgingTaskStream:
         right = before % 2 == 0 if self._recent.has_both else bool(self._recent.right)
         candidates = self._recent.of(right)
         assert candidates, "until_usable was waited for"
-        prompt, rollout = candidates[derive_seed(self._seed, f"lesson {prompt_index}") % len(candidates)]
+        prompt, rollout = candidates[derive_seed(self._seed, f"{NAME_IN_SEEDS} {prompt_index}") % len(candidates)]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
         shown = make_trajectory(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
         return self._judging_tasks.right_or_wrong(task_id, prompt, shown, right=right)

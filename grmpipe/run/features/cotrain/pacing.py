@@ -1,7 +1,5 @@
 """Keeps the steps of two learners, the policy's and the GRM's, in pace. Knows neither."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 

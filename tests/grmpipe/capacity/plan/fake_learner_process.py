@@ -28,7 +28,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train import compact_moments
 from grmpipe.train.batching.packer import pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner import learner as learner_module
@@ -204,27 +203,17 @@ def measure(
                 held.peak = held.now
                 learner._optimizer.step()
                 in_step = held.peak
-                integers = integer_bytes(learner._optimizer)
                 if spec.train.optimizer.offload:
                     learner._optimizer.state.clear()
                 held.peak = resting = held.now
                 learner.accumulate(batch)
     dist.destroy_process_group()
-    for made in (compact_moments._limits, compact_moments._values):
-        made.cache_clear()  # of this fake mode
     return {
-        "peak_gb": (max(held.peak, in_step) + integers) / 1e9,
-        "resting_gb": (resting + integers) / 1e9,
-        "micro_batch_gb": (held.peak + integers) / 1e9,
-        "step_gb": (in_step + integers) / 1e9,
+        "peak_gb": max(held.peak, in_step) / 1e9,
+        "resting_gb": resting / 1e9,
+        "micro_batch_gb": held.peak / 1e9,
+        "step_gb": in_step / 1e9,
     }
-
-
-def integer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of moments in integers: they are real tensors, which nothing else counts."""
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
-    return sum(tensor.nbytes for tensor in local if not isinstance(tensor, FakeTensor) and tensor.numel() > 1)
 
 
 if __name__ == "__main__":

@@ -83,4 +83,7 @@ def test_a_plan_has_one_line_on_the_disk_of_the_run() -> None:
     assert forecast(surveyed("train.num_steps=1000", "journals.max_gb=0.1")).endswith(
         "; journals.max_gb=0.1 stops the run"
     )
+    text, share = (forecast(surveyed("train.num_steps=1000", f"journals.keep={keep}")) for keep in ("text", "0.25"))
+    left = [float(line.partition("leaves ")[2].split()[0]) for line in (share, text)]
+    assert 0.25 * plain < left[0] and 0 < left[1] < 0.6 * plain and "journals.keep=0.25 leaves" in share
     assert forecast(surveyed("train.num_steps=1000", "journals.compact=true")).endswith("with journals.compact=false")

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from learner_cases import ROOT, LearnerCase, measured, planned_gb
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import memory_parts, remedy
+from grmpipe.capacity.plan.memory import list_memory, remedy
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 
@@ -42,7 +42,7 @@ def test_the_plan_knows_that_a_reference_is_held_in_the_dtype_it_computes_in() -
         {"activation_checkpointing": "none"},
         {"activation_checkpointing": "selective"},
         FULL,
-        {**OFFLOADED, "optimizer": {"state_dtype": "int8"}},
+        OFFLOADED,
     ],
 )
 @pytest.mark.parametrize("model", ["Qwen3-1.7B", "Qwen3-8B", "Qwen3-30B-A3B"])
@@ -89,7 +89,7 @@ def facts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def learner_gb(facts: RunFacts) -> float:
-    return sum(part.num_bytes for part in memory_parts(facts, "learner")) / 1e9
+    return sum(use.num_bytes for use in list_memory(facts, "learner")) / 1e9
 
 
 def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(facts_with: Any) -> None:
@@ -100,20 +100,14 @@ def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(facts_with: Any) -> 
 def test_a_reference_takes_the_bytes_of_its_dtype(facts_with: Any, dtype: str, num_bytes: int) -> None:
     facts = facts_with("qwen3_8b", "algorithm.kl_coefficient=0.1", f"train.dtype={dtype}")
     footprint = facts.models["policy"].footprint
-    held = {part.what: part.num_bytes for part in memory_parts(facts, "learner")}
+    held = {use.what: use.num_bytes for use in list_memory(facts, "learner")}
     assert held["weights of the reference, over 4 ranks"] == num_bytes * footprint.num_parameters // 4
 
 
 def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(facts_with: Any) -> None:
     found, advised = [], []
-    off = [
-        "train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer.offload=false",
-        "train.optimizer.state_dtype=float32",
-    ]  # fmt: skip
-    on = [
-        "train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer.offload=true",
-        "train.optimizer.state_dtype=int8",
-    ]  # fmt: skip
+    off = ["train.activation_checkpointing=none", "train.activation_offload=false", "train.optimizer.offload=false"]
+    on = ["train.activation_checkpointing=full", "train.activation_offload=true", "train.optimizer.offload=true"]
     for number in range(len(on) + 1):
         facts = facts_with("qwen3_8b", "train.micro_batch_tokens=32768", *on[:number], *off[number:])
         found.append(learner_gb(facts))

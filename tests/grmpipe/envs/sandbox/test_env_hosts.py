@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from grmpipe.config.env import EnvConfig
-from grmpipe.envs.attempts import EpisodeFailed, with_attempts
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.retry_episode import EpisodeFailed, with_attempts
 from grmpipe.envs.sandbox import env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts, HostsLost
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
@@ -23,8 +23,7 @@ from grmpipe.types import Prompt, Rollout
 from models.types import Message, ToolSpec
 from scheduler.processes.actors import ActorDied
 from scheduler.processes.wire_types import Dialect
-from scheduler.slots import health
-from scheduler.slots.health import HealthConfig
+from scheduler.slots.engine_replacement import RETRY_AFTER_S, HealthConfig
 
 MESSAGES = (Message(role="user", content="2 + 2?"),)
 HEALTH = HealthConfig()
@@ -150,7 +149,7 @@ def test_each_episode_goes_to_the_host_with_the_most_free_seats(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_what_an_environment_says_and_raises_arrives_as_it_was(tmp_path: Path) -> None:
+def test_messages_and_errors_of_a_hosted_environment_arrive_unchanged(tmp_path: Path) -> None:
     async def main() -> None:
         async with started(tmp_path) as (hosts, _):
             env = hosts.env()
@@ -300,7 +299,7 @@ def test_when_the_last_host_is_lost_the_run_ends_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grmpipe.envs.sandbox.env_hosts.RETRY_AFTER_S", 0.0)
-    assert health.RETRY_AFTER_S > 0
+    assert RETRY_AFTER_S > 0
 
     async def main() -> None:
         async with started(tmp_path, size=1, limits=HealthConfig(max_replacements=2)) as (hosts, group):

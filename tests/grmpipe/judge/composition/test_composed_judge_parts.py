@@ -11,7 +11,7 @@ from configs import judge_config
 from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.judge.composition.combine import by_group
+from grmpipe.judge.composition.combine_verdicts import by_group
 from grmpipe.judge.composition.composed_judge import compares, compose_judge
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.rule import RuleJudge
@@ -47,7 +47,7 @@ def test_dead_engine_in_a_mix_with_a_rule_gives_no_number(bench: Any) -> None:
     assert report.by_judge["exact"].verdict.outcome == 1.0
 
 
-def test_what_a_judge_wrote_ahead_and_what_its_early_stop_saved_is_reported(bench: Any) -> None:
+def test_principles_written_ahead_and_judgements_saved_by_early_stop_are_reported(bench: Any) -> None:
     def write(prompt: str, context: Any) -> Any:
         return bench.answer("Be strict." if "/principles/" in context.request_id else "\\boxed{4}")
 

@@ -73,7 +73,7 @@ def judgement(text: str, status: str = "finished") -> Rollout:
         (judgement("Fine.\nScore: 9", "truncated"), -1.0),
     ],
 )
-def test_what_cant_be_read_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
+def test_an_unparseable_judgement_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
     config = JudgeConfig(kind="label")
     (judging_task,) = under("same_side").of([scored(10)])
     report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(find_rule(config))), judging_task, rollout))
@@ -113,7 +113,7 @@ def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
         assert judging_task.reference == f"best {1 if text.index('It is 42.') < text.index(other) else 2} of 2"
 
 
-def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
+def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_judging_task() -> None:
     rule = find_rule(judge_config(kind="label", **LISTWISE))
     assert rule("so\n\\boxed{3, 9, 4}", "best 2 of 3")
     assert not rule("so\n\\boxed{9, 9, 4}", "best 2 of 3")

@@ -24,7 +24,7 @@ def critique(sibling: int) -> Rollout:
         ((False, False, False), "none_right", ()),
     ],
 )
-def test_right_critiques_of_lessons_that_arent_too_easy_are_kept(
+def test_right_critiques_of_judging_tasks_that_arent_too_easy_are_kept(
     right: tuple[bool, ...], fate: str, kept: tuple[int, ...]
 ) -> None:
     told, rollouts = keep_critiques([critique(0), critique(1), critique(2)], right)
@@ -39,13 +39,13 @@ def test_right_critiques_of_lessons_that_arent_too_easy_are_kept(
         ("at least 8", "The true score is: at least 8"),
     ],
 )
-def test_a_hint_tells_the_label_at_the_end_of_the_lesson(label: str, hint: str) -> None:
+def test_a_hint_tells_the_label_at_the_end_of_the_judging_task(label: str, hint: str) -> None:
     judging_task = Prompt(prompt_id="p", messages=(Message(role="user", content="Judge this."),), reference=label)
     assert describe_label(label) == hint
     assert add_hint(judging_task).messages[0].content == f"Judge this.\n\n{hint}"
 
 
-def test_a_hinted_critique_is_trained_as_an_answer_to_the_plain_lesson() -> None:
+def test_a_hinted_critique_is_trained_as_an_answer_to_the_plain_judging_task() -> None:
     told = critique(3)
     plain = without_hint(told, (1, 2))
     assert plain.turns[0].new_ids == (1, 2)

@@ -9,7 +9,7 @@ import pytest
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.composition.session import ComposedJudge
+from grmpipe.judge.composition.composed_session import ComposedJudge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drifts, judge_canaries, with_first
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter

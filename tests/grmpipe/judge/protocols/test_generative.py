@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.pattern import judgement_pattern
+from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
 from models.chat.long_texts import LONG_CHARS

@@ -20,11 +20,11 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.prompt_truncation import without_middle
-from grmpipe.judge.protocols.steps import split_steps
+from grmpipe.judge.protocols.split_steps import split_steps
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
-from models.types import Completion, EngineDied, VersionSpan
+from models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
 STEPS = {"protocol": "steps", "template": "steps", "parser": "boxed"}
@@ -139,6 +139,14 @@ def test_steps_cover_every_token_once_and_none_but_an_only_one_is_blank(
     assert "".join(step.text for step in steps) == text
     assert [steps[0].start, *(step.end for step in steps)] == [0, *(step.start for step in steps[1:]), len(ids)]
     assert len(steps) == 1 or all(step.text.strip() for step in steps)
+
+
+def test_a_turn_whose_ids_were_dropped_is_one_step() -> None:
+    completion = Completion(token_ids=(UNKNOWN_ID,) * 4, logprobs=(-1.0,) * 4, text="a\nb\n", finish_reason="stop",
+                            versions=(VersionSpan(model="policy", version=0, start=0, end=4),))  # fmt: skip
+    rollout = Rollout(group_id="g", sibling=0, turns=(Turn(new_ids=(1,), completion=completion),), status="finished")
+    (step,) = split_steps(rollout, "\n", 4, characters)
+    assert (step.start, step.end, step.text) == (0, 4, "a\nb\n")
 
 
 # -- principles ------------------------------------------------------------------------------------------------------

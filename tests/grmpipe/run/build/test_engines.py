@@ -29,7 +29,7 @@ from grmpipe.run.build.engines import (
 from grmpipe.types import Prompt
 from grmpipe.validate.engines import check_swap
 from grmpipe.validate.models import find_model
-from grmpipe.validate.places import seat_roles
+from grmpipe.validate.role_placement import seat_roles
 from models.types import ModelFiles, WeightBucket
 
 

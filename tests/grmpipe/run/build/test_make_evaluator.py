@@ -12,7 +12,7 @@ from grmpipe.config.judge import JudgeConfig, JudgeEntry, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.composition.session import ComposedJudge
+from grmpipe.judge.composition.composed_session import ComposedJudge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.run.build.make_evaluator import compute_pass_reward, first_of_all_answers

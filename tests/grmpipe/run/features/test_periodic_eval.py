@@ -13,8 +13,8 @@ from typing import cast
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.envs.attempts import EpisodeFailed
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.skill import MeasuredSkill

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,15 +13,22 @@ from typing import Any, cast
 import pytest
 from simulated_workload import COSTS, seats, workload
 
-from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation, simulate
+from grmpipe.capacity.simulate.simulated_answers import lognormal
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation
+from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.capacity.simulate.workload import make_judge, make_writer
 from grmpipe.judge.pointwise_adapter import HandOver, rollout_of_text
-from grmpipe.judge.verdict import make_failure, report_failures, report_score
-from grmpipe.pipeline.interfaces import StepReport
+from grmpipe.judge.verdict import get_reward, make_failure, report_failures, report_score
+from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
+from grmpipe.run.build.compose_pipeline import Learners
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.features.watching_judges import LAST, Watcher, WatchingJudges, summaries
 from grmpipe.types import JudgedGroup, JudgeReport, JudgeSession, Prompt, RewardSpan, Rollout
-from models.types import Message
+from models.engines.simulated.simulated_engine import SimulatedEngine
+from models.types import EngineSpeed, Message
+from scheduler.events import NoEvents
+from scheduler.routing.router import Router
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="how many?"),))
 
@@ -130,27 +138,73 @@ def test_its_share_is_drawn_by_seed_and_its_counts_go_on_after_a_resume(tmp_path
     assert watch(resumed, *ends[20:])[1] == state
 
 
-def simulated(feature: WatchingJudges | None, patch: pytest.MonkeyPatch) -> SimulatedRun:
-    after_step = Simulation._after_step
+QUICK, SLOW = (
+    EngineSpeed(step_s=step_s, row_s=0.001, cached_token_s=0.0, prefill_token_s=0.0, max_rows=16)
+    for step_s in (0.01, 0.05)
+)
 
-    async def watched(cluster: Simulation, report: StepReport) -> None:
-        await after_step(cluster, report)
-        if feature is not None:
-            await feature.after_step(
+
+class WatchedSimulation(Simulation):
+    """A simulated run of 6 steps that a real judge watches, on a slow simulated engine: a slot of its own, or the slots
+    of the judge that is trained on. Half of its judgements can't be parsed.
+    """
+
+    def __init__(self, run_dir: Path | None, *, own_slot: bool = True) -> None:
+        costs = replace(COSTS, engines={"policy": QUICK, "grm": QUICK})
+        super().__init__(workload(lengths=lognormal(100, 0.6)), seats(), costs, 6, NoEvents())
+        self._run_dir, self._own_slot = run_dir, own_slot
+        self.feature: WatchingJudges | None = None
+        self.trained: list[tuple[object, ...]] = []
+        self.ended_s = 0.0
+
+    def _compose(self, learners: Learners, routers: Mapping[str, Router]) -> PipelineComponents:
+        if self._run_dir is not None:
+            watched = workload(unparseable_share=0.5)
+            engine = SimulatedEngine("gold", make_writer(watched, "grm"), speed=SLOW)
+            own = Router("gold", {"gold-0": engine}, NoEvents())
+            judge = make_judge(watched, {"grm": own if self._own_slot else routers["grm"]}, SimulatedDriver(0.0))
+            watcher = Watcher(name="gold", judge=judge, share=1.0, num_queued=2, at_once=1, deadline_s=100)
+            self.feature = WatchingJudges([watcher], self._run_dir, seed=0)
+        return super()._compose(learners, routers)
+
+    async def _after_step(self, report: StepReport) -> None:
+        await super()._after_step(report)
+        for group in report.groups:
+            rewards = [get_reward(verdict) for verdict in group.verdicts]
+            self.trained.append((report.step, group.group_id, rewards, [one.turns for one in group.rollouts]))
+        if self.feature is not None:
+            await self.feature.after_step(
                 StepEnd(report=report, counts=cast(Any, None), pipeline=cast(Any, None), metrics={}, is_last=False)
             )
 
-    with patch.context() as here:
-        here.setattr(Simulation, "_after_step", watched)
-        return simulate(workload(), seats(), COSTS, 6)
+    async def run(self) -> SimulatedRun:
+        found = await super().run()
+        if self.feature is not None:
+            await self.feature.close()
+        self.ended_s = asyncio.get_running_loop().time()
+        return found
 
 
-def test_a_watcher_on_slots_of_its_own_leaves_every_step_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = SlowJudge(seconds=0.7)
-    feature = watching(judge, tmp_path, num_queued=4)
-    with_watcher, without = simulated(feature, monkeypatch), simulated(None, monkeypatch)
-    assert with_watcher.steps == without.steps
-    found = summaries(feature.state())["gold"]
-    assert found.groups > 0 and found.unfinished_groups > 0, "it judged, and nobody waited for the rest"
+def simulated(run_dir: Path | None, *, own_slot: bool = True) -> tuple[WatchedSimulation, SimulatedRun]:
+    made: list[WatchedSimulation] = []
+
+    def run() -> Coroutine[Any, Any, SimulatedRun]:
+        made.append(WatchedSimulation(run_dir, own_slot=own_slot))
+        return made[0].run()
+
+    found = run_virtually(run)
+    return made[0], found
+
+
+def test_a_watcher_on_an_engine_of_its_own_leaves_every_token_and_step_as_it_was(tmp_path: Path) -> None:
+    (watched, result), (plain, expected) = simulated(tmp_path / "own"), simulated(None)
+    assert watched.trained == plain.trained
+    assert result.steps == expected.steps
+    assert watched.ended_s == plain.ended_s, "the end waited for it"
+    assert watched.feature is not None
+    found = summaries(watched.feature.state())["gold"]
+    assert found.groups > 0 and found.dropped_groups > 0 and found.unfinished_groups > 0
+    assert found.groups + found.dropped_groups + found.unfinished_groups == len(plain.trained)
+    assert found.failed["unparseable"] > 0 and result.failed_judgements == {}, "its failures aren't the run's"
+    _, delayed = simulated(tmp_path / "shared", own_slot=False)
+    assert delayed.steps != expected.steps, "on the slots of the judge that is trained on it would show"

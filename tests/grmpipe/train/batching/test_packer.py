@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.train.batching.bin_packing import RankWork, work
 from grmpipe.train.batching.packer import (
     EARLY_SHARE,
     MicroBatchRound,
@@ -22,6 +21,7 @@ from grmpipe.train.batching.packer import (
 )
 from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees, num_shared
 from grmpipe.train.batching.samples import count
+from grmpipe.train.batching.seqlen_balancing import RankWork, work
 from grmpipe.types import TrainingSample
 from models.types import VersionSpan
 

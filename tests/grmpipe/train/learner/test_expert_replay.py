@@ -13,8 +13,8 @@ import torch
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_router_replay
-from grmpipe.tiny.mixture import upcycle
 from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.tiny.upcycle import upcycle
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.train.learner.learner import Learner

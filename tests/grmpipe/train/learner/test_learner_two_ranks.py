@@ -27,7 +27,7 @@ from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
 from models.types import CudaHandle, InlineBytes, WeightBucket
 from models.weights import cuda_ipc
-from models.weights.receiving import receive_tensors
+from models.weights.receive_tensors import receive_tensors
 from models.weights.weight_files import SharedArena
 
 # r against the sampler differs from 1 when pi_old is the pass's own; plain policy gradients have no r.

@@ -20,11 +20,11 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
-from models.lm import pieces
+from models.lm import unshard
 from models.settings import EmbeddedConfig
 from models.types import GroupLink
 from models.weights.process_group import BroadcastLink
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.sending import WeightTransport
 from scheduler.placement import Seat
 from scheduler.processes.actors import InProcessRanks
@@ -98,8 +98,8 @@ def test_a_bucket_that_cannot_be_posted_is_unsharded_to_its_end(
 ) -> None:
     """It is a collective: the other ranks would wait for this one."""
     unsharded: list[Tensor] = []
-    unshard = pieces.unshard
-    monkeypatch.setattr(pieces, "unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
+    whole = unshard.unshard
+    monkeypatch.setattr(unshard, "unshard", lambda *args: unsharded.append(whole(*args)) or unsharded[-1])
     learner = Learner(make_spec(gpt2_path, transport, tmp_path))
     bucket = learner.sender.bucket(0)
     assert bucket is not None

@@ -21,7 +21,7 @@ from transformers import (
 from models.engines.embedded.decoder import Decoder, ModuleDecoder, open_decoder
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.prompt_packing import groups_of_like_length
+from models.engines.embedded.prompt_packing import bin_by_length
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -136,7 +136,7 @@ def test_slots_keep_what_they_hold_when_they_grow() -> None:
 
 def test_a_long_prompt_never_pads_the_short_ones() -> None:
     lengths = [30, 6000, 62, 109, 4, 5900]
-    groups = groups_of_like_length(lengths)
+    groups = bin_by_length(lengths)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     assert [[lengths[index] for index in group] for group in groups] == [[4], [30], [62], [109], [5900, 6000]]
 

@@ -29,7 +29,7 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 from models.weights.weight_files import SharedArena
 
 HANDLE = CudaHandle(

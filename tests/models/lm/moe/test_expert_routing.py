@@ -23,8 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grmpipe.tiny.mixture import upcycle
 from grmpipe.tiny.tokenizer import build_tokenizer
+from grmpipe.tiny.upcycle import upcycle
 from models.lm.causal_lm import load_causal_lm, outline_causal_lm
 from models.lm.moe.expert_routing import ROUTERS, Routers
 from models.types import ANY_EXPERT

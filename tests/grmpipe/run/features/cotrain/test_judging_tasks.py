@@ -56,13 +56,13 @@ def test_own_rollouts_have_the_share_that_was_asked_for() -> None:
     assert sum(name != "stored" for name in drawn) == 10
 
 
-def test_stored_lessons_are_used_until_both_kinds_of_rollouts_exist() -> None:
+def test_stored_judging_tasks_are_used_until_both_kinds_of_rollouts_exist() -> None:
     judging_tasks = stream(rollout_share=1.0)
     judging_tasks.add(QUESTION, rollout("41"))
     assert [judging_tasks.at(prompt_index).prompt_id for prompt_index in range(3)] == ["stored"] * 3
 
 
-def test_without_stored_lessons_one_waits_for_rollouts_of_both_kinds() -> None:
+def test_without_stored_judging_tasks_one_waits_for_rollouts_of_both_kinds() -> None:
     asyncio.run(wait_for_both_kinds())
 
 

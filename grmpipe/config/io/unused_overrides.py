@@ -1,0 +1,51 @@
+"""Checks that no key of the command line is typed in vain."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.task_settings import OF_JUDGE, OF_POLICY
+
+OF_PLAYING = ("policy", "data", "rollout")  # sections that only an evaluation of a policy reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReads:
+    """What decides which keys task=evaluate reads; known before the configuration is checked.
+
+    by_policy:      whether a judge may ask the policy.
+    read_by_others: keys that other keys take their values from.
+    """
+
+    what: str  # evaluate.what
+    has_prompts: bool  # evaluate.prompts isn't null
+    by_policy: bool = False
+    read_by_others: frozenset[str] = frozenset()
+
+
+def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
+    """Check that task=evaluate reads the typed keys. What a recipe or a group sets isn't typed. Raises ConfigError."""
+    for key in typed:
+        section, _, name = key.partition(".")
+        own = name.split(".")[0] if section == "evaluate" else ""
+        if reads.what == "judge" and (own in OF_POLICY or is_of_playing(key, reads)):
+            raise ConfigError(
+                f"{key}: task=evaluate measures the judge against labels (evaluate.what=judge), and would ignore this "
+                "key; to evaluate the policy type evaluate.what=policy, or evaluate.what=both; otherwise leave the key "
+                "out"
+            )
+        if reads.what == "policy" and own in OF_JUDGE:
+            raise ConfigError(
+                f"{key}: evaluate.what=policy measures no judge, and would ignore this key; type evaluate.what=both, "
+                "or leave the key out"
+            )
+        if reads.what != "judge" and reads.has_prompts and key in ("data.path", "data.eval_path"):
+            raise ConfigError(
+                f"{key}: the policy answers evaluate.prompts, and this key would be ignored; leave one of them out"
+            )
+
+
+def is_of_playing(key: str, reads: EvaluationReads) -> bool:
+    section, _, name = key.partition(".")
+    asked = (section == "policy" and reads.by_policy) or name.startswith("labels")
+    return bool(name) and section in OF_PLAYING and not asked and key not in reads.read_by_others

@@ -1,0 +1,176 @@
+"""Who judges a run: its judges by name, the models that they ask, and the checks between both."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from grmpipe.config.engine_kinds import engine_kind, engines_that
+from grmpipe.config.grm import ModelEntry
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.config.keys.entry_names import GRM, JUDGE, POLICY
+from models.engines.engine_kind import AnyEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """The judges whose verdicts make the reward, and the models that judges may ask.
+
+    judges: name -> settings, of those that the reward uses, in its order.
+    models: role -> settings, of every model that judges may ask, including those that none asks.
+    """
+
+    judges: Mapping[str, JudgeConfig]
+    models: Mapping[str, ModelEntry]
+
+    @property
+    def main(self) -> str:
+        """The name of the judge whose scale is that of labels, and of the scores of all judges together: `judge`, or
+        the only one that the reward uses.
+        """
+        return find_main(self.judges)
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a language model or a scalar reward model judges."""
+        return bool(self.generative or self.scalar)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a generative judge sees several responses next to each other."""
+        return any(judge.protocol_kind.compares for judge in self.generative.values())
+
+    @property
+    def generative(self) -> dict[str, JudgeConfig]:
+        """The judges that ask a language model."""
+        return {name: judge for name, judge in self.judges.items() if judge.kind == "generative"}
+
+    @property
+    def scalar(self) -> dict[str, JudgeConfig]:
+        """The judges that ask a scalar reward model."""
+        return {name: judge for name, judge in self.judges.items() if judge.kind == "scalar"}
+
+    @property
+    def scalar_roles(self) -> tuple[str, ...]:
+        """The scalar reward models that judges ask, here or remote."""
+        asked = {judge.model for judge in self.scalar.values()}
+        return tuple(role for role in self.models if role in asked)
+
+    @property
+    def scorer_roles(self) -> tuple[str, ...]:
+        """Those of them that need a place and files: their processes are scorers."""
+        return tuple(role for role in self.scalar_roles if not self.find_engine_kind(role).outside)
+
+    @property
+    def asked_roles(self) -> tuple[str, ...]:
+        """All models that judges ask and that aren't the policy."""
+        return (*self.roles, *self.scalar_roles)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The models with engines of their own that judges ask, here or remote."""
+        asked = {judge.model for judge in self.generative.values()}
+        return tuple(role for role in self.models if role in asked and role != POLICY)
+
+    @property
+    def local_roles(self) -> tuple[str, ...]:
+        """Those of them that need a place and files."""
+        return tuple(role for role in self.roles if not self.find_engine_kind(role).outside)
+
+    @property
+    def remote_roles(self) -> tuple[str, ...]:
+        """Those of them that are behind an endpoint."""
+        return tuple(role for role in self.roles if self.find_engine_kind(role).outside)
+
+    @property
+    def by_policy(self) -> bool:
+        """Whether the policy judges its own rollouts (self-rewarding, arXiv 2401.10020)."""
+        return bool(self.select_asking(POLICY))
+
+    @property
+    def max_concurrency(self) -> int:
+        """Most judge tasks in flight."""
+        return sum(judge.limits.max_concurrency for judge in self.judges.values())
+
+    @property
+    def weighted(self) -> dict[str, JudgeConfig]:
+        """The judges whose votes a meta-RM weights."""
+        return {name: judge for name, judge in self.generative.items() if judge.vote in VOTES_WITH_META_RM}
+
+    def find_engine_kind(self, role: str) -> type[AnyEngine]:
+        return engine_kind(self.models[role].engine, f"{self.models[role].key}.engine")
+
+    def select_asking(self, role: str) -> dict[str, JudgeConfig]:
+        """The judges that ask a model."""
+        return {name: judge for name, judge in self.generative.items() if judge.model == role}
+
+    def find_training_judge(self, role: str) -> JudgeConfig:
+        """The judge whose prompts, limits and temperature a model in training learns under."""
+        return next(iter(self.select_asking(role).values()))
+
+
+def find_main(judges: Collection[str]) -> str:
+    """The main one of the judges that a reward uses (`Judging.main`)."""
+    return next(iter(judges)) if len(judges) == 1 else JUDGE
+
+
+def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig]) -> None:
+    """Check that no further judge or model was configured in vain: the run would be trained without it."""
+    for name, judge in judges.items():
+        if name not in judging.judges and name != JUDGE:
+            raise ValueError(
+                f"{judge.key}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
+                f"or reward.judge={name}, or, to let it only watch, 'judge_monitor.watch={{{name}: 0.2}}'"
+            )
+    for role, model in judging.models.items():
+        if role not in (*judging.asked_roles, POLICY, GRM):
+            raise ValueError(f"{model.key}: no judge of this run asks it; type judges.<name>.model={role}")
+
+
+def check_judging(judging: Judging) -> None:
+    """Check that each judge's model exists, and can do what the judge asks."""
+    for judge in (judging.generative | judging.scalar).values():
+        if judge.model not in judging.models:
+            added = judge.model.rpartition(".")[2]
+            raise ValueError(
+                f"{judge.key}.model: there is no model {judge.model!r}; type one of "
+                f"{', '.join(judging.models)}"
+                + (f", or add it by +grm@models.{added}=path" * (added not in judging.models))
+            )
+    check_scalar(judging)
+    for judge in judging.generative.values():
+        check_engine(judge, judging)
+    for model in (judging.models[role] for role in judging.asked_roles if judging.find_engine_kind(role).outside):
+        key = model.key
+        if model.path.startswith("tiny://"):
+            raise ValueError(
+                f"{key}.path: {model.path} is a shipped tiny model; with {key}.engine={model.engine} type the model's "
+                f"name at the endpoint, as in {key}.path=gpt-4.1-mini"
+            )
+
+
+def check_scalar(judging: Judging) -> None:
+    """Check that a scalar reward model is neither the policy nor a language model of another judge."""
+    for judge in judging.scalar.values():
+        if judge.model == POLICY or judge.model in judging.roles:
+            raise ValueError(
+                f"{judge.key}.model: {judge.model} is a language model, and a scalar judge asks a reward "
+                f"model of its own; add one by +grm@models.reward_model=path models.reward_model.path=<model>, and "
+                f"type {judge.key}.model=reward_model"
+            )
+
+
+def check_engine(judge: JudgeConfig, judging: Judging) -> None:
+    """Check that the engine of a judge's model can do what the judge asks."""
+    key, engine, model = judge.key, judging.find_engine_kind(judge.model), judging.models[judge.model]
+    if judge.format.structured and not engine.grammar:
+        able = " or ".join(engines_that(lambda kind: kind.grammar))
+        raise ValueError(
+            f"{key}.format.structured: {model.engine} can't constrain a judgement by a grammar; type "
+            f"{key}.format.structured=false, "
+            f"or {model.key}.engine={able}"
+        )
+    if judge.vote in VOTES_WITH_META_RM and engine.outside:
+        raise ValueError(
+            f"{key}.vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "
+            f"type {key}.vote=mean"
+        )

@@ -1,0 +1,109 @@
+r"""Samples completions whose thoughts are marked, within a thinking budget.
+
+prompt -> thought .. (budget used up) | "\n</think>\n\n" | -> answer
+          sampled                       inserted             sampled, by a second request that continues the first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from models.seeds import derive_seed
+from models.types import (
+    Completion,
+    Generates,
+    RequestContext,
+    SamplingParams,
+    ThinkingBudget,
+    VersionSpan,
+    ignore_first_token,
+)
+from scheduler.routing.migration import Continuation
+
+if TYPE_CHECKING:
+    from models.chat.renderer import Renderer
+
+SECOND = "answer"  # suffix of the second request's id
+
+
+class ReasoningEngine:
+    """An engine whose completions say where the thought ends. For `params.thinking` it asks twice, if it must.
+
+    The first request ends with the budget. If the thought goes on there, the closing marker is inserted and a second
+    request, `<id>/answer`, continues; if it had ended, the second one continues without. All sampled tokens keep their
+    ids, log-probs and versions; the inserted ones are in `Completion.inserted`.
+    """
+
+    def __init__(self, engine: Generates, renderer: Renderer) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._continuation = Continuation(decode=renderer.decode, seed_after=lambda seed, num_sampled: seed)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        if (budget := params.thinking) is not None:
+            params = replace(params, thinking=None)
+        if budget is None or budget.num_tokens >= params.max_new_tokens:
+            completion = await self._engine.generate(prompt_ids, params, context, on_first_token)
+            return self._renderer.with_thought(completion)
+        assert not params.stop, "a stop string may cross the border of two requests"
+        first = await self._engine.generate(
+            prompt_ids, replace(params, max_new_tokens=budget.num_tokens), context, on_first_token
+        )
+        if first.finish_reason == "length":
+            first = await self._continued(tuple(prompt_ids), first, budget, params, context)
+        return self._renderer.with_thought(first)
+
+    async def _continued(
+        self,
+        prompt_ids: tuple[int, ...],
+        first: Completion,
+        budget: ThinkingBudget,
+        params: SamplingParams,
+        context: RequestContext,
+    ) -> Completion:
+        """The whole completion, with what comes after the budget."""
+        between = self._end_of_thought(first, budget)
+        start = len(first.token_ids)
+        room = params.max_new_tokens - start - len(between)
+        if room < 1:
+            return first
+        pattern = budget.pattern
+        if pattern is not None and not between:
+            pattern = rf"[^\n]*\n{pattern}"  # the line that was cut ends first
+        request_id = f"{context.request_id}/{SECOND}"
+        rest = await self._engine.generate(
+            (*prompt_ids, *first.token_ids, *between),
+            replace(params, max_new_tokens=room, seed=derive_seed(params.seed, SECOND), pattern=pattern),
+            replace(context, request_id=request_id),
+        )
+        whole = self._continuation.join((first, prepend_tokens(rest, between)))
+        return replace(whole, inserted=(start, start + len(between))) if between else whole
+
+    def _end_of_thought(self, first: Completion, budget: ThinkingBudget) -> tuple[int, ...]:
+        """The tokens that end a thought. None if it has ended, or never began."""
+        markers = self._renderer.thinking
+        if markers is None or markers.tokens_of_thought(first.token_ids, self._renderer.decode_special) is not None:
+            return ()
+        return self._renderer.encode_markup(markers.end_of_thought(budget.answer_start))
+
+
+def prepend_tokens(rest: Completion, token_ids: tuple[int, ...]) -> Completion:
+    """A completion after some inserted tokens, which count as of its first version."""
+    count = len(token_ids)
+    spans = [
+        VersionSpan(
+            model=span.model, version=span.version, start=span.start + count * (index > 0), end=span.end + count
+        )
+        for index, span in enumerate(rest.versions)
+    ]
+    return replace(
+        rest, token_ids=token_ids + rest.token_ids, logprobs=(0.0,) * count + rest.logprobs, versions=tuple(spans)
+    )

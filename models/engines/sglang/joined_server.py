@@ -1,0 +1,109 @@
+"""Checks that a running SGLang server is the one that a run needs. Resets it to its own weights."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import AutoConfig, AutoTokenizer
+
+from models.engines.sglang.http_client import as_json, make_headers, read_error
+from models.settings import SglangConfig
+
+ANSWER_S = 10.0
+RELOAD_S = 600.0
+PROBE = "Hällo <|im_end|></s> <|endoftext|>\n\t 3 + 4 = 7; 你好, \\boxed{12}  def f(x): return x**2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """version: the server's name of its weights. incremental: its events hold only new tokens."""
+
+    version: str
+    incremental: bool
+    model_path: str
+
+
+def read_api_key(config: SglangConfig) -> str:
+    """The key from the environment; empty if there is none: many servers need none."""
+    return os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+
+
+def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_key_env: str = "") -> Joined:
+    """Raises ValueError that names engine.sglang.urls for a server that isn't there, or has another model."""
+    with httpx.Client(base_url=url, headers=make_headers(key), timeout=ANSWER_S, trust_env=False) as client:
+        server = _Server(client, url, api_key_env)
+        info, now = server.get("/server_info"), server.get("/model_info")
+        server.refuse_another_model(model_path, str(info.get("model_path")), now)
+        server.refuse_a_shorter_window(context_tokens)
+        if not info.get("skip_tokenizer_init"):
+            server.refuse_another_vocabulary(model_path)
+        started_with = str(info.get("weight_version", "default"))
+        if str(now.get("weight_version")) != started_with:
+            server.reload(str(info["model_path"]), started_with)
+        server.post("/continue_generation", {})  # a run that ended during a push left it paused
+        return Joined(
+            version=started_with,
+            incremental=bool(info.get("incremental_streaming_output")),
+            model_path=str(info["model_path"]),
+        )
+
+
+class _Server:
+    def __init__(self, client: httpx.Client, url: str, api_key_env: str) -> None:
+        self._client, self._url, self._api_key_env = client, url, api_key_env
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._call("GET", path, None, ANSWER_S)
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        return self._call("POST", path, body, timeout_s)
+
+    def refuse_another_model(self, model_path: str, served_path: str, now: dict[str, Any]) -> None:
+        if name_model(served_path) != name_model(model_path):
+            raise self._error(f"serves {served_path!r}, but the run's model is {model_path!r}")
+        ours = AutoConfig.from_pretrained(model_path)
+        theirs = now.get("architectures")
+        if theirs and ours.architectures and list(theirs) != list(ours.architectures):
+            raise self._error(f"serves a {theirs[0]}, but {model_path!r} is a {ours.architectures[0]}")
+
+    def refuse_a_shorter_window(self, context_tokens: int) -> None:
+        served = self.get("/v1/models").get("data") or [{}]
+        window = served[0].get("max_model_len")
+        if window is not None and window < context_tokens:
+            raise self._error(
+                f"has a context window of {window} tokens, but the run needs {context_tokens}: start it with a longer "
+                f"--context-length, or set engine.sglang.max_context_tokens={window}"
+            )
+
+    def refuse_another_vocabulary(self, model_path: str) -> None:
+        theirs = self.post("/tokenize", {"prompt": PROBE, "add_special_tokens": False}).get("tokens")
+        ours = AutoTokenizer.from_pretrained(model_path).encode(PROBE, add_special_tokens=False)
+        if theirs != ours:
+            raise self._error(f"has a different vocabulary than the tokenizer in {model_path!r}")
+
+    def reload(self, model_path: str, version: str) -> None:
+        body = {"model_path": model_path, "weight_version": version, "abort_all_requests": True}
+        self.post("/update_weights_from_disk", body, RELOAD_S)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        try:
+            response = self._client.request(method, path, json=body, timeout=timeout_s)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            raise self._error(f"doesn't answer ({type(error).__name__}: {error})") from None
+        if response.status_code == 401:
+            raise self._error(f"expects another key than the one in the environment variable {self._api_key_env}")
+        if response.status_code != 200:
+            raise self._error(f"answers {path} with HTTP {response.status_code}: {read_error(response)}")
+        return as_json(response)
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"engine.sglang.urls: the server at {self._url} {what}")
+
+
+def name_model(path: str) -> str:
+    """The last part of a path or hub name; for the hub's cache, the name of the repository."""
+    parts = Path(path.rstrip("/")).parts
+    cached = [part for part in parts if part.startswith("models--")]
+    return (cached[-1].rpartition("--")[2] if cached else parts[-1] if parts else "").casefold()
