@@ -73,8 +73,12 @@ class RecordedGroups:
             yield from (self.judgements.read(group_id, sibling, decode_report) for sibling in siblings)
 
     def are_judged(self, group_id: str) -> bool:
-        """Whether all rollouts of a group have a verdict."""
+        """Whether all rollouts of a group were judged: they have a verdict, or its failure."""
         return self.rollouts.places[group_id].keys() <= self.judgements.places.get(group_id, {}).keys()
+
+    def have_verdicts(self, group_id: str) -> bool:
+        """Whether all rollouts of a group have a verdict that didn't fail."""
+        return self.are_judged(group_id) and not any(isinstance(one, Failed) for one in self.group(group_id).verdicts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ def test_resumed_run_continues_both_learners(small_run: Callable, cotrained: Any
         ("task=simulate", r"grm\.train\.enabled=false"),
     ],
 )
-def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:
+def test_settings_that_a_grm_cant_learn_with_are_refused_by_name(small_run: Callable, override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         small_run(*COTRAIN, override, experiment="cotrain")
 

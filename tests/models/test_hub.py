@@ -65,7 +65,7 @@ def test_a_name_that_the_hub_refuses_is_wrong_everywhere(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", ["./nope", "/nope", "nope", "a/b/c"])
-def test_what_can_be_no_hub_name_is_never_looked_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_can_be_no_hub_name_is_never_looked_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("models.hub.snapshot_download")
     with pytest.raises(ValueError, match=f"^path: no directory '{path}'; give") as told:
         find_files(path, weights=False)

@@ -115,7 +115,7 @@ def test_a_task_knows_where_it_writes(run_dir: Path) -> None:
 
     class Looks(Task):
         async def run(self) -> Status:
-            found.append(self._session)
+            found.append(self._context)
             return await super().run()
 
     config = run_config(tracking=TrackingConfig(trackers=[], console=False))

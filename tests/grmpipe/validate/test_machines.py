@@ -46,7 +46,7 @@ def test_a_place_that_cannot_be_had_names_slot_resource_and_role(overrides: list
         checked(*overrides)
 
 
-def test_what_only_the_machine_of_the_run_lacks_is_no_matter_of_a_plan() -> None:
+def test_a_plan_accepts_more_slots_than_this_machine_has() -> None:
     checked("placement.pools.train.slots=4096", "task=plan")
     checked("placement.pools.train.slots=4096", "cluster.address=10.0.0.1:6379")
 

@@ -260,7 +260,7 @@ def test_joint_judgement_is_shown_with_each_answer_that_it_judges(tmp_path: Path
     assert visible(page).count("first is better") == 2
 
 
-def test_what_a_url_asks_for_wrongly_gets_words(tmp_path: Path) -> None:
+def test_a_wrong_url_is_answered_with_the_reason(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     assert "score_from: &#39;x&#39; is no number" in fetch(run_dir, "/rollouts/run?score_from=x", status=400)[0]
     assert "no group &#39;g9&#39; in this run" in fetch(run_dir, "/group/run?group=g9", status=404)[0]

@@ -376,7 +376,7 @@ def test_an_error_of_the_engine_ends_the_session_and_stays_its_own(
     assert episode.failed.exception() is error
 
 
-def test_what_the_template_does_not_take_is_the_askers_fault(
+def test_messages_that_the_template_refuses_are_an_invalid_request(
     make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     async def talk(episode: EpisodeChat) -> None:

@@ -102,7 +102,7 @@ def test_a_workflow_gets_the_task_and_not_what_only_judges_see(played: Callable)
         (lambda ids: {ids[0]: np.bool_(True), ids[1]: torch.tensor(2)}, [{"outcome": 1.0}, {"outcome": 2.0}]),
     ],
 )
-def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
+def test_return_values_of_a_workflow_are_the_rewards_of_its_turns(
     played: Callable, returned: Callable, rewards: list[dict]
 ) -> None:
     async def solve(task: Task, policy: Policy) -> object:
@@ -127,7 +127,7 @@ def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
         b"7",
     ],
 )
-def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
+def test_a_return_value_that_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
     with pytest.raises(EnvFault, match="returned") as fault:
         read_rewards(plain_rewards(returned, "my.solve"), ["id"])
     assert fault.value.cause == "protocol"

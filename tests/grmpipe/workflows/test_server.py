@@ -121,7 +121,7 @@ def test_parallel_requests_are_each_a_turn(make_engine: Callable, asked: Callabl
     assert sorted(rollout.prompts()) == sorted(prompt for prompt, _ in engine.said) and len(rollout.turns) == 3
 
 
-def test_what_the_openai_client_raises_names_the_limit(make_engine: Callable, asked: Callable) -> None:
+def test_errors_of_the_openai_client_name_the_limit(make_engine: Callable, asked: Callable) -> None:
     async def talk(policy: Policy) -> None:
         create = policy.openai.chat.completions.create
         with pytest.raises(openai.BadRequestError) as long:
@@ -167,7 +167,7 @@ def test_bad_requests_are_refused_and_are_no_turns(make_engine: Callable, asked:
     assert len(rollout.turns) == 1 and rollout.opening[0] == Message(role="system", content="be brief")
 
 
-def test_only_the_episodes_own_key_opens_its_session(
+def test_only_the_episodes_own_key_opens_its_chat(
     make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine()
@@ -235,7 +235,9 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def test_what_would_change_an_answer_and_can_not_is_refused_by_its_name(make_engine: Callable, asked: Callable) -> None:
+def test_parameters_that_would_change_an_answer_and_arent_supported_are_refused_by_name(
+    make_engine: Callable, asked: Callable
+) -> None:
     async def talk(policy: Policy) -> None:
         for name, value in (
             ("response_format", {"type": "json_object"}), ("tool_choice", "required"), ("presence_penalty", 0.5),

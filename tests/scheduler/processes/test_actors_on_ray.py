@@ -512,7 +512,7 @@ def test_waiting_calls_fail_at_the_end_of_a_cluster_without_asking_ray(
     asyncio.run(main())
 
 
-def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
+def test_processes_that_an_engine_started_end_with_it_however_it_ends() -> None:
     """Killed, replaced or shut down: a server or a core process of an engine must not outlive it."""
 
     def make(rank: int) -> Engine:

@@ -89,7 +89,9 @@ def test_transport_chosen_by_auto_is_a_valid_setting(engine: str, path: WeightPa
         ("gloo", "embedded", IN_PROCESS, r"gloo needs the engines in separate processes \(cluster=ray\)"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_what_can(wanted: str, engine: str, path: WeightPath, words: str) -> None:
+def test_a_transport_that_cant_work_is_refused_with_those_that_can(
+    wanted: str, engine: str, path: WeightPath, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         choose(wanted, engine, path)
 

@@ -591,7 +591,7 @@ def test_a_bad_value_names_its_key(key: str) -> None:
         SyncConfig(**{key: -1})
 
 
-def test_what_never_changes_is_sent_to_an_engine_once() -> None:
+def test_tensors_that_never_change_are_sent_to_an_engine_once() -> None:
     """And not even called for, unless an engine is new: then the others don't get it again."""
 
     async def scenario() -> None:
@@ -611,7 +611,7 @@ def test_what_never_changes_is_sent_to_an_engine_once() -> None:
     asyncio.run(scenario())
 
 
-def test_what_never_changes_is_sent_again_after_a_failed_push_and_to_another_engine_under_the_name() -> None:
+def test_tensors_that_never_change_are_sent_again_after_a_failed_push_and_to_a_new_engine_of_the_name() -> None:
     async def scenario() -> None:
         source, engine = Source(), Faulty()
         source.num_fixed = 2

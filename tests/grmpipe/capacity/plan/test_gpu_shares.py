@@ -45,7 +45,7 @@ def facts_with(*overrides: str) -> RunFacts:
     return collect_facts(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides))
 
 
-def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
+def test_engines_on_one_gpu_get_the_same_number_of_cached_tokens() -> None:
     wishes = {"policy": EngineNeeds(weights=10, token=1), "grm": EngineNeeds(weights=20, token=3)}
     assert divide_memory(70, wishes) == {"policy": 20, "grm": 50}
     fixed = {**wishes, "grm": EngineNeeds(weights=20, token=3, kv=8)}

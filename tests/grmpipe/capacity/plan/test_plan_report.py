@@ -288,7 +288,7 @@ def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str
     assert "judged by a rule" in text and "grm-0" not in text
 
 
-def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[str, ...]) -> None:
+def test_a_plan_refuses_settings_that_are_wrong_on_any_machine(big_run: tuple[str, ...]) -> None:
     for override, message in (
         ("policy.path=/nope", r"^policy\.path: no directory '/nope'"),
         ("data.path=nope.jsonl", r"^data\.path: nope.jsonl: no such file"),
@@ -338,7 +338,7 @@ def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:
     assert "700 tokens per rollout, 300 tokens per judgement on average" in text
 
 
-def test_what_a_plan_leaves_out_of_episodes_is_said() -> None:
+def test_a_plan_says_that_it_counts_one_turn_of_each_episode() -> None:
     text = planned("+experiment=walk", "train.groups_per_batch=2", "train.group_size=4", "rollout.max_turns=11")
     assert "8 rollouts, at most 704 tokens" in text
     assert "one turn of each rollout" in text.split("not checked here")[1]

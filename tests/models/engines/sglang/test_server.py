@@ -225,7 +225,7 @@ def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
         ("tp_size", "the placement"),
     ],
 )
-def test_what_the_run_sets_itself_is_refused_with_what_to_set_instead(option: str, instead: str) -> None:
+def test_server_options_that_the_run_sets_itself_are_refused_with_the_key_to_set(option: str, instead: str) -> None:
     with pytest.raises(ValueError, match=rf"engine\.sglang\.options: '{option}' .*{instead}"):
         make_arguments(start_of(options={option: 1}))
 
