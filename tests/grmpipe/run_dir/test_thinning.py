@@ -11,6 +11,7 @@ from grmpipe.config.rejudge import RejudgeConfig
 from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_journal, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder, load_rollouts, load_verdicts
+from grmpipe.observe.run_files import pick_rollouts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recorded_run import open_recorded
@@ -332,3 +333,10 @@ def test_judging_again_counts_the_groups_whose_text_is_gone_and_takes_the_others
     thin(tmp_path / "gone", gone, JournalsConfig(keep="1e-9"))
     with pytest.raises(ValueError, match=r"holds no text of these groups: journals\.keep dropped it"):
         open_stored(tmp_path / "gone", RejudgeConfig(steps=[1, 2]), seed=0)
+
+
+def test_the_report_shows_rollouts_that_have_their_text(recorder: Recorder, tmp_path: Path) -> None:
+    started(recorder, tmp_path)
+    thin(tmp_path, recorder, JournalsConfig(keep="1e-9"))
+    shown = pick_rollouts(tmp_path)
+    assert shown and all(one.rollout.answer for one in shown)
