@@ -173,7 +173,8 @@ def format_judgements(facts: RunFacts) -> list[str]:
     lines = []
     for name, judge in judging.judges.items():
         work = describe_requests(name, facts) if name in judging.generative else KIND_IN_WORDS[judge.kind]
-        lines.append(f"    {name:<{wide}} {work}{format_share(shares[name])}")
+        share = "" if shares[name] > 0.9995 else f", of {shares[name]:.0%} of the rollouts"
+        lines.append(f"    {name:<{wide}} {work}{share}")
     return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
 
 
@@ -187,10 +188,6 @@ def describe_requests(name: str, facts: RunFacts) -> str:
         product = f"{judgements} {judge.protocol} judgements"
     by = f" by {judge.model}" if len(facts.config.judging.judges) > 1 else ""
     return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens"
-
-
-def format_share(share: float) -> str:
-    return "" if share > 0.9995 else f", of {share:.0%} of the rollouts"
 
 
 def format_block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:

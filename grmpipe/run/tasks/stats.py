@@ -121,7 +121,12 @@ class RunStats:
             watching=summaries(features.get(WatchingJudges.name, {})),
             envs=self._with_counts(env_summary(total.envs), EnvCounts.restore(evaluation.get("episodes", {}))),
             groups=groups_summary(state, self._config.train.groups_per_batch),
-            voided_by_resumes=sum_voided_work(total),
+            voided_by_resumes=VoidedWork(
+                rollouts=total.void_rollouts,
+                rollout_tokens=total.void_policy_tokens,
+                judgements=total.void_asked,
+                judgement_tokens=total.void_judge_tokens,
+            ),
             max_staleness_trained=state.max_staleness_trained,
             engines_replaced=engines.get("replaced", {}),
             moves=engines.get("moves", {}),
@@ -162,15 +167,6 @@ def groups_summary(state: PipelineState, groups_per_batch: int) -> GroupsSummary
     trained, dropped, in_flight = state.version * groups_per_batch, sum(state.dropped.values()), len(state.in_flight)
     return GroupsSummary(
         submitted=trained + dropped + in_flight, trained=trained, dropped=state.dropped, in_flight=in_flight
-    )
-
-
-def sum_voided_work(total: Counters) -> VoidedWork:
-    return VoidedWork(
-        rollouts=total.void_rollouts,
-        rollout_tokens=total.void_policy_tokens,
-        judgements=total.void_asked,
-        judgement_tokens=total.void_judge_tokens,
     )
 
 
