@@ -15,8 +15,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from quickstart import ROOT, busy_share_of_cores, machine, watch
 from grmpipe.observe.journal import read_journal
 
 REPORT = ROOT / "benchmarks" / "against_commit.md"
-ROLES = ("policy", "grm", "learner")
+ROLES = {"driver": "driver", "policy": "policy", "grm": "judge", "learner": "learner"}  # as metrics name them -> shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Measured:
     ready_cpu_s: float  # CPU seconds of all processes until then
     step_mean_s: float
     step_median_s: float
-    step_cpu_s: float  # CPU seconds of policy, GRM and learner per step
+    step_cpu_s: Mapping[str, float]  # role -> CPU seconds of its processes per step
     greedy: float
     sampled: float
     busy_share: float  # of the cores, by other processes, just before it
@@ -84,10 +85,14 @@ def read_run(run_dir: Path, times: dict[str, float]) -> Measured:
         **times,
         step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
         step_median_s=statistics.median(step["time/step_s"] for step in steps),
-        step_cpu_s=statistics.fmean(sum(step.get(f"{role}/cpu_s", 0.0) for role in ROLES) for step in steps),
+        step_cpu_s={role: statistics.fmean(step.get(f"{role}/cpu_s", 0.0) for step in steps) for role in ROLES},
         greedy=final["true_accuracy_greedy"],
         sampled=final["true_accuracy"],
     )
+
+
+def cpu_of(run: Measured, role: str) -> float:
+    return run.step_cpu_s[role]
 
 
 ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
@@ -96,7 +101,8 @@ ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
     ("CPU seconds until ready, all processes", lambda run: run.ready_cpu_s),
     ("one step (mean), s", lambda run: run.step_mean_s),
     ("one step (median), s", lambda run: run.step_median_s),
-    ("CPU seconds of a step", lambda run: run.step_cpu_s),
+    ("CPU seconds of a step", lambda run: sum(run.step_cpu_s.values())),
+    *((f"of it: {shown}", partial(cpu_of, role=role)) for role, shown in ROLES.items()),
     ("true accuracy, greedy, after", lambda run: run.greedy),
     ("true accuracy at T = 1, after", lambda run: run.sampled),
 )
