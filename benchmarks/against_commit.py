@@ -36,6 +36,7 @@ class Measured:
     command_s: float
     step_mean_s: float
     step_median_s: float
+    step_spread: float  # standard deviation over mean of the steps after the first cycles
     step_cpu_s: float  # CPU seconds of policy, GRM and learner per step
     greedy: float
     sampled: float
@@ -75,11 +76,14 @@ def run_once(checkout: Path, run_dir: Path, seed: int, overrides: Sequence[str])
 
 def read_run(run_dir: Path, *, command_s: float, busy_share: float) -> Measured:
     steps = [record for record in read_journal(run_dir / "metrics.jsonl") if "time/step_s" in record]
+    times_s = [step["time/step_s"] for step in steps]
+    settled_s = times_s[len(times_s) // 8 :]
     final = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval"]["final"]
     return Measured(
         command_s=command_s,
-        step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
-        step_median_s=statistics.median(step["time/step_s"] for step in steps),
+        step_mean_s=statistics.fmean(times_s),
+        step_median_s=statistics.median(times_s),
+        step_spread=statistics.pstdev(settled_s) / statistics.fmean(settled_s),
         step_cpu_s=statistics.fmean(sum(step.get(f"{role}/cpu_s", 0.0) for role in ROLES) for step in steps),
         greedy=final["true_accuracy_greedy"],
         sampled=final["true_accuracy"],
@@ -91,6 +95,7 @@ ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
     ("command to exit, s", lambda run: run.command_s),
     ("one step (mean), s", lambda run: run.step_mean_s),
     ("one step (median), s", lambda run: run.step_median_s),
+    ("a step's standard deviation over its mean", lambda run: run.step_spread),
     ("CPU seconds of a step", lambda run: run.step_cpu_s),
     ("true accuracy, greedy, after", lambda run: run.greedy),
     ("true accuracy at T = 1, after", lambda run: run.sampled),
