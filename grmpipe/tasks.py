@@ -13,7 +13,7 @@ from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, size_r
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.start_cluster import preload
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.run_context import HasConfig, Run, run_session
+from grmpipe.run.run_context import HasConfig, Run, run_in_directory
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run_dir.directory import RunLocation
 from grmpipe.run_dir.run_lock import RunLock
@@ -76,7 +76,7 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
             for line in (*lock.place.notes, *task.notes(prepared)):
                 print(f"grmpipe: note: {line}", file=sys.stderr)
             watcher.note_opened(run_dir := lock.open())
-            summary = run_to_end(run_session(task.make_run, prepared, *anywhere(run_dir, lock.place), watcher))
+            summary = run_to_end(run_in_directory(task.make_run, prepared, *anywhere(run_dir, lock.place), watcher))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":

@@ -5,10 +5,11 @@ them: nothing is set.
 import dataclasses
 import math
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 CHECK = "check"
+REQUIRED = cast(Any, dataclasses.MISSING)  # the default of a key that has none
 
 
 class Bounded:
@@ -30,13 +31,19 @@ def one_of(known: Collection[str], default: T, what: str = "value", also: str = 
     return dataclasses.field(default=default, metadata={CHECK: check})
 
 
+def not_empty(default: T, way_out: str) -> T:
+    """way_out: what to type instead of an empty text."""
+    check = {CHECK: lambda value: "" if value else f"is empty; {way_out}"}
+    return dataclasses.field(default=default, metadata=check)
+
+
 def at_least(least: float, default: T, text: str = "") -> T:
     """text: the bound in words, if they say more than the number does. So for all bounds below."""
     usual = "0 or more" if least == 0 else f"at least {least:g}"
     return _within(lambda value: least <= value < math.inf, default, text or usual)
 
 
-def above(least: float, default: T, text: str = "") -> T:
+def above(least: float, default: T = REQUIRED, text: str = "") -> T:
     return _within(lambda value: value > least, default, text or f"above {least:g}")
 
 

@@ -4,30 +4,27 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from models.bounds import Bounded, above, at_least
+
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class DeviceSpec:
+class DeviceSpec(Bounded):
     """One slot, a GPU or a core, under a name for a pool's `device`. Rates are peaks in one direction."""
 
-    memory_gb: float  # Memory of the device.
-    memory_gb_per_s: float  # Bandwidth of its memory.
+    memory_gb: float = above(0)  # Memory of the device.
+    memory_gb_per_s: float = above(0)  # Bandwidth of its memory.
     tflops: dict[str, float] = field(default_factory=dict)  # [TFLOPS] Dense arithmetic by dtype, as {bfloat16: 989}.
-    link_gb_per_s: float = 25.0  # Bandwidth to its neighbours in the node.
-    network_gb_per_s: float = 12.5  # Bandwidth to other nodes, of each device.
-    slots_per_node: int = 8  # [slots] Devices of a node, which its links connect.
-    host_gb_per_s: float = 25.0  # Bandwidth to the memory of its machine.
-    step_s: float = 0.004  # The host's part of a decoding step: scheduling, sampling, launching.
+    link_gb_per_s: float = above(0, 25.0)  # Bandwidth to its neighbours in the node.
+    network_gb_per_s: float = above(0, 12.5)  # Bandwidth to other nodes, of each device.
+    slots_per_node: int = at_least(1, 8)  # [slots] Devices of a node, which its links connect.
+    host_gb_per_s: float = above(0, 25.0)  # Bandwidth to the memory of its machine.
+    # The host's part of a decoding step: scheduling, sampling, launching.
+    step_s: float = at_least(0, 0.004)
 
     def __post_init__(self) -> None:
-        for key in ("memory_gb", "memory_gb_per_s", "link_gb_per_s", "network_gb_per_s", "host_gb_per_s"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        if self.slots_per_node < 1:
-            raise ValueError(f"slots_per_node: must be at least 1, got {self.slots_per_node}")
-        if not self.step_s >= 0:
-            raise ValueError(f"step_s: must be 0 or more, got {self.step_s}")
+        super().__post_init__()
         if not self.tflops or not all(rate > 0 for rate in self.tflops.values()):
             raise ValueError(f"tflops: dense TFLOPS by dtype, as in {{bfloat16: 989}}, got {self.tflops}")
 

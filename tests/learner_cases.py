@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from grmpipe.capacity.plan.memory import learner_parts
+from grmpipe.capacity.plan.memory import learner_memory
 from grmpipe.config.io.yaml_io import build_config
 from models.lm.footprint import read_footprint
 
@@ -70,7 +70,7 @@ def planned_gb(case: LearnerCase) -> float:
     with tempfile.TemporaryDirectory() as path:
         AutoConfig.for_model(**case.config).save_pretrained(path)
         footprint = read_footprint(path)
-    parts = learner_parts(build_config({"train": train, "algorithm": case.algorithm}), footprint, case.ranks)
+    parts = learner_memory(build_config({"train": train, "algorithm": case.algorithm}), footprint, case.ranks)
     return sum(part.num_bytes for part in parts) / 1e9
 
 

@@ -175,3 +175,50 @@ def test_every_guarantee_names_tests_that_there_are_and_some_that_the_gate_runs(
         for file, test in named:
             assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
         assert not all(is_long(ROOT / file, test) for file, test in named), section.splitlines()[0]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def find_emitted_metrics() -> set[str]:
+    """Names of metrics that the code writes as keys of mappings; `*` stands for what it fills in."""
+    found: set[str] = set()
+    for path in (ROOT / "grmpipe").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if re.search(r"[a-z}]/[a-z_{]\S*\"[:\]]", source) else ():
+            keys = node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []
+            keys = [node.slice] if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) else keys
+            for key in keys:
+                parts = key.values if isinstance(key, ast.JoinedStr) else [key]
+                found.add("".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts))
+    return {name for name in found if re.fullmatch(r"[a-z_*]+(/[a-z_0-9*]+)+", name)}
+
+
+def find_documented_names() -> set[str]:
+    """Names in the pages that may be those of metrics; `x` stands where they say `<name>`."""
+    found = (
+        name
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"`([a-z_<>]+/[a-z_0-9<>/]+)`", page.read_text("utf-8"))
+    )
+    return {re.sub(r"<\w+>", "x", name) for name in found}
+
+
+def test_every_metric_of_the_code_is_in_the_pages_and_every_one_of_theirs_in_the_code() -> None:
+    emitted = find_emitted_metrics()
+    fixed = {name for name in emitted if not re.search(r"/\*$|_sum$", name)}  # not families, nor sums on their way
+    areas = {name.partition("/")[0] for name in emitted} | {"judge_monitor", "mismatch"}
+    areas -= {"reward"}  # its parts have names of a user
+    documented = find_documented_names()
+    patterns = {name: re.compile(name.replace("*", r"[\w/]+")) for name in emitted}
+    missing = {name for name in fixed if not any(patterns[name].fullmatch(known) for known in documented)}
+    assert not missing, "metrics that no page explains"
+    source = " ".join(path.read_text("utf-8") for top in ("grmpipe", "models") for path in (ROOT / top).rglob("*.py"))
+    extra = {
+        name
+        for name in documented
+        if name.partition("/")[0] in areas
+        and not any(patterns[one].fullmatch(name) for one in fixed)
+        and re.sub(r"(?<![a-z])x_|_x\b|\d+$", "", name.rpartition("/")[2]) not in source
+    }
+    assert not extra, "metrics of the pages that the code doesn't know"

@@ -41,7 +41,7 @@ def sampler(logprobs: TokenLogprobs) -> Tensor:
     return logprobs.sampler_T
 
 
-def find_parts(algorithm: AlgorithmConfig) -> None:
+def import_functions(algorithm: AlgorithmConfig) -> None:
     """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
     find_loss(algorithm.loss)
     for table in ONE_OF_EACH:

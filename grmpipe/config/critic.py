@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from models.bounds import Bounded, above, at_least
+from models.bounds import Bounded, above, at_least, not_empty
 from models.settings import ParallelConfig
 
 
@@ -17,7 +17,7 @@ class CriticConfig(Bounded):
 
     enabled: bool = False  # Train a critic, as algorithm.estimator=gae and gae_raw need.
     # Causal language model, or model with a scalar head, to start from; null: the policy's. A new head predicts 0.
-    path: str | None = None
+    path: str | None = not_empty(None, "give a model, or null for the policy's own")
     lr: float = above(0, 1e-3)  # Peak learning rate of the critic.
     lr_warmup_steps: int = at_least(0, 5)  # Steps of the run in which the critic's learning rate rises.
     warmup_steps: int = at_least(0, 0)  # First steps of the run, in which only the critic is trained.
@@ -34,8 +34,6 @@ class CriticConfig(Bounded):
         super().__post_init__()
         if self.value_clip is not None and not self.value_clip > 0:
             raise ValueError(f"value_clip: must be above 0, got {self.value_clip}; null clips nothing")
-        if self.path == "":
-            raise ValueError("path: is empty; give a model, or null for the policy's own")
 
     def updates(self, algorithm: AlgorithmConfig, train: TrainConfig) -> int:
         """Optimizer steps per batch: at most one per group."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.config.judge import LabelConfig
 from grmpipe.config.task_settings import RftConfig
-from models.bounds import Bounded, above, above_0_to_1, at_least
+from models.bounds import Bounded, above, above_0_to_1, at_least, not_empty
 
 
 @dataclass(frozen=True)
@@ -15,23 +15,16 @@ class DataConfig(Bounded):
     # tiny://judgements.
     path: str = "tiny://train"
     # Held-out prompts, given as path is; auto: the held-out problems of a tiny:// path, none for a file.
-    eval_path: str | None = "auto"
+    eval_path: str | None = not_empty("auto", "give a file, or type data.eval_path=null for no evaluation")
     num_prompts: int = at_least(1, 4096)  # [prompts] Prompts made for a tiny:// path; a file is read whole.
     # [prompts] Held-out prompts: the number made for tiny://, or the first of a file.
     num_eval_prompts: int = at_least(1, 256)
     shuffle: bool = True  # Shuffle the prompts again in each epoch; false: the order of the file.
     max_epochs: int | None = at_least(1, None)  # [epochs] Most passes over the prompts; null: no limit.
     # The rollouts.jsonl of a run, whose judged batches are trained again; nothing is sampled or judged then. Null: off.
-    retrain_from: str | None = None
+    retrain_from: str | None = not_empty(None, "give the rollouts.jsonl of a run, or type data.retrain_from=null")
     labels: LabelConfig = field(default_factory=LabelConfig)
     rft: RftConfig = field(default_factory=RftConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.retrain_from == "":
-            raise ValueError("retrain_from: is empty; give the rollouts.jsonl of a run, or type data.retrain_from=null")
-        if self.eval_path == "":
-            raise ValueError("eval_path: is empty; give a file, or type data.eval_path=null for no evaluation")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ class JournalsConfig(Bounded):
     # Pack the token ids and log-probs of each line: long answers with their judgements take less than half of the disk.
     # All commands read both forms.
     compact: bool = False
-    # [GB] Most that the journals of a training may take (10^9 bytes): above it, if thinning isn't enough, the run stops
-    # after its step, with a checkpoint. Null: no limit.
+    # [GB] Most that the journals of a training may take (10^9 bytes): above it, if thinning isn't enough, the run
+    # stops, after a step or within one, with a checkpoint. Null: no limit.
     max_gb: float | None = above(0, None, "above 0, or null for no limit")
     # What stays of lines that no resume reads any more: all; text, without token ids and log-probs; or a share of the
     # groups, such as 0.1, whole, and of the others lengths, scores and verdicts. A run that was thinned can't be

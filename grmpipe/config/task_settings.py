@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.bounds import Bounded, at_least, between_0_and_1, one_of
+from models.bounds import Bounded, at_least, between_0_and_1, not_empty, one_of
 from models.settings import DTYPES
 from scheduler.devices import DeviceSpec
 
 WHAT = ("judge", "policy", "both")
+HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"
+A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "seed", "greedy")  # and only that of a policy
 NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
@@ -26,7 +28,7 @@ class EvaluateConfig(Bounded):
     what: str = one_of(WHAT, "judge")
     # Labelled judgements: a .jsonl, .json or .parquet file (docs/evaluating.md lists the schemas), or
     # tiny://judgements_held_out.
-    path: str = "tiny://judgements_held_out"
+    path: str = not_empty(HELD_OUT_JUDGEMENTS, f"give a file, or type evaluate.path={HELD_OUT_JUDGEMENTS}")
     num_items: int = at_least(1, 512)  # [items] Items made for tiny://, or the first ones of a file.
     # [judgements] Numbers of judgements per vote, ascending; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
@@ -44,8 +46,6 @@ class EvaluateConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.path:
-            raise ValueError("path: is empty; give a file, or type evaluate.path=tiny://judgements_held_out")
         if not is_ascending(self.ks):
             raise ValueError(f"ks: must be numbers from 1 on, each larger than the one before, got {self.ks}")
         self._check_prompts()
@@ -118,19 +118,13 @@ class MetaRmConfig(Bounded):
 
     # Meta-RM for the votes weighted and best: `meta_rm` in the directory of a run of task=train_meta_rm, a Hugging Face
     # directory or hub name, or tiny://meta_rm.
-    path: str | None = None
+    path: str | None = not_empty(None, A_PATH_OR_NONE)
     dtype: str = one_of(DTYPES, "float32", "dtype")  # Type of the trunk; the head is always float32.
     max_batch_tokens: int = at_least(1, 16384)  # Most tokens of a forward pass; a longer judgement has its own pass.
     # Language model or meta-RM that task=train_meta_rm starts from; null: the GRM.
-    start_path: str | None = None
+    start_path: str | None = not_empty(None, A_PATH_OR_NONE)
     # Labelled judgements that task=train_meta_rm reads instead of sampling: judgements.jsonl of an earlier such run.
-    judgements: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("path", "start_path", "judgements"):
-            if getattr(self, key) == "":
-                raise ValueError(f"{key}: is empty; give a path, or null for none")
+    judgements: str | None = not_empty(None, A_PATH_OR_NONE)
 
 
 @dataclass(frozen=True)
@@ -150,15 +144,10 @@ class SimulateConfig(Bounded):
 
     steps: int = at_least(1, 20)  # [steps] Simulated steps.
     # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths.
-    lengths: str | None = None
+    lengths: str | None = not_empty(None, "give a run's directory, or null")
     # Standard deviation of the logarithm of a rollout's length; at 0.6 the longest of 100 is 4 times the median. The
     # mean is that of task=plan: plan.rollout_tokens, plan.judgement_tokens.
     rollout_sigma: float = at_least(0, 0.6)
     # Standard deviation of the logarithm of a judgement's length; 0: equal lengths.
     judgement_sigma: float = at_least(0, 0.3)
     unparseable_share: float = between_0_and_1(0.0)  # Share of judgements that can't be parsed.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lengths == "":
-            raise ValueError("lengths: is empty; give a run's directory, or null")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from grmpipe.observe.progress import counts_text, join_parts, left_at_pace, left_text, speed_text
+from grmpipe.observe.progress import counts_text, join_shown, left_at_pace, left_text, speed_text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class AnswerProgress:
 
     def describe(self, took_s: float) -> str:
         """The line after `took_s` seconds."""
-        return join_parts(
+        return join_shown(
             f"evaluation {self.name}",
             counts_text("answers", self.played, self.answers),
             counts_text("verdicts", self.judged, self.to_judge),

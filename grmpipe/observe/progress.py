@@ -137,5 +137,5 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def join_parts(*parts: str) -> str:
+def join_shown(*parts: str) -> str:
     return "  ".join(part for part in parts if part)

@@ -7,6 +7,7 @@ their two ends are read.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -26,13 +27,14 @@ from grmpipe.observe.console_metrics import by_part, failures_by_cause
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
+    EvalRollout,
     decode_eval_judgement,
     decode_eval_rollout,
 )
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.packed_numbers import TEXT
-from grmpipe.observe.recorder import decode_judged, decode_recorded
+from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
@@ -304,16 +306,9 @@ class ShownRollout:
 def pick_rollouts(run_dir: Path) -> list[ShownRollout]:
     """A few informative rollouts: from the beginning and, of the last ones, the ends of the scale and failures."""
     rollouts = read_ends(run_dir / "rollouts.jsonl", decode_recorded)
-    reports = read_ends(run_dir / "judgements.jsonl", decode_judged)
-    early, late = (
-        [
-            ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
-            for line in lines
-            if line.thinned != TEXT
-            and (report := dict(of_these).get((line.rollout.group_id, line.rollout.sibling))) is not None
-        ]
-        for lines, of_these in zip(rollouts, reports, strict=True)
-    )
+    reports = map(dict, read_ends(run_dir / "judgements.jsonl", decode_judged))
+    whole = ([line for line in lines if line.thinned != TEXT] for lines in rollouts)
+    early, late = map(join_reports, whole, reports)
     late = late or early
     judged = [one for one in late if one.score is not None]
     divided = [one for one in judged if one.spread > 0]
@@ -334,18 +329,25 @@ def pick_answers(run_dir: Path) -> list[ShownRollout]:
         for lines in read_ends(run_dir / EVAL_JUDGEMENTS, decode_eval_judgement)
         for line in lines
     }
-    some = [
-        ShownRollout(prompt=line.prompt, rollout=line.rollout, report=report)
-        for lines in read_ends(run_dir / EVAL_ROLLOUTS, decode_eval_rollout)
-        for line in lines
-        if (report := reports.get((line.rollout.group_id, line.rollout.sibling))) is not None
-    ]
+    some = join_reports(itertools.chain(*read_ends(run_dir / EVAL_ROLLOUTS, decode_eval_rollout)), reports)
     judged = [one for one in some if one.score is not None]
     return each_once(
         ("scored highest", max(judged, key=by_score, default=None)),
         ("scored lowest", min(judged, key=by_score, default=None)),
         ("judging failed", next((one for one in some if one.score is None), None)),
     )
+
+
+def join_reports(
+    lines: Iterable[RecordedRollout | EvalRollout], reports: Mapping[tuple[str, int], JudgeReport]
+) -> list[ShownRollout]:
+    """The rollouts that have a report."""
+    keys = ((line, (line.rollout.group_id, line.rollout.sibling)) for line in lines)
+    return [
+        ShownRollout(prompt=line.prompt, rollout=line.rollout, report=reports[key])
+        for line, key in keys
+        if key in reports
+    ]
 
 
 def each_once(*choices: tuple[str, ShownRollout | None]) -> list[ShownRollout]:

@@ -41,7 +41,7 @@ P = TypeVar("P", bound=HasConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """The session of a run: its directory, its observers, and where a resume continues.
+    """What a run has before its task begins: its directory, its observers, and where a resume continues.
 
     resumed: the checkpoint that a resume continues from; None for a new run. state: the one there, or the beginning.
     watcher: who acts between steps.
@@ -56,16 +56,16 @@ class RunContext:
 
 
 class Run(ABC, Generic[P]):
-    """The work of one task within a session."""
+    """The work of one task in a run."""
 
     is_policy_run: ClassVar[bool] = True  # the console shows the metrics of a policy's steps
 
-    def __init__(self, prepared: P, session: RunContext) -> None:
+    def __init__(self, prepared: P, context: RunContext) -> None:
         self._prepared = prepared
         self._config = prepared.config
-        self._session = session
-        self._run_dir = session.run_dir
-        self._observers = session.observers
+        self._context = context
+        self._run_dir = context.run_dir
+        self._observers = context.observers
         self._began_s = time.monotonic()
 
     @property
@@ -75,7 +75,7 @@ class Run(ABC, Generic[P]):
     @property
     def wall_s(self) -> float:
         """Seconds of all processes of the run."""
-        return round(self._session.state.wall_s + self.since_start_s, 3)
+        return round(self._context.state.wall_s + self.since_start_s, 3)
 
     @property
     def rows(self) -> Sequence[SampleRow]:
@@ -90,8 +90,8 @@ class Run(ABC, Generic[P]):
 
     @abstractmethod
     def results(self) -> Summary:
-        """The results so far. The session adds how the run ended, its time, the objective, changes and failures of
-        journals.
+        """The results so far. `run_in_directory` adds how the run ended, its time, the objective, changes and
+        failures of journals.
         """
 
     async def after_failure(self, error: Exception) -> str:
@@ -102,7 +102,7 @@ class Run(ABC, Generic[P]):
         """End the processes; called at any end."""
 
 
-async def run_session(
+async def run_in_directory(
     make_run: type[Run[P]],
     prepared: P,
     run_dir: Path,
@@ -120,7 +120,7 @@ async def run_session(
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
         observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
         try:
-            session = RunContext(
+            context = RunContext(
                 run_dir=run_dir,
                 observers=observers,
                 checkpoints=checkpoints,
@@ -128,7 +128,7 @@ async def run_session(
                 state=state,
                 watcher=watcher or RunWatcher(),
             )
-            run = make_run(prepared, session)
+            run = make_run(prepared, context)
             observers.show_changes(changes := read_changes(run_dir))
             async with observers.progress.show():
                 summary = await run_to_end(run, run_dir, is_new=resumed is None)

@@ -2,7 +2,7 @@
 
 import time
 
-from grmpipe.observe.progress import counts_text, join_parts, left_at_pace, left_text, speed_text
+from grmpipe.observe.progress import counts_text, join_shown, left_at_pace, left_text, speed_text
 from grmpipe.pipeline.pipeline import Pipeline
 
 LEARNER = {
@@ -38,7 +38,7 @@ class StepProgress:
         else:
             left_s = left_at_pace(batch.verdicts, batch.siblings, took_s)
         later = self._num_steps - self._pipeline.version - 1
-        return join_parts(
+        return join_shown(
             f"step {self._pipeline.version + 1:>{len(str(self._num_steps))}}/{self._num_steps}",
             counts_text("rollouts", batch.rollouts, batch.siblings),
             counts_text("verdicts", batch.verdicts, batch.siblings),

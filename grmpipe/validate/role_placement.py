@@ -104,13 +104,13 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     name = config.sync.transport
     wanted = find_wanted_transport(name)
     taken = list_supported(role.engine, *([] if wanted is None else [wanted]))
-    route = find_route(role, config, placement, same_machine)
-    chosen = choose_transport(wanted, role.model.engine, taken, route)
+    path = find_weight_path(role, config, placement, same_machine)
+    chosen = choose_transport(wanted, role.model.engine, taken, path)
     if chosen.group == "nccl" and (differ := different_nccl(role.engine)):
         if wanted is not None:
             raise ValueError(f"sync.transport: nccl: {differ}, or set sync.transport to auto")
         others = [kind for kind in taken if kind.group != "nccl"]
-        chosen = choose_transport(None, role.model.engine, others, route)
+        chosen = choose_transport(None, role.model.engine, others, path)
         log.warning("weights can't be sent by nccl but by %s: %s", chosen.name, differ)
     return chosen.name if wanted is None else name
 
@@ -137,7 +137,7 @@ def list_supported(engine: AnyEngine, *others: TransportKind) -> tuple[Transport
     return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))
 
 
-def find_route(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> WeightPath:
+def find_weight_path(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> WeightPath:
     assert role.learner is not None, f"{role.name} doesn't learn"
     learner, engines = placement.seats[role.learner], placement.seats[role.name]
     ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))

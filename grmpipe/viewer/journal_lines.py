@@ -37,7 +37,7 @@ class MessageLine(msgspec.Struct, frozen=True):
     content: str = ""
 
 
-class CallLine(msgspec.Struct, frozen=True):
+class ToolCallLine(msgspec.Struct, frozen=True):
     name: str = ""
     arguments: Any = None
 
@@ -63,7 +63,7 @@ class CompletionLine(msgspec.Struct, frozen=True):
 class TurnLine(CompletionLine, frozen=True):
     replies: list[MessageLine] = []
     faults: list[str] = []
-    tool_calls: list[CallLine] = []
+    tool_calls: list[ToolCallLine] = []
 
 
 class RolloutLine(Line, frozen=True, kw_only=True):

@@ -122,7 +122,7 @@ class Viewer:
     async def _state(self, request: web.Request) -> web.StreamResponse:
         """What follow.js asks for, again and again."""
         run = self._run(request.match_info["run"])
-        return web.json_response({"words": self._progress(run), "done": self._done(run)})
+        return web.json_response({"words": self._progress(run), **self._place(run)})
 
     async def _static_file(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -144,14 +144,15 @@ class Viewer:
         share = f"index {progress.share:.0%}" if progress is not None else "index: waiting"
         return problem or f"{share}{unreadable}"
 
-    def _done(self, run: ViewedRun) -> int:
+    def _place(self, run: ViewedRun) -> dict[str, int | bool]:
+        """How many bytes are indexed, and whether these are all."""
         progress = self.indexer.progress.get(run.name)
-        return progress.done if progress is not None else 0
+        return {"done": progress.done if progress else 0, "whole": progress is not None and progress.share >= 1}
 
     def _page(self, name: str, values: Mapping[str, object], status: int = 200) -> web.Response:
         """The page of a template. With a `run` it says how far that one's index is."""
         run = values.get("run")
-        known = {"progress": self._progress(run), "done": self._done(run)} if isinstance(run, ViewedRun) else {}
+        known = {"progress": self._progress(run), **self._place(run)} if isinstance(run, ViewedRun) else {}
         shown = {"page": name, "run": None, "several": len(self._runs) > 1, **known, **values}
         text = self._environment.get_template(f"{name}.html.jinja").render(**shown)
         return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")

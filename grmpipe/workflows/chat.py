@@ -24,7 +24,7 @@ TRUNCATES: Mapping[str, TruncationReason] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
+class ChatOptions:
     """What a call of the policy may ask for besides its messages.
 
     max_tokens: may only lower the run's.

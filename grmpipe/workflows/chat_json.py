@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, RefusalCode, TokenLogprob
+from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply, RefusalCode, TokenLogprob
 from models.types import Message, ToolCall, ToolSpec
 
 Json = Mapping[str, Any]  # an object of the wire; it stays in this file, the server and the client
@@ -76,10 +76,10 @@ class ChatRequest(msgspec.Struct):
     logprobs: bool | None = None
 
     @property
-    def options(self) -> CallOptions:
+    def options(self) -> ChatOptions:
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return CallOptions(max_tokens=limit, stop=stop, logprobs=bool(self.logprobs))
+        return ChatOptions(max_tokens=limit, stop=stop, logprobs=bool(self.logprobs))
 
     @property
     def with_usage(self) -> bool:

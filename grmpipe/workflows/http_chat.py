@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
+from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply
 from grmpipe.workflows.chat_json import message_json, parse_refusal, parse_reply, tool_json
 from grmpipe.workflows.policy import ChatEndpoint
 from models.types import Message, ToolSpec
@@ -23,7 +23,7 @@ class HttpChat:
             trust_env=False,
         )
 
-    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions) -> ChatReply:
+    async def __call__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: ChatOptions) -> ChatReply:
         body: dict[str, object] = {
             "messages": [message_json(message) for message in messages],
             "max_tokens": options.max_tokens,

@@ -21,7 +21,7 @@ from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.play import DECIMALS_S, RolloutRequest
 from grmpipe.types import Prompt, Rollout, TruncationReason
 from grmpipe.workflows.chat import ChatRefused
-from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
+from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
 from grmpipe.workflows.outcome import Rewards, plain_rewards, read_rewards
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.recorded_calls import RecordedCall, in_line, make_turns
@@ -77,33 +77,33 @@ class WorkflowPlayer:
         self.counts = OpenedEnvs()
 
     async def play(
-        self, recorder: ChatRecorder, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]
+        self, chats: EpisodeChats, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]
     ) -> Rollout:
         begun_s = asyncio.get_running_loop().time()
-        session = recorder.open(request, on_first_token)
-        policy = Policy(session.chat, lambda: self._gateway.admit(session))
+        episode = chats.open(request, on_first_token)
+        policy = Policy(episode.chat, lambda: self._gateway.admit(episode))
         task = Task(messages=prompt.messages, info=prompt.info, prompt_id=prompt.prompt_id, seed=request.seed)
         try:
-            ending = await self._ending(run_contained(self._solver.solve(task, policy), self._owner), session)
+            ending = await self._ending(run_contained(self._solver.solve(task, policy), self._owner), episode)
         finally:
-            session.end()
-            self._gateway.dismiss(session)
+            episode.end()
+            self._gateway.dismiss(episode)
             await policy.close()
         took_s = round(asyncio.get_running_loop().time() - begun_s, DECIMALS_S)
-        return replace(make_rollout(request, prompt, session, ending, self._owner), took_s=took_s)
+        return replace(make_rollout(request, prompt, episode, ending, self._owner), took_s=took_s)
 
     async def close(self) -> None:
         await self._solver.close()
         await self._gateway.close()
 
-    async def _ending(self, doing: Coroutine[object, object, object], session: EpisodeChat) -> Ending:
+    async def _ending(self, doing: Coroutine[object, object, object], episode: EpisodeChat) -> Ending:
         """Run the workflow to its end, to a failure of the engine, or to the end of its time."""
         self.counts.opened += 1
         solving = asyncio.ensure_future(doing)
-        ends: set[asyncio.Future[object]] = {solving, session.failed}
+        ends: set[asyncio.Future[object]] = {solving, episode.failed}
         try:
-            await asyncio.wait(ends, timeout=session.limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
-            idle_s, refusal, in_time = session.idle_s, session.refusal, solving.done()
+            await asyncio.wait(ends, timeout=episode.limits.episode_s, return_when=asyncio.FIRST_COMPLETED)
+            idle_s, refusal, in_time = episode.idle_s, episode.refusal, solving.done()
         finally:
             if solving.done():
                 self.counts.closed += 1
@@ -112,11 +112,11 @@ class WorkflowPlayer:
                 await _cancelled(solving, self._limits.close_s)
             if solving.done() and not solving.cancelled():
                 solving.exception()  # it was read: asyncio would complain otherwise
-        if session.failed.done():
-            session.failed.result()
+        if episode.failed.done():
+            episode.failed.result()
         if not in_time:
-            return _out_of_time(session, idle_s, self._limits)
-        return _ended_itself(solving, refusal, self._rules, self._owner, has_acted=bool(session.calls))
+            return _out_of_time(episode, idle_s, self._limits)
+        return _ended_itself(solving, refusal, self._rules, self._owner, has_acted=bool(episode.calls))
 
 
 def workflow_player(config: EnvConfig) -> WorkflowPlayer:
@@ -150,9 +150,9 @@ async def _cancelled(solving: asyncio.Future[object], close_s: float) -> None:
         log.warning("a workflow didn't end within env.close_s = %g s after it was cancelled", close_s)
 
 
-def _out_of_time(session: EpisodeChat, idle_s: float, limits: StageLimits) -> Ending:
-    if not session.calls or idle_s >= limits.step_s:
-        episode_s = session.limits.episode_s
+def _out_of_time(episode: EpisodeChat, idle_s: float, limits: StageLimits) -> Ending:
+    if not episode.calls or idle_s >= limits.step_s:
+        episode_s = episode.limits.episode_s
         raise EnvFault(
             f"the workflow took longer than env.episode_s = {episode_s:g} s, and didn't ask the policy for the last "
             f"{idle_s:.1f} s",
@@ -181,12 +181,12 @@ def _ended_itself(
 
 
 def make_rollout(
-    request: RolloutRequest, prompt: Prompt, session: EpisodeChat, ending: Ending, owner: str = WORKFLOW
+    request: RolloutRequest, prompt: Prompt, episode: EpisodeChat, ending: Ending, owner: str = WORKFLOW
 ) -> Rollout:
     """The recorded calls as a rollout. Raises EnvFault if there are none, or for rewards that are no numbers."""
-    line = in_line(session.calls)
+    line = in_line(episode.calls)
     if not line:
-        refused = "" if session.refusal is None else f"; it was refused: {session.refusal}"
+        refused = "" if episode.refusal is None else f"; it was refused: {episode.refusal}"
         raise EnvFault(f"{owner} ended without a turn of the policy{refused}", "protocol")
     if ending.fault is not None:
         line[-1].faults += (ending.fault.kind,)
@@ -201,7 +201,7 @@ def make_rollout(
         reason=reason,
         attempt=request.attempt,
         opening=() if line[0].messages == prompt.messages else line[0].messages,
-        boot_s=session.boot_s,
+        boot_s=episode.boot_s,
     )
 
 

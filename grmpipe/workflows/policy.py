@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grmpipe.workflows.chat import CallOptions, ChatReply
+from grmpipe.workflows.chat import ChatOptions, ChatReply
 from grmpipe.workflows.chat_json import parse_messages, tools_of_json
 from models.types import Message, ToolSpec
 
@@ -47,7 +47,7 @@ class Chat(Protocol):
     """What answers one request."""
 
     async def __call__(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: CallOptions
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: ChatOptions
     ) -> ChatReply: ...
 
 
@@ -75,10 +75,10 @@ class Policy:
         """The policy's next message. Temperature and top_p are the run's.
 
         messages, tools: also in the form of OpenAI's chat completions.
-        max_tokens, stop, logprobs: as in CallOptions. Raises ChatRefused.
+        max_tokens, stop, logprobs: as in ChatOptions. Raises ChatRefused.
         """
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        options = CallOptions(max_tokens=max_tokens, stop=stops, logprobs=logprobs)
+        options = ChatOptions(max_tokens=max_tokens, stop=stops, logprobs=logprobs)
         return await self._chat(parse_messages(messages), tools_of_json(tools), options)
 
     @cached_property

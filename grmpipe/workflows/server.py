@@ -29,7 +29,7 @@ from grmpipe.workflows.chat_json import (
     read_request,
     tools_of_json,
 )
-from grmpipe.workflows.chat_recorder import EpisodeChat
+from grmpipe.workflows.episode_chat import EpisodeChat
 from grmpipe.workflows.policy import ChatEndpoint
 
 if TYPE_CHECKING:
@@ -62,24 +62,24 @@ class Gateway:
         self._url = ""
         self._starting: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
-        self._sessions: dict[str, tuple[str, EpisodeChat]] = {}  # public part of the key -> its secret, the session
-        self._ended: dict[str, str] = {}  # the same without sessions
+        self._episodes: dict[str, tuple[str, EpisodeChat]] = {}  # public part of the key -> its secret, the episode
+        self._ended: dict[str, str] = {}  # the same without episodes
         self._overridden: set[str] = set()
         self._num_admitted = 0
 
-    def admit(self, session: EpisodeChat) -> ChatEndpoint:
-        """Give a session a key. Connections wait until the server has started."""
+    def admit(self, episode: EpisodeChat) -> ChatEndpoint:
+        """Give an episode a key. Connections wait until the server has started."""
         if not self._url:
             self._begin()
         self._num_admitted += 1
         public, secret = str(self._num_admitted), secrets.token_urlsafe(SECRET_BYTES)
-        self._sessions[public] = secret, session
+        self._episodes[public] = secret, episode
         return ChatEndpoint(base_url=self._url, api_key=f"grmpipe-{public}-{secret}")
 
-    def dismiss(self, session: EpisodeChat) -> None:
-        """Take the session's keys back."""
-        for public in [public for public, (_, one) in self._sessions.items() if one is session]:
-            self._ended[public], _ = self._sessions.pop(public)
+    def dismiss(self, episode: EpisodeChat) -> None:
+        """Take the episode's keys back."""
+        for public in [public for public, (_, one) in self._episodes.items() if one is episode]:
+            self._ended[public], _ = self._episodes.pop(public)
         while len(self._ended) > REMEMBERED_ENDED:
             del self._ended[next(iter(self._ended))]
 
@@ -110,31 +110,31 @@ class Gateway:
         log.info("the gateway of workflows listens at %s", self._url)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session_of(request)
+        episode = self._episode_of(request)
         chat, overridden = read_request(await read_body(request))
         self._report(overridden)
-        reply = await session.chat(parse_messages(chat.messages), tools_of_json(chat.tools), chat.options)
+        reply = await episode.chat(parse_messages(chat.messages), tools_of_json(chat.tools), chat.options)
         created_s = int(time.time())
         if not chat.stream:
             return as_json(completion_json(reply, chat.model, created_s))
         return await stream_chunks(request, list(chunks_json(reply, chat.model, created_s, with_usage=chat.with_usage)))
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._session_of(request)
+        self._episode_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "grmpipe"}
         return as_json({"object": "list", "data": [model]})
 
-    def _session_of(self, request: web.Request) -> EpisodeChat:
-        """The session of the request's key, whose secret is compared in constant time."""
+    def _episode_of(self, request: web.Request) -> EpisodeChat:
+        """The episode of the request's key, whose secret is compared in constant time."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         _, _, rest = key.strip().partition("-")
         public, _, given = rest.partition("-")
-        secret, session = self._sessions.get(public, (self._ended.get(public), None))
+        secret, episode = self._episodes.get(public, (self._ended.get(public), None))
         if kind.lower() != "bearer" or secret is None or not hmac.compare_digest(secret.encode(), to_bytes(given)):
             raise WrongKey
-        if session is None:
+        if episode is None:
             raise ChatRefused("session_ended", "the episode of this key has ended: its policy answers no more")
-        return session
+        return episode
 
     def _report(self, overridden: tuple[str, ...]) -> None:
         """Report once what requests ask in vain."""
@@ -185,7 +185,7 @@ def errors_as_json() -> Callable[..., Awaitable[web.StreamResponse]]:
         except web.HTTPException as error:
             text = f"{request.method} {request.path}: {error.reason}; known: POST /v1/chat/completions, GET /v1/models"
             return as_json(error_json(text, "not_found"), error.status)
-        except Exception as error:  # ours: the episode's session has it, too, if it failed there
+        except Exception as error:  # ours: the episode has it, too, if it failed there
             log.exception("a request to the gateway failed")
             return as_json(error_json(f"{type(error).__name__}: {error}", "internal_error"), 500)
 

@@ -30,7 +30,7 @@ ApplyTemplate = Callable[[list[dict[str, Any]], list[Any] | None, bool], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallShape:
+class ToolCallShape:
     """A call without its texts. `arguments`: JSON with the number of each text in its place, after a MARK."""
 
     name: str
@@ -44,7 +44,7 @@ class MessageShape:
     role: str
     name: str = ""
     has_content: bool = True
-    calls: tuple[CallShape, ...] = ()
+    calls: tuple[ToolCallShape, ...] = ()
     num_arguments: int = 0
     num_ids: int = 0
 
@@ -130,13 +130,13 @@ def _plain_shape(role: str) -> MessageShape:
     return MessageShape(role=role)
 
 
-def _call_shape(call: ToolCall, texts: list[str]) -> CallShape:
+def _call_shape(call: ToolCall, texts: list[str]) -> ToolCallShape:
     """texts: gets those in the arguments."""
     if not is_tool_name(call.name):
         raise ValueError(f"tool_calls: {call.name!r} is not the name of a tool")
     if problem := find_problem(call.arguments):
         raise ValueError(f"tool_calls: the arguments of {call.name} can't be written: {problem}")
-    return CallShape(name=call.name, arguments=json.dumps(_marked(call.arguments, texts)))
+    return ToolCallShape(name=call.name, arguments=json.dumps(_marked(call.arguments, texts)))
 
 
 def _marked(value: object, texts: list[str]) -> object:

@@ -1,4 +1,4 @@
-"""Groups of actors and clusters: the protocols, and implementations in this process."""
+"""Ranks of actors and clusters: the protocols, and implementations in this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ActorRanks(Protocol):
 class Cluster(Protocol):
     """Starts and ends the processes of a placement."""
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
+    async def start_members(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         """One member per replica of the role, all made at the same time.
 
         meet: whether the members meet in collectives, as ranks of a learner do; else each works by itself, and gets no
@@ -68,7 +68,7 @@ class Cluster(Protocol):
         ...
 
     async def restart_member(self, role: str, rank: int) -> None:
-        """End the rest of a member that needs no others, and make it again on the same seat, in the same group."""
+        """End the rest of a member that needs no others, and make it again on the same seat, with the same rank."""
         ...
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
@@ -99,7 +99,7 @@ class Cluster(Protocol):
     async def free_address(self, role: str) -> tuple[str, int]:
         """The address of the machine of the role's first process, reachable by all others, and a free port there.
 
-        Any process may take the port: call this right before use. The role must have been started as a group.
+        Any process may take the port: call this right before use. The role must have been started by `start_members`.
         """
         ...
 
@@ -170,14 +170,14 @@ class InProcessRanks:
 
     @classmethod
     async def start(cls, seats: Sequence[Seat], make_member: MemberFactory) -> InProcessRanks:
-        group = cls(seats, make_member, [])
+        ranks = cls(seats, make_member, [])
         try:
             for seat in seats:
-                group._members.append(await group._made(seat))
+                ranks._members.append(await ranks._made(seat))
         except BaseException:
-            await group.close()
+            await ranks.close()
             raise
-        return group
+        return ranks
 
     @property
     def size(self) -> int:
@@ -212,11 +212,11 @@ class InProcessCluster:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._turns = StartTurns(placement)
-        self._groups: dict[str, InProcessRanks] = {}
+        self._members: dict[str, InProcessRanks] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._engines: dict[str, Engine] = {}
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
+    async def start_members(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         seats = self._placement.seats[role]
         if meet and len(seats) > 1:
             raise ValueError(
@@ -224,12 +224,12 @@ class InProcessCluster:
                 f"set cluster=ray, or placement.roles.{role}.replicas=1"
             )
         async with self._turns.one_at_a_time(seats):
-            group = self._groups[role] = await InProcessRanks.start(seats, make_member)
-        return group
+            ranks = self._members[role] = await InProcessRanks.start(seats, make_member)
+        return ranks
 
     async def restart_member(self, role: str, rank: int) -> None:
         async with self._turns.one_at_a_time([self._placement.seats[role][rank]]):
-            await self._groups[role].restart(rank)
+            await self._members[role].restart(rank)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         self._factories[role] = make_engine
@@ -266,5 +266,5 @@ class InProcessCluster:
         for engine in self._engines.values():
             if isinstance(engine, Closable):
                 engine.close()
-        for group in self._groups.values():
-            await group.close()
+        for ranks in self._members.values():
+            await ranks.close()

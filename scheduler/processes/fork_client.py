@@ -5,8 +5,6 @@
 Run by its path, without the package: it imports nothing of ours, so that it takes no time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -8,8 +8,6 @@
 It has one thread, and no CUDA: both don't outlive a fork. It ends, with all that it forked, when the driver does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

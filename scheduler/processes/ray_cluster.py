@@ -78,7 +78,7 @@ class RayCluster:
         self._owns_ray = owns_ray
         self._pools: dict[str, PlacementGroup] = {}
         self._reserved: dict[str, list[int]] = {}  # pool -> number of each bundle in its placement group
-        self._groups: dict[str, list[RayActor]] = {}
+        self._members: dict[str, list[RayActor]] = {}
         self._member_factories: dict[str, MemberFactory] = {}
         self._engines: dict[str, RayActor] = {}
         self._factories: dict[str, EngineFactory] = {}
@@ -105,11 +105,11 @@ class RayCluster:
             raise
         return cluster
 
-    async def start_group(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
+    async def start_members(self, role: str, make_member: MemberFactory, *, meet: bool = True) -> ActorRanks:
         seats = self._placement.seats[role]
         async with self._turns.one_at_a_time(seats):
             actors = [self._create(seat, MemberHost) for seat in seats]
-            self._groups[role] = actors
+            self._members[role] = actors
             self._member_factories[role] = make_member
             await self._until_up(actors)
             init_method = await _meeting_place(actors) if meet and len(actors) > 1 else None
@@ -121,7 +121,7 @@ class RayCluster:
         return RayRanks(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
-        members = self._groups[role]  # the group's own list, which it calls
+        members = self._members[role]  # its ranks' own list, which they call
         seat = self._placement.seats[role][rank]
         async with self._turns.one_at_a_time([seat]):
             members[rank].kill()
@@ -154,14 +154,14 @@ class RayCluster:
 
     def process_ids(self, role: str) -> list[int]:
         seats = [seat.name for seat in self._placement.seats.get(role, ())]
-        actors = [*self._groups.get(role, []), *(self._engines[name] for name in seats if name in self._engines)]
+        actors = [*self._members.get(role, []), *(self._engines[name] for name in seats if name in self._engines)]
         if actors and role not in self._roles_here:  # asking Ray at every step would be slow
             self._roles_here[role] = self.machines(role) == {ray.get_runtime_context().get_node_id()}
         return [actor.process_id for actor in actors if self._roles_here[role]]
 
     async def free_address(self, role: str) -> tuple[str, int]:
         everywhere = {machine for other in self._placement.seats for machine in self.machines(other)}
-        return await _free_address(self._groups[role][0], LOOPBACK if len(everywhere) == 1 else None)
+        return await _free_address(self._members[role][0], LOOPBACK if len(everywhere) == 1 else None)
 
     async def strangers_to(self, folder: Path) -> list[str]:
         if self._config.address is None:  # only this machine
@@ -181,7 +181,7 @@ class RayCluster:
             token.unlink(missing_ok=True)
 
     async def shutdown(self) -> None:
-        actors = [*self._engines.values(), *(actor for group in self._groups.values() for actor in group)]
+        actors = [*self._engines.values(), *(actor for members in self._members.values() for actor in members)]
         await asyncio.gather(*(actor.close() for actor in actors))
         for pool in self._pools.values():
             remove_placement_group(pool)

@@ -40,10 +40,10 @@ class HasOwnErrors(Protocol):
 
 
 @runtime_checkable
-class HasParts(Protocol):
-    """A class with parts that are called too, as `part.method`: attribute -> class."""
+class HasComponents(Protocol):
+    """A class with components that are called too, as `component.method`: attribute -> class."""
 
-    parts: ClassVar[Mapping[str, type]]
+    components: ClassVar[Mapping[str, type]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class Dialect:
 
     @staticmethod
     def of(kind: type, but: Collection[str] = ()) -> Dialect:
-        """The public methods of a class and its parts, except those in `but`. Raises UntypedCall that names one whose
-        types aren't plain data.
+        """The public methods of a class and its components, except those in `but`. Raises UntypedCall that names one
+        whose types aren't plain data.
         """
         methods = inspect.getmembers(kind, inspect.isfunction)
         own = kind.own_errors if isinstance(kind, HasOwnErrors) else ()
         calls = {name: types_of_call(each) for name, each in methods if name[0] != "_" and name not in but}
-        for name, part in (kind.parts if isinstance(kind, HasParts) else {}).items():
-            calls |= Dialect.of(part).under(name).calls
+        for name, component in (kind.components if isinstance(kind, HasComponents) else {}).items():
+            calls |= Dialect.of(component).under(name).calls
         return Dialect(
             calls=calls,
             errors=KNOWN_ERRORS | {error.__name__: error for error in own},

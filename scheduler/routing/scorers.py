@@ -39,7 +39,7 @@ class ScorerPool:
     def __init__(
         self,
         role: str,
-        group: ActorRanks,
+        members: ActorRanks,
         restart: Restart,
         max_replacements: int,
         max_batch_tokens: int,
@@ -47,13 +47,13 @@ class ScorerPool:
     ) -> None:
         self.role = role
         self.num_replaced = 0
-        self._group = group
+        self._members = members
         self._restart = restart
         self._tries_left = max_replacements
         self._max_batch_tokens = max_batch_tokens
         self._events = events or NoEvents()
-        self._idle = list(range(group.size))
-        self._num_alive = group.size
+        self._idle = list(range(members.size))
+        self._num_alive = members.size
         self._num_coming = 0
         self._waiting: list[ScoreRequest] = []
         self._turns = itertools.count()
@@ -95,7 +95,7 @@ class ScorerPool:
         clock = asyncio.get_running_loop().time
         start_s, sequences = clock(), [ask.token_ids for ask in batch]
         try:
-            scores = cast(list[float], await self._group.call(rank, "scores", sequences))
+            scores = cast(list[float], await self._members.call(rank, "scores", sequences))
         except ActorDied as death:
             self._mark_dead(rank, death, batch)
             return

@@ -90,7 +90,7 @@ class RoleHealth:
         self._silent: dict[str, tuple[Engine, float]] = {}  # engine -> since when it answers no check
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self.clocks = Standstill()
-        router.members.on_death = self._open_session
+        router.members.on_death = self._take_death
         router.on_kills = self._forgive
 
     @property
@@ -109,7 +109,7 @@ class RoleHealth:
         except BaseExceptionGroup as crashes:
             raise crashes.exceptions[0] from None
 
-    def _open_session(self, name: str, death: EngineDied) -> bool:
+    def _take_death(self, name: str, death: EngineDied) -> bool:
         """Called by the router at a death. Returns whether there will be a replacement."""
         log.warning("%s died: %s", name, death)
         self._enter(name, EngineState.DEAD)

@@ -28,20 +28,20 @@ class WeightPath:
 
 
 def choose_transport(
-    wanted: TransportKind | None, engine: str, taken: Sequence[TransportKind], route: WeightPath
+    wanted: TransportKind | None, engine: str, taken: Sequence[TransportKind], path: WeightPath
 ) -> TransportKind:
     """The transport that is wanted, or (None) the best. Raises ValueError that names what works instead.
 
     taken: transports that engines of the kind `engine` support, the best first.
     """
-    able = [kind for kind in taken if possible(kind, route)]
+    able = [kind for kind in taken if possible(kind, path)]
     if wanted is None and not able:
         supported = ", ".join(kind.name for kind in taken)
         raise ValueError(
             f"sync.transport: engine={engine} supports only {supported}, and none works between these places"
         )
     if wanted is None:
-        return next((kind for kind in able if kind.inline and route.same_process), able[0])
+        return next((kind for kind in able if kind.inline and path.same_process), able[0])
     if wanted in able:
         return wanted
     reason = f"{wanted.name} {wanted.needs}" if wanted in taken else f"engine={engine} doesn't support {wanted.name}"
@@ -49,12 +49,12 @@ def choose_transport(
     raise ValueError(f"sync.transport: {reason}; set sync.transport to {' or '.join(names)}")
 
 
-def possible(kind: TransportKind, route: WeightPath) -> bool:
+def possible(kind: TransportKind, path: WeightPath) -> bool:
     """Whether the placement allows this transport."""
-    if (kind.same_machine and not route.same_machine) or (kind.own_processes and route.same_process):
+    if (kind.same_machine and not path.same_machine) or (kind.own_processes and path.same_process):
         return False
     if kind.gpus == "apart":
-        return route.all_on_gpus and not route.with_engine
+        return path.all_on_gpus and not path.with_engine
     if kind.gpus == "shared":
-        return route.all_on_gpus and route.all_shared
+        return path.all_on_gpus and path.all_shared
     return True

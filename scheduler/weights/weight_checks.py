@@ -10,7 +10,7 @@ import numpy as np
 from models.types import WeightBucket, WeightReceipt, WeightTensor
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GROUPS_SHOWN = 4
+LAYERS_SHOWN = 4
 PROBE_FLOOR = 0.05  # in nats: an error below it may grow by any factor
 NOISE_FACTOR = 10.0  # by which an error above it may grow from push to push
 
@@ -41,13 +41,13 @@ def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: W
     if wrong:
         first = wrong[0]
         raise WeightMismatch(
-            f"{engine} received other weights than version {version} in {tensor_groups(wrong)}: "
+            f"{engine} received other weights than version {version} in {describe_tensors(wrong)}: "
             f"{first} arrived as {_checksum_text(got.get(first))}, {_checksum_text(sent.get(first))} was sent (xxh3-64)"
         )
     if receipt.unapplied:
         raise WeightMismatch(
             f"{engine} received version {version} but has not applied it in "
-            f"{tensor_groups(sorted(receipt.unapplied))}: its parameters don't show these tensors; "
+            f"{describe_tensors(sorted(receipt.unapplied))}: its parameters don't show these tensors; "
             "report this with the output of task=doctor"
         )
 
@@ -85,13 +85,13 @@ def probe_bound(tolerance: float, last_error: float | None) -> float:
     return tolerance if last_error is None else min(tolerance, max(PROBE_FLOOR, NOISE_FACTOR * last_error))
 
 
-def tensor_groups(names: Collection[str]) -> str:
+def describe_tensors(names: Collection[str]) -> str:
     """Names of tensors in short: all of one layer as `model.layers.3.*`, a single one by its name."""
-    counts = Counter(_group_of(name) for name in names)
-    groups = [next(n for n in names if _group_of(n) == group) if count == 1 else f"{group}.* ({count} tensors)"
-              for group, count in counts.items()]  # fmt: skip
-    more = f" and {len(groups) - GROUPS_SHOWN} more groups" if len(groups) > GROUPS_SHOWN else ""
-    return ", ".join(groups[:GROUPS_SHOWN]) + more
+    counts = Counter(_layer_of(name) for name in names)
+    layers = [next(n for n in names if _layer_of(n) == layer) if count == 1 else f"{layer}.* ({count} tensors)"
+              for layer, count in counts.items()]  # fmt: skip
+    more = f" and {len(layers) - LAYERS_SHOWN} more layers" if len(layers) > LAYERS_SHOWN else ""
+    return ", ".join(layers[:LAYERS_SHOWN]) + more
 
 
 def describe_span(bucket: WeightBucket) -> str:
@@ -114,7 +114,7 @@ def _checksum_text(checksum: str | None) -> str:
     return "nothing" if checksum is None else checksum or "something unhashed"
 
 
-def _group_of(name: str) -> str:
-    """The group of a tensor: its name up to the layer's number, or up to its siblings outside of layers."""
+def _layer_of(name: str) -> str:
+    """The layer of a tensor: its name up to the layer's number, or up to its siblings outside of layers."""
     layer = re.match(r".*?\.\d+(?=\.)", name)
     return layer[0] if layer else name.rpartition(".")[0] or name

@@ -35,7 +35,7 @@ def test_seconds_to_an_accuracy_end_at_the_first_evaluation_that_reaches_it() ->
     assert one.seconds_to(0.9) is None
 
 
-def test_what_trl_spends_adds_up_to_its_step() -> None:
+def test_the_stages_of_a_trl_step_add_up_to_its_time() -> None:
     step = {"step": 4.0, "training_step": 3.75, "generate": 1.0, "reward": 2.0, "forward": 0.25}
     told = against_trl.stages_of_trl([step])
     assert told == {"generate": 1.0, "reward": 2.0, "forward": 0.25, "backward": 0.5, "other": 0.25}

@@ -52,7 +52,7 @@ def test_every_row_composes_and_all_names_are_among_them() -> None:
     assert used["rejections"] == set(REJECTIONS)
 
 
-def test_what_the_table_leaves_out_is_the_same_where_a_rollout_has_one_reward() -> None:
+def test_estimators_that_the_table_leaves_out_equal_grpo_where_a_rollout_has_one_reward() -> None:
     group = [Rewards(num_tokens=n, ends_K=(n,), values_K=(value,)) for n, value in ((3, 0.1), (5, 0.9), (2, 0.4))]
     grpo = advantages.estimate([group], AlgorithmConfig(estimator="grpo"))
     for name in ("process", "process_grpo", "gigpo", "mt_grpo"):

@@ -28,7 +28,7 @@ def main(address: str) -> None:
             ClusterConfig(address=address), place(PlacementConfig(pools=pools, roles=roles), ("learner",))
         )
         try:
-            return await (await cluster.start_group("learner", Member)).call_all("threads")
+            return await (await cluster.start_members("learner", Member)).call_all("threads")
         finally:
             await cluster.shutdown()
 

@@ -201,7 +201,7 @@ def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_fails_within_the_run_exits_1_with_one_message(inputs: Path, launched: Callable[..., Forked]) -> None:
+def test_a_failure_within_the_run_exits_1_with_one_message(inputs: Path, launched: Callable[..., Forked]) -> None:
     """Invalid weights are found when they are read."""
     shutil.copytree(SHIPPED / "policy", inputs / "torn")
     (inputs / "torn" / "model.safetensors").write_bytes(b"no tensors")

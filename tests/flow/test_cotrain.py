@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,10 @@ def test_resumed_run_continues_both_learners(small_run: Callable, cotrained: Any
     steps = again.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert steps[-1]["grm/version"] >= before
+    trained = again.lines("cotrain/grm/trained")
+    groups = Counter(step for step, _ in {(line["step"], line["group_id"]) for line in trained})
+    assert groups == dict.fromkeys(range(1, again.summary["versions"]["grm"] + 1), max(groups.values())), "each once"
+    assert {line["reward"] for line in trained if "reward" in line} <= {-1.0, 1.0}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_resumed_run_continues_both_learners(small_run: Callable, cotrained: Any
         ("task=simulate", r"grm\.train\.enabled=false"),
     ],
 )
-def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:
+def test_settings_that_a_grm_cant_learn_with_are_refused_by_name(small_run: Callable, override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         small_run(*COTRAIN, override, experiment="cotrain")
 

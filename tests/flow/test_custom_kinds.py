@@ -159,7 +159,7 @@ def test_a_run_with_the_users_own_kinds(users_module: None, small_run: Callable)
         ("env=custom env.target=users_kinds.Echo task=simulate", r"^env\.kind: task=simulate knows only single turns"),
     ],
 )
-def test_what_can_not_be_used_is_refused_by_its_key(
+def test_a_custom_kind_that_cant_be_used_is_refused_by_its_key(
     users_module: None, small_run: Callable, override: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -93,7 +93,7 @@ def test_run_survives_a_failing_environment_whose_faults_become_no_number_and_no
     assert "SECRET-FAULT" not in (files.run_dir / "judgements.jsonl").read_text()
 
 
-def test_what_was_opened_was_closed_and_turns_keep_rewards_states_and_faults(plain_run: Any) -> None:
+def test_every_opened_environment_is_closed_and_turns_keep_rewards_states_and_faults(plain_run: Any) -> None:
     import users_env  # type: ignore[import-not-found]
 
     files = plain_run
@@ -147,7 +147,9 @@ def test_an_environment_that_never_works_is_refused_with_its_own_error(small_run
         (("env.kind=gym",), r"^env\.kind: unknown env 'gym'; known: single_turn, tools"),
     ],
 )
-def test_what_can_not_work_is_refused_before_the_start(small_run: Callable, overrides: tuple[str], said: str) -> None:
+def test_an_environment_that_cant_work_is_refused_before_the_start(
+    small_run: Callable, overrides: tuple[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         small_run(*overrides)
 

@@ -81,7 +81,7 @@ def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None
         (("judge=rubric",), "judge.protocol: rubric judges by the prompt's criteria"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_its_key(
+def test_an_evaluation_that_cant_be_measured_is_refused_by_its_key(
     small_run: Callable, overrides: tuple[str, ...], told: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -129,6 +129,6 @@ def test_another_tokenizer_than_the_grms_is_refused(tmp_path: Path, meta_path: P
         ("meta_rm.start_path=/nowhere", r"^meta_rm\.start_path: no directory"),
     ],
 )
-def test_what_cant_be_trained_is_refused(override: str, words: str) -> None:
+def test_a_meta_rm_that_cant_be_trained_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run_task(composed(*SMALL_TRAINING, override))

@@ -101,7 +101,7 @@ def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run
         ),
     ],
 )
-def test_what_cant_take_over_the_policys_weights_is_refused(
+def test_a_judge_that_cant_take_over_the_policys_weights_is_refused(
     small_run: Callable, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

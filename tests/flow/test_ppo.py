@@ -88,7 +88,9 @@ def test_several_updates_and_unwhitened_advantages_train_by_a_dual_clip(small_ru
         ((*PPO, "judge=label", "task=train_judge_rft"), r"task=train_judge_rft uses no critic"),
     ],
 )
-def test_what_a_critic_cant_do_is_refused_by_name(small_run: Callable, overrides: tuple[str, ...], told: str) -> None:
+def test_settings_that_a_critic_cant_train_with_are_refused_by_name(
+    small_run: Callable, overrides: tuple[str, ...], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         small_run(*overrides)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from viewed_run import thin_run
 
 from grmpipe.cli import compose
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.judge_in_time import judge_in_time
+from grmpipe.judge.verdict import make_failure, report_failures
 from grmpipe.run.tasks import rejudge as rejudge_task
 from grmpipe.tasks import run_task
 from grmpipe.types import Judge, Prompt, Rollout
@@ -20,7 +23,7 @@ from grmpipe.types import Judge, Prompt, Rollout
 
 @pytest.fixture(scope="module")
 def recorded(run_once: Callable[..., Any]) -> Any:
-    return run_once("train.num_steps=2", run_dir="recorded")
+    return run_once("train.num_steps=2", "judge_monitor.pause_s=0.01", run_dir="recorded")
 
 
 @pytest.fixture
@@ -73,10 +76,10 @@ def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Cal
     assert "rank correlation within groups" in (again.run_dir / "report.html").read_text()
 
 
-def test_it_goes_on_where_it_was_killed_and_another_question_needs_another_name(
+def test_a_killed_rejudging_continues_and_another_question_needs_another_name(
     recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = rejudge("whole", "judge=rule")
+    whole = rejudge("unthinned", "judge=rule")
     killed = rejudge("killed", "judge=rule")
     lines = (killed.run_dir / "judgements.jsonl").read_text().splitlines(keepends=True)
     (killed.run_dir / "judgements.jsonl").write_text("".join(lines[:6]) + lines[6][:40])  # one group, half of another
@@ -110,6 +113,100 @@ def test_a_sample_is_the_same_by_seed_and_steps_choose_trained_groups(
     half = groups(rejudge("half", "judge=rule", "rejudge.sample=0.5"))
     every = {line["group_id"] for line in recorded.lines("rollouts")}
     assert half < every and half == groups(rejudge("half_again", "judge=rule", "rejudge.sample=0.5"))
+
+
+@pytest.mark.long  # tests/grmpipe/run_dir/test_thinning.py has what it reads
+def test_a_thinned_run_is_judged_again_with_the_same_figures(
+    recorded: Any, rejudge: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = rejudge("unthinned", "judge=rule")
+    run_dir = shutil.copytree(recorded.run_dir, tmp_path / "thinned")
+    thin_run(run_dir, None)
+    run_task(compose(None, ["task=rejudge", f"run_dir={run_dir}", "judge=rule"]))
+    summary = json.loads((run_dir / "rejudged" / "again" / "summary.json").read_text())
+    assert summary["eval"]["final"] == whole.summary["eval"]["final"] and "sign_changes" in summary["eval"]["final"]
+
+
+class GoingOn:
+    """A run that goes on: its journals are a copy of the first part of another's, and grow by the rest."""
+
+    def __init__(self, recorded: Any, run_dir: Path, groups: int) -> None:
+        self.run_dir = run_dir
+        run_dir.mkdir()
+        shutil.copy(recorded.run_dir / "config.yaml", run_dir)
+        self._rest = {}
+        for name in ("rollouts", "judgements", "groups"):
+            lines = (recorded.run_dir / f"{name}.jsonl").read_bytes().splitlines(keepends=True)
+            known = list(dict.fromkeys(json.loads(line)["group_id"] for line in lines))[:groups]
+            num_whole = sum(json.loads(line)["group_id"] in known for line in lines)
+            lines.sort(key=lambda line: json.loads(line)["group_id"] not in known)
+            whole, torn = b"".join(lines[:num_whole]), lines[num_whole][:50]
+            (run_dir / f"{name}.jsonl").write_bytes(whole + torn)
+            self._rest[name] = b"".join(lines)[len(whole + torn) :]
+
+    def grow(self) -> None:
+        for name, rest in self._rest.items():
+            with (self.run_dir / f"{name}.jsonl").open("ab") as file:
+                file.write(rest)
+
+
+def judged_by(monkeypatch: pytest.MonkeyPatch, judge_one: Callable[..., Any]) -> list[str]:
+    """Judge by this in judge_in_time's place; the groups as they come."""
+    judged: list[str] = []
+
+    async def watched(judge: Judge, prompt: Prompt, rollouts: Sequence[Rollout], *more: Any) -> object:
+        judged.append(rollouts[0].group_id)
+        return await judge_one(judge, prompt, rollouts, *more)
+
+    monkeypatch.setattr(rejudge_task, "judge_in_time", watched)
+    return judged
+
+
+def test_a_run_that_goes_on_is_judged_as_far_as_it_was_written_and_later_the_rest(
+    recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = GoingOn(recorded, tmp_path / "going_on", groups=3)
+
+    async def grows_meanwhile(*asked: Any) -> object:
+        if len(judged) == 1:
+            running.grow()
+        return await judge_in_time(*asked)
+
+    judged = judged_by(monkeypatch, grows_meanwhile)
+    typed = (f"run_dir={running.run_dir}", "rejudge.name=rule", "judge=rule")
+    run_task(compose(None, ["task=rejudge", *typed]))
+    first = set(judged)
+    again = type(recorded)(running.run_dir / "rejudged" / "rule")
+    assert len(first) == len(judged) == 3 and again.summary["status"] == "completed"
+    assert {line["group_id"] for line in again.lines("judgements")} == first
+    run_task(compose(None, ["task=rejudge", *typed, "resume=auto"]))
+    assert len(judged) == len(set(judged)) == len({line["group_id"] for line in recorded.lines("rollouts")})
+    assert scores(again.lines("judgements")) == scores(rejudge("not_running", "judge=rule").lines("judgements"))
+
+
+def test_a_judge_that_fails_half_way_stops_it_and_a_resume_judges_what_failed(
+    recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies_after_two(judge: Judge, prompt: Prompt, rollouts: Sequence[Rollout], *more: Any) -> object:
+        if len(judged) > 2:
+            return [report_failures(make_failure("died", "no such host", attempts=1))] * len(rollouts)
+        return await judge_in_time(judge, prompt, rollouts, *more)
+
+    judged = judged_by(monkeypatch, dies_after_two)
+    typed = ("judge=rule", "judge.limits.failure_window=16", "judge.limits.max_concurrency=4")
+    with pytest.raises(Exception, match="died"):
+        rejudge("broken", *typed)
+    broken = type(recorded)(recorded.run_dir / "rejudged" / "broken")
+    assert broken.summary["status"] == "failed" and "judge.max_failure_rate" in broken.summary["failure"]
+    lines = broken.lines("judgements")
+    good = {line["group_id"] for line in lines if "verdict" in line}
+    assert len(good) == 2 and len(judged) < 8, "what was judged is kept; the rest isn't asked for"
+    assert not (broken.run_dir / "comparison.json").exists()
+    judged_again = judged_by(monkeypatch, judge_in_time)
+    resumed = rejudge("broken", *typed, "resume=auto")
+    assert len(judged_again) == 6 and not good & set(judged_again)
+    assert resumed.summary["judging"]["failed"] == {}
+    assert resumed.summary["eval"] == rejudge("sound", *typed).summary["eval"]
 
 
 @pytest.mark.long

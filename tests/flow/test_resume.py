@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import time
@@ -15,6 +16,7 @@ from forks import Forked
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.errors import RunFailed
 
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 RUN = (
     "+experiment=quickstart", "cluster=inprocess", "run_dir=run", f"train.num_steps={STEPS}",
@@ -140,6 +142,25 @@ def test_a_killed_run_with_packed_journals_goes_on_with_plain_ones(tmp_path: Pat
     kill_and_resume(launched, run, 3, "journals.compact=true", changed=("journals.compact=false",))
     forms = ["packed" in line for line in lines(run / "rollouts.jsonl")]
     assert forms[0] and not forms[-1] and forms == sorted(forms, reverse=True)
+
+
+@pytest.mark.long  # tests/grmpipe/run_dir/test_thinning.py has what a resume reads
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_killed_run_whose_journals_are_thinned_at_each_step_goes_on(
+    tmp_path: Path, forked: type[Forked], step: int
+) -> None:
+    script = tmp_path / "thin_often.py"
+    script.write_text(
+        "import runpy\nfrom grmpipe.run.features import journal_size\njournal_size.LEAST_BYTES = 1\n"
+        f"runpy.run_path({str(ROOT / 'launch.py')!r}, run_name='__main__')\n"
+    )
+    start = functools.partial(forked, script, cwd=tmp_path)
+    run = tmp_path / "run"
+    kill_and_resume(start, run, step, "journals.keep=text", "train.checkpoint_every=1")
+    forms = ["thinned" in line for line in lines(run / "rollouts.jsonl")]
+    assert sum(forms) >= 16 and forms == sorted(forms, reverse=True)
+    assert (run / "run.log").read_text().count("journals.keep: thinned") >= 3
+    check_totals(run, json.loads((run / "summary.json").read_text()))
 
 
 def test_killed_run_with_a_critic_resumes_both_learners_and_trains_each_prompt_once(

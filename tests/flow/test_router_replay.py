@@ -49,7 +49,7 @@ def test_a_mixture_trains_on_the_experts_that_were_chosen_before(
         (("algorithm.router_replay=r3",), r"^algorithm\.router_replay: unknown value 'r3'"),
     ],
 )
-def test_what_cannot_be_replayed_is_named_with_the_way_out(
+def test_a_replay_of_routes_that_cant_work_is_refused_with_the_way_out(
     small_run: Callable, tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -92,7 +92,7 @@ def test_a_reward_model_is_measured_against_labels(
         ((*SCALAR, *REMOTE[:2]), r"^engine\.openai\.api_key_env: "),
     ],
 )
-def test_what_a_reward_model_cant_do_is_refused(
+def test_settings_that_a_reward_model_cant_work_with_are_refused(
     overrides: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

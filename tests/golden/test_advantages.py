@@ -261,7 +261,7 @@ def test_a_group_teaches_where_what_its_estimator_compares_differs() -> None:
     assert not all_advantages_zero([outcome(0.5), outcome(0.6)], AlgorithmConfig(estimator="process_grpo"))
 
 
-def test_gae_by_hand() -> None:
+def test_gae_equals_the_numbers_worked_out_by_hand() -> None:
     """gamma 0.5, lambda 0.5: deltas 0.0, 0.0, 0.5; advantages from the end 0.5, 0.125, 0.03125."""
     advantages, returned = gae(np.array([0.0, 0.0, 1.0]), np.array([0.125, 0.25, 0.5]), np.ones(3), 0.5, 0.5)
     assert advantages == pytest.approx([0.03125, 0.125, 0.5])
@@ -325,7 +325,7 @@ def test_reinforce_pp_baseline_takes_the_groups_mean_off_first() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_what_needs_only_its_group_is_the_same_alone_and_what_needs_the_batch_is_not(name: str) -> None:
+def test_estimators_of_a_group_ignore_other_groups_and_estimators_of_a_batch_dont(name: str) -> None:
     first, second = [outcome(0.0), outcome(1.0)], [outcome(2.0), outcome(7.0)]
     alone = estimated(name, first, pass_at_k=PassAtK(k=1)) + estimated(name, second, pass_at_k=PassAtK(k=1))
     together = estimated(name, first, second, pass_at_k=PassAtK(k=1))

@@ -57,7 +57,9 @@ def half(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> float:
     ("key", "apply", "shape"),
     [("correction", correction, r"\(2,\)"), ("rejections", kept, r"\(1,\)")],
 )
-def test_what_would_be_broadcast_is_refused_by_key_function_and_line(key: str, apply: Callable, shape: str) -> None:
+def test_a_correction_that_would_be_broadcast_is_refused_by_key_function_and_line(
+    key: str, apply: Callable, shape: str
+) -> None:
     for function, what in ((one_for_all, r"a tensor of shape \(\)"), (half, r"0\.5")):
         name = f"{__name__}.{function.__name__}"
         algorithm = AlgorithmConfig(**{key: name if key == "correction" else [name]})  # type: ignore[arg-type]
@@ -85,7 +87,7 @@ def test_sequence_weights_are_products_over_a_sample() -> None:
     )
 
 
-def test_what_is_not_trained_is_in_no_product_and_no_mean() -> None:
+def test_tokens_that_arent_trained_are_in_no_product_and_no_mean() -> None:
     drifted = drift([50.0, 1.1, 1.2], mask=[0.0, 1.0, 1.0])
     assert truncate_sequence(drifted, AlgorithmConfig(sequence=Cap(cap=100.0))).tolist() == pytest.approx([1.32] * 3)
     assert geometric(drifted, AlgorithmConfig(geometric=Band(low=1.14, high=1.16))).tolist() == [

@@ -75,7 +75,9 @@ def a_number(tokens: Scored, algorithm: AlgorithmConfig) -> float:
     return 0.5
 
 
-def test_what_is_no_loss_is_refused_by_key_function_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_returns_no_policy_loss_is_refused_by_key_function_and_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(LOSSES, "a_number", LossKind(function=f"{__name__}.a_number"))
     with pytest.raises(
         ValueError, match=r"^algorithm\.loss: .*\.a_number \(.*:\d+\) returned 0\.5; return a PolicyLoss"
@@ -206,7 +208,7 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
 # -- KL --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_kl_estimators_by_hand() -> None:
+def test_kl_estimators_equal_their_formulas() -> None:
     """pi_theta / pi_ref of 1, 1/2, 2."""
     found = {name: kl(name, logs(1.0, 0.5, 2.0), logs(1.0, 1.0, 1.0)).tolist() for name in KL_ESTIMATORS}
     log2 = math.log(2)
@@ -275,7 +277,9 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
         ("constant", [0, 1, 0, 1, 1, 1, 1], 2 * 16),
     ],
 )
-def test_aggregation(name: str, weights: list[float], denominator: float) -> None:
+def test_an_aggregation_weighs_tokens_and_divides_by_its_denominator(
+    name: str, weights: list[float], denominator: float
+) -> None:
     mask = torch.tensor([0, 1, 0, 1, 1, 1, 1.0])
     assert AGGREGATIONS.find_object(name, Aggregation).weigh(mask, torch.tensor([2, 5])).tolist() == weights
     assert AGGREGATIONS.find_object(name, Aggregation).denominator(TOTALS, 16) == denominator

@@ -161,7 +161,7 @@ def valued(*lengths: int) -> Rewards:
     )
 
 
-def test_gae_over_turns_by_hand() -> None:
+def test_gae_over_turns_equals_the_numbers_worked_out_by_hand() -> None:
     """Turns of 2 and 1 tokens, values 1, 2 and 4, rewards 3 and 5; high_level_gamma 0.5, lambda 1, gamma 1.
 
     Second turn: return 5, advantage 1. First: 3 + 0.5 * 4 - 2 + 0.5 * 1 = 3.5, return 5.5; its first token 5.5 - 1.

@@ -50,7 +50,7 @@ def test_a_place_is_kept_for_what_is_due_two_batches_ahead() -> None:
     assert rule.may_take(0, version=1, num_taken=0, waiting={0: 2, 1: 1})
 
 
-def test_what_is_overdue_by_its_opening_has_a_place_before_all_others() -> None:
+def test_a_group_overdue_by_its_opening_has_a_place_before_all_others() -> None:
     """Its tokens may be younger than its opening."""
     rule = Admission(groups_per_batch=1, max_staleness=1, last_version=9)
     assert rule.may_take(1, version=3, num_taken=0, waiting={1: 1, 3: 1})

@@ -47,7 +47,7 @@ def test_calls_that_are_stuck_are_bounded_by_function_and_free_when_they_end(mon
 
 
 @pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt(), StopIteration()])
-def test_what_would_end_the_process_is_an_error_of_the_call(ending: BaseException) -> None:
+def test_an_exit_in_a_daemon_thread_is_an_error_of_the_call(ending: BaseException) -> None:
     def exits() -> None:
         raise ending
 

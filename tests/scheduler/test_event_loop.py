@@ -99,7 +99,7 @@ async def times_out() -> str:
     raise TimeoutError("its own")
 
 
-def test_what_is_raised_within_a_limit_comes_out_and_ends_no_loop() -> None:
+def test_an_exception_within_a_limit_is_raised_and_ends_no_loop() -> None:
     async def main() -> None:
         with pytest.raises(SystemExit):
             await within(5, exits(), "it")

@@ -68,7 +68,7 @@ def test_a_pool_with_one_engine_role_or_without_elastic_has_no_slots_that_move()
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("replicas", 2), ("slots_per_replica", 2)])
-def test_what_an_elastic_pool_cannot_seat_is_refused_by_its_key(key: str, wrong: int) -> None:
+def test_roles_that_an_elastic_pool_cant_seat_are_refused_by_key(key: str, wrong: int) -> None:
     pools = {"engines": PoolConfig(slots=3, elastic=True)}
     roles = {"policy": RoleConfig(pool="engines", **{key: wrong}), "grm": RoleConfig(pool="engines")}
     with pytest.raises(ValueError, match=rf"placement\.roles\.policy\.{key}: .*elastic"):

@@ -45,7 +45,9 @@ def estimate_costs(facts: RunFacts) -> Costs:
     engines = {
         role: estimate_engine_speed(role, facts, where) for role, where in seated.items() if role in facts.roles.served
     }
-    learner, trained = seated[LEARNER], grm_learners(facts)
+    # The roles that train judging models -> the roles whose weights they train.
+    trained = {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
+    learner = seated[LEARNER]
     return Costs(
         engines=engines,
         learner=estimate_learner(POLICY, facts, learner),
@@ -59,7 +61,7 @@ def estimate_costs(facts: RunFacts) -> Costs:
         sync_s=push_s(POLICY, facts, learner),
         grm_sync_s={role: push_s(model, facts, seated[role]) for role, model in trained.items()},
         switch_s=estimate_switch(facts, seated),
-        driver_request_s=estimate_driver(facts),
+        driver_request_s=0.0 if facts.config.cluster.kind == "inprocess" else DRIVER_REQUEST_S,
         cores=count_cores(facts),
     )
 
@@ -134,11 +136,6 @@ def speed_by_sheet(
     )
 
 
-def grm_learners(facts: RunFacts) -> dict[str, str]:
-    """The roles that train judging models -> the roles whose weights they train."""
-    return {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
-
-
 def estimate_critic(facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
     """The speed of a critic, by the data sheet."""
     train = critic_train(facts.config.critic, facts.config.train)
@@ -165,13 +162,6 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     resource = facts.config.placement.pools[where.pool].resource
     num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
     return sync_time_s(count_push_bytes(model, facts), device, over_nodes=num_slots > device.slots_per_node)
-
-
-def estimate_driver(facts: RunFacts) -> float:
-    """Time of the driver process per request; 0 if engines run in the same process."""
-    if facts.config.cluster.kind == "inprocess":
-        return 0.0
-    return DRIVER_REQUEST_S
 
 
 def count_cores(facts: RunFacts) -> int:

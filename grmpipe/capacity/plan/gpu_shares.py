@@ -7,7 +7,7 @@ engine alone gets its default; engines that share get the same number of cached 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.plan.memory import MemoryPart, engine_weights, everybody, memory_parts, one_at_a_time, own_bytes
+from grmpipe.capacity.plan.memory import MemoryUse, engine_weights, everybody, list_memory, one_at_a_time, own_bytes
 from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.keys.entry_names import POLICY
@@ -98,18 +98,18 @@ def count_held_beside(facts: RunFacts, role: str) -> float:
     """The memory that another role holds while the engines serve: a time-shared learner holds none."""
     if role == "learner" and facts.placement.time_sharing_roles:
         return 0.0
-    return total(memory_parts(facts, role))
+    return total(list_memory(facts, role))
 
 
 def at_push(facts: RunFacts, role: str, memory: float) -> float:
     """The most memory for the policy's engines while a time-shared learner pushes its weights."""
     if role != POLICY or role not in facts.placement.time_sharing_roles:
         return memory
-    return USABLE * memory - total([part for part in memory_parts(facts, "learner") if part.kind == "weights"])
+    return USABLE * memory - total([use for use in list_memory(facts, "learner") if use.kind == "weights"])
 
 
-def total(parts: Sequence[MemoryPart]) -> float:
-    return sum(part.num_bytes for part in parts)
+def total(uses: Sequence[MemoryUse]) -> float:
+    return sum(use.num_bytes for use in uses)
 
 
 def with_shares(facts: RunFacts, shares: Mapping[str, float]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The memory of each process of a run, part by part, and the slots that it overfills."""
+"""The memory of each process of a run, by what uses it, and the slots that it overfills."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPart:
-    """A part of a process's memory."""
+class MemoryUse:
+    """A use of a process's memory."""
 
     what: str
     num_bytes: float
@@ -34,44 +34,44 @@ class MemoryPart:
     kind: Literal["weights", "state", "moments", "kv", "other"] = "other"
 
 
-def memory_parts(facts: RunFacts, role: str) -> list[MemoryPart]:
-    """The parts of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
+def list_memory(facts: RunFacts, role: str) -> list[MemoryUse]:
+    """The uses of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
     seated, pool = facts.describe_seats(role), facts.pool(role)
     trained = {learner: model for model, learner in facts.config.learners.items()}
     sized = facts.models.get(trained.get(role, role))
     if sized is None or sized.footprint is None:
         return []
     if role in trained:
-        return learner_parts(facts.config, sized.footprint, seated.replicas, trained[role])
+        return learner_memory(facts.config, sized.footprint, seated.replicas, trained[role])
     if role == CRITIC:
-        return critic_parts(facts, sized.footprint, seated.replicas)
+        return critic_memory(facts, sized.footprint, seated.replicas)
     if (dtype := scorer_dtypes(facts.config).get(role)) is not None:  # its batches have no gradients, and are small
-        return [MemoryPart(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
+        return [MemoryUse(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
     num_gpus = seated.width if pool.resource == "gpu" else 1
-    return engine_parts(facts.roles.served[role], sized, sized.footprint, num_gpus, pool)
+    return engine_memory(facts.roles.served[role], sized, sized.footprint, num_gpus, pool)
 
 
-def engine_parts(
+def engine_memory(
     role: ServedRole, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig
-) -> list[MemoryPart]:
-    """The parts on each GPU of an engine that several GPUs share."""
+) -> list[MemoryUse]:
+    """The uses on each GPU of an engine that several GPUs share."""
     engine, options = role.engine, role.model
     if engine.joined:
-        return [MemoryPart(what="a client; the server runs separately", num_bytes=0.0)]
+        return [MemoryUse(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = engine_weights(role, footprint) / num_gpus
-    held = [MemoryPart(what=f"weights{shared}", num_bytes=weights, kind="weights")]
+    held = [MemoryUse(what=f"weights{shared}", num_bytes=weights, kind="weights")]
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
-        held.append(MemoryPart(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
+        held.append(MemoryUse(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
     if engine.memory.grows_cache:
         rows, tokens = engine.max_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # The cache grows by copying: for a moment the old and the new one are held.
         grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
-        return [*held, MemoryPart(what=grown, num_bytes=2 * cache, kind="kv")]
+        return [*held, MemoryUse(what=grown, num_bytes=2 * cache, kind="kv")]
     if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:
-        held.append(MemoryPart(what="activations, CUDA graphs", num_bytes=own))
+        held.append(MemoryUse(what="activations, CUDA graphs", num_bytes=own))
     room = kv_room(role, footprint, num_gpus, pool)
     if room is None:
         return held
@@ -84,7 +84,7 @@ def engine_weights(role: ServedRole, footprint: Footprint) -> int:
     return footprint.weight_bytes(role.dtype, role.engine.memory.bytes_in_layers)
 
 
-def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> MemoryPart | None:
+def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> MemoryUse | None:
     """Memory that an engine reserves for keys and values on each of its devices. None if that depends on the device's
     memory.
     """
@@ -93,7 +93,7 @@ def kv_room(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolCon
     if role.engine.memory.share_has_activations:
         held += own_bytes(role, footprint, num_gpus, pool)
     room = role.engine.memory.cache_room(held, device, device_bytes)
-    return MemoryPart(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
+    return MemoryUse(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
 
 
 def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> float:
@@ -108,8 +108,8 @@ def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolC
     return ENGINE_STEP_TOKENS * widest * BYTES[role.dtype] + logits + GRAPH_BYTES
 
 
-def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[MemoryPart]:
-    """The parts of one rank of the learner of a served model."""
+def learner_memory(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[MemoryUse]:
+    """The uses of one rank of the learner of a served model."""
     lora = config.models[model].lora
     longest = config.rollout if model == POLICY else config.judging.find_training_judge(model)
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
@@ -122,7 +122,7 @@ def learner_parts(config: RunConfig, footprint: Footprint, ranks: int, model: st
         if lora.learns
         else whole_state(train, footprint, has_reference=algorithm.kl_coefficient > 0)
     )
-    return _parts_of_rank(held, shards, working, train)
+    return _rank_memory(held, shards, working, train)
 
 
 def with_room_for(answer_tokens: int, train: TrainConfig) -> TrainConfig:
@@ -133,27 +133,27 @@ def with_room_for(answer_tokens: int, train: TrainConfig) -> TrainConfig:
     return replace(train, micro_batch_tokens=max(train.micro_batch_tokens, own))
 
 
-def _parts_of_rank(held: Sequence[MemoryPart], shards: int, working: Working, train: TrainConfig) -> list[MemoryPart]:
-    """The parts of one rank, from the state of all of them together. Offloaded moments are on the device when
+def _rank_memory(held: Sequence[MemoryUse], shards: int, working: Working, train: TrainConfig) -> list[MemoryUse]:
+    """The uses of one rank, from the state of all of them together. Offloaded moments are on the device when
     activations aren't, so only what they need beyond these counts.
     """
     shared = f", over {shards} ranks" if shards > 1 else ""
-    parts = [replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // shards) for part in held]
+    uses = [replace(use, what=f"{use.what}{shared}", num_bytes=use.num_bytes // shards) for use in held]
     if train.optimizer.offload:
-        parts = [
+        uses = [
             replace(
-                part,
-                what=f"{part.what}, beyond activations, with which they alternate",
-                num_bytes=max(0, part.num_bytes - working.total),
+                use,
+                what=f"{use.what}, beyond activations, with which they alternate",
+                num_bytes=max(0, use.num_bytes - working.total),
             )
-            if part.kind == "moments"
-            else part
-            for part in parts
+            if use.kind == "moments"
+            else use
+            for use in uses
         ]
     return [
-        *parts,
-        MemoryPart(what="gathered layers", num_bytes=working.gathered),
-        MemoryPart(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+        *uses,
+        MemoryUse(what="gathered layers", num_bytes=working.gathered),
+        MemoryUse(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
     ]
 
 
@@ -164,57 +164,57 @@ def estimate_working(train: TrainConfig, footprint: Footprint, shards: int, *, f
     )
 
 
-def _moments(whose: str, num_values: int) -> MemoryPart:
+def _moments(whose: str, num_values: int) -> MemoryUse:
     """Both moments of this number of trained values, on all ranks together."""
-    return MemoryPart(what=f"{whose}, two moments", num_bytes=BYTES_OF_ADAM * num_values, kind="moments")
+    return MemoryUse(what=f"{whose}, two moments", num_bytes=BYTES_OF_ADAM * num_values, kind="moments")
 
 
-def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[MemoryPart]:
+def whole_state(train: TrainConfig, footprint: Footprint, *, has_reference: bool = False) -> list[MemoryUse]:
     """The state of all ranks together if all weights are trained."""
     copy, frozen = footprint.shard_bytes(1), footprint.weight_bytes(choose_frozen_dtype(train.dtype))
-    reference = [MemoryPart(what="weights of the reference", num_bytes=frozen, kind="state")]
+    reference = [MemoryUse(what="weights of the reference", num_bytes=frozen, kind="state")]
     return [
-        MemoryPart(what="weights", num_bytes=copy, kind="weights"),
-        MemoryPart(what="gradients", num_bytes=copy, kind="state"),
+        MemoryUse(what="weights", num_bytes=copy, kind="weights"),
+        MemoryUse(what="gradients", num_bytes=copy, kind="state"),
         _moments("optimizer", footprint.num_parameters),
         *(reference if has_reference else []),
     ]
 
 
-def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) -> list[MemoryPart]:
+def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) -> list[MemoryUse]:
     """The state of all ranks together if adapters are trained (in float32). Without them the weights are the
     reference.
     """
     num_values = footprint.adapter_parameters(lora.rank, lora.target_modules)
     copy = 4 * num_values
     return [
-        MemoryPart(
+        MemoryUse(
             what="weights, frozen", num_bytes=footprint.weight_bytes(choose_frozen_dtype(train.dtype)), kind="weights"
         ),
-        MemoryPart(what="adapters", num_bytes=copy, kind="weights"),
-        MemoryPart(what="gradients of the adapters", num_bytes=copy, kind="state"),
+        MemoryUse(what="adapters", num_bytes=copy, kind="weights"),
+        MemoryUse(what="gradients of the adapters", num_bytes=copy, kind="state"),
         _moments("optimizer of the adapters", num_values),
     ]
 
 
-def critic_parts(facts: RunFacts, footprint: Footprint, ranks: int) -> list[MemoryPart]:
-    """The parts of a critic: those of a learner without a reference."""
+def critic_memory(facts: RunFacts, footprint: Footprint, ranks: int) -> list[MemoryUse]:
+    """The uses of a critic: those of a learner without a reference."""
     config = facts.config
     train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train))
     shards = ranks // train.parallel.dp_replicate
-    return _parts_of_rank(whole_state(train, footprint), shards, estimate_working(train, footprint, shards), train)
+    return _rank_memory(whole_state(train, footprint), shards, estimate_working(train, footprint, shards), train)
 
 
-def memory(parts: Mapping[str, list[MemoryPart]]) -> str:
-    """A block of text with every role's parts."""
-    wide = column_width(parts)
+def memory(uses: Mapping[str, list[MemoryUse]]) -> str:
+    """A block of text with every role's uses."""
+    wide = column_width(uses)
     lines = ["memory per process, on each of its slots: estimated peak"]
-    for role, held in parts.items():
+    for role, held in uses.items():
         if not held:
             lines.append(f"  {role:<{wide}} unknown")
             continue
-        lines.append(f"  {role:<{wide}} {size(sum(part.num_bytes for part in held))}")
-        lines += [f"  {'':<{wide}} {size(part.num_bytes):>8}  {part.what}" for part in held]
+        lines.append(f"  {role:<{wide}} {size(sum(use.num_bytes for use in held))}")
+        lines += [f"  {'':<{wide}} {size(use.num_bytes):>8}  {use.what}" for use in held]
     return "\n".join(lines)
 
 
@@ -238,19 +238,19 @@ class SlotMemory:
         return self.memory_gb is not None and self.memory_gb > 0 and self.held > self.memory_gb * GB
 
 
-def memory_of_slots(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> Iterator[SlotMemory]:
+def memory_of_slots(facts: RunFacts, uses: Mapping[str, list[MemoryUse]]) -> Iterator[SlotMemory]:
     for name, pool in facts.placement.pools.items():
         for slot in range(pool.slots):
             here = tuple(seat for seat in everybody(facts.placement) if seat.pool == name and slot in seat.slots)
-            held = sum_held_memory(facts, name, here, parts)
+            held = sum_held_memory(facts, name, here, uses)
             yield SlotMemory(pool=name, slot=slot, seats=here, held=held, memory_gb=pool.memory_gb)
 
 
-def slot_memory(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> str:
+def slot_memory(facts: RunFacts, uses: Mapping[str, list[MemoryUse]]) -> str:
     """A block of text with the memory of each slot's processes. Equal slots are listed once."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for one in memory_of_slots(facts, parts):
-        held = size(one.held) if all(parts[seat.role] for seat in one.seats) else "unknown"
+    for one in memory_of_slots(facts, uses):
+        held = size(one.held) if all(uses[seat.role] for seat in one.seats) else "unknown"
         limit = f" of {one.memory_gb:g} GB" if one.memory_gb else ""
         roles = (" + ".join(seat.role for seat in one.seats) or "no role") + by_turns(facts, one.pool)
         lines.setdefault((one.pool, f"{held}{limit}  {roles}"), []).append(str(one.slot))
@@ -259,17 +259,17 @@ def slot_memory(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> str:
     return "\n".join(["memory per slot", *(f"  {where:<{wide}}  {text}" for where, text in rows)])
 
 
-def sum_held_memory(facts: RunFacts, pool: str, here: Sequence[Seat], parts: Mapping[str, list[MemoryPart]]) -> float:
+def sum_held_memory(facts: RunFacts, pool: str, here: Sequence[Seat], uses: Mapping[str, list[MemoryUse]]) -> float:
     """The most memory that a slot's processes hold at any time: sleeping ones and those waiting on the host hold
     less.
     """
     placement = facts.placement
-    whole = {seat.role: sum(part.num_bytes for part in parts[seat.role]) for seat in here}
+    whole = {seat.role: sum(use.num_bytes for use in uses[seat.role]) for seat in here}
     sharing = [role for role in placement.time_sharing_roles if role in whole]
     if "learner" in whole and sharing:
-        kept = {role: kept_asleep(facts, role, parts[role]) for role in sharing}
+        kept = {role: kept_asleep(facts, role, uses[role]) for role in sharing}
         on_gpu = placement.pools[pool].resource == "gpu"
-        weights = sum(part.num_bytes for part in parts["learner"] if part.kind == "weights")
+        weights = sum(use.num_bytes for use in uses["learner"] if use.kind == "weights")
         at_push, between = (weights, 0.0) if on_gpu else (whole["learner"],) * 2
         policy = {"policy": whole["policy"]} if "policy" in sharing else {}
         return max(
@@ -283,13 +283,13 @@ def sum_held_memory(facts: RunFacts, pool: str, here: Sequence[Seat], parts: Map
     return sum(whole.values())
 
 
-def kept_asleep(facts: RunFacts, role: str, parts: Sequence[MemoryPart]) -> float:
+def kept_asleep(facts: RunFacts, role: str, uses: Sequence[MemoryUse]) -> float:
     """The memory that a sleeping engine keeps: none on a GPU; on a CPU all except what the embedded engine can free."""
     served = facts.roles.served[role]
     if served.device == "cuda":
         return 0.0
     lent = "kv" if served.sleeps else ""
-    return sum(part.num_bytes for part in parts if part.kind != lent)
+    return sum(use.num_bytes for use in uses if use.kind != lent)
 
 
 def by_turns(facts: RunFacts, pool: str) -> str:
@@ -317,13 +317,13 @@ def format_slots(slots: list[str]) -> str:
     return slots[0] if len(slots) == 1 else f"{slots[0]}..{slots[-1]}"
 
 
-def overfull_slots(facts: RunFacts, parts: Mapping[str, list[MemoryPart]]) -> list[str]:
+def overfull_slots(facts: RunFacts, uses: Mapping[str, list[MemoryUse]]) -> list[str]:
     """Slots whose processes need more than the pool's `memory_gb`."""
     return [
         f"{one.pool} {one.slot}: {', '.join(seat.name for seat in one.seats)} may need {size(one.held)} of "
         f"{one.memory_gb:g} GB (placement.pools.{one.pool}.memory_gb); "
         f"{remedy({seat.role for seat in one.seats}, facts)}"
-        for one in memory_of_slots(facts, parts)
+        for one in memory_of_slots(facts, uses)
         if one.is_overfull
     ]
 

@@ -6,7 +6,7 @@ Weights, gradients and moments are certain. A plan warns of what depends on leng
 from collections.abc import Mapping
 
 from grmpipe.capacity.plan.gpu_shares import compute_shares, list_undecided, with_shares
-from grmpipe.capacity.plan.memory import MemoryPart, SlotMemory, memory_of_slots, memory_parts, size
+from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, memory_of_slots, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, with_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
@@ -40,12 +40,10 @@ def check_memory(prepared: Prepared) -> None:
     if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
         return
     facts = facts_for_check(prepared)
-    parts = {
-        role: [part for part in memory_parts(facts, role) if part.kind in CERTAIN] for role in facts.placement.seats
-    }
-    for one in memory_of_slots(facts, parts):
+    uses = {role: [use for use in list_memory(facts, role) if use.kind in CERTAIN] for role in facts.placement.seats}
+    for one in memory_of_slots(facts, uses):
         if one.is_overfull:
-            raise ConfigError(too_full(one, parts, facts.placement.pools[one.pool].resource))
+            raise ConfigError(too_full(one, uses, facts.placement.pools[one.pool].resource))
 
 
 def facts_for_check(prepared: Prepared) -> RunFacts:
@@ -61,9 +59,9 @@ def facts_for_check(prepared: Prepared) -> RunFacts:
     )
 
 
-def too_full(one: SlotMemory, parts: Mapping[str, list[MemoryPart]], resource: str) -> str:
-    known = {role: held for role in (seat.role for seat in one.seats) if (held := parts[role])}
-    each = ", ".join(f"{role} {size(sum(part.num_bytes for part in held))}" for role, held in known.items())
+def too_full(one: SlotMemory, uses: Mapping[str, list[MemoryUse]], resource: str) -> str:
+    known = {role: held for role in (seat.role for seat in one.seats) if (held := uses[role])}
+    each = ", ".join(f"{role} {size(sum(use.num_bytes for use in held))}" for role, held in known.items())
     apart = "give the roles separate pools, " if len(one.seats) > 1 else ""
     return (
         f"placement.pools.{one.pool}.memory_gb: {resource} slot {one.slot} has {one.memory_gb:g} GB, and the "

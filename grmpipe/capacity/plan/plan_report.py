@@ -5,7 +5,7 @@ from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
 from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
-from grmpipe.capacity.plan.memory import column_width, memory, memory_parts, overfull_slots, slot_memory
+from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
@@ -30,12 +30,12 @@ def plan(config: RunConfig) -> str:
     facts = collect_facts(config)
     config = with_shares(facts, compute_shares(facts))
     facts = facts.under(config)
-    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
+    uses = {role: list_memory(facts, role) for role in facts.placement.seats}
     blocks = [
         describe(facts.placement),
         engines(facts),
-        memory(parts),
-        slot_memory(facts, parts),
+        memory(uses),
+        slot_memory(facts, uses),
         arithmetic(facts),
     ]
     unchecked = list(facts.unchecked)
@@ -47,7 +47,7 @@ def plan(config: RunConfig) -> str:
         unchecked.append(f"the time of a step: {error}")
     footprints = {role: sized.footprint for role, sized in facts.models.items()}
     noted = [*device_notes(config, facts.roles, footprints), *hyperparameter_notes(config)]
-    blocks += format_block("warnings", [*overfull_slots(facts, parts), *noted])
+    blocks += format_block("warnings", [*overfull_slots(facts, uses), *noted])
     blocks += format_block("not checked here", unchecked)
     return "\n\n".join(blocks)
 
@@ -173,7 +173,8 @@ def format_judgements(facts: RunFacts) -> list[str]:
     lines = []
     for name, judge in judging.judges.items():
         work = describe_requests(name, facts) if name in judging.generative else KIND_IN_WORDS[judge.kind]
-        lines.append(f"    {name:<{wide}} {work}{format_share(shares[name])}")
+        share = "" if shares[name] > 0.9995 else f", of {shares[name]:.0%} of the rollouts"
+        lines.append(f"    {name:<{wide}} {work}{share}")
     return [f"  judged by {len(judging.judges)} judges, at most:", *lines]
 
 
@@ -187,10 +188,6 @@ def describe_requests(name: str, facts: RunFacts) -> str:
         product = f"{judgements} {judge.protocol} judgements"
     by = f" by {judge.model}" if len(facts.config.judging.judges) > 1 else ""
     return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens"
-
-
-def format_share(share: float) -> str:
-    return "" if share > 0.9995 else f", of {share:.0%} of the rollouts"
 
 
 def format_block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:

@@ -160,8 +160,8 @@ class Simulation:
         if speed is None:
             return None
         cp = config.critic.parallel.cp
-        group = CriticLearnerRanks(self._start_ranks(CRITIC, speed, cp), self._events, cp)
-        return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
+        ranks = CriticLearnerRanks(self._start_ranks(CRITIC, speed, cp), self._events, cp)
+        return Critic(ranks, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
 
     def _time_share(self, routers: Mapping[str, Router], learner: TimeSharedLearnerRanks) -> TimeShare | None:
         """The time-shared pool of the learner."""

@@ -37,7 +37,7 @@ class Bounds:
     folder: the worker's own, the only one in which it may write.
     memory_mb: of each process's address space, and of what all processes hold together.
     mapped_bytes: address space that the environment's code takes before the episode; `memory_mb` is beyond it.
-    without: parts to leave out, so that tests see what remains on a kernel that lacks them.
+    without: steps to leave out, so that tests see what remains on a kernel that lacks them.
     """
 
     folder: str
@@ -61,8 +61,8 @@ class Missing:
 
 
 @dataclass(slots=True)
-class Parts:
-    """The parts of the isolation, as they are taken one after the other."""
+class IsolationSteps:
+    """The steps of the isolation, as they are taken one after the other."""
 
     without: Sequence[str] = ()
     missing: list[Missing] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Namespaces:
     zeros: /dev/zero can only be read.
     user:  the user that the worker becomes, by its name in the namespace; None: as before."""
 
-    parts: Parts
+    steps: IsolationSteps
     users: bool = False
     processes: bool = False
     network: bool = False
@@ -107,8 +107,8 @@ def readable(extra: Sequence[str] = ()) -> tuple[str, ...]:
 
 def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespaces:
     """Leave the namespaces of the run. `map_ids` maps a user id of the worker into its namespace, from outside."""
-    had = Namespaces(parts=Parts(without=bounds.without))
-    take = had.parts.take
+    had = Namespaces(steps=IsolationSteps(without=bounds.without))
+    take = had.steps.take
     user, group = os.geteuid(), os.getegid()
     is_root = user == 0
     outside = FIRST_USER + os.getpid()
@@ -127,7 +127,7 @@ def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespac
     if take("mount namespace", lambda: kernel.unshare(kernel.NEW_MOUNTS)):
         had.zeros = take("zeros that take no memory", replace_zero)
         take("read-only mounts", kernel.make_mounts_read_only)
-    mounted = not any(each.part == "mount namespace" for each in had.parts.missing)
+    mounted = not any(each.part == "mount namespace" for each in had.steps.missing)
     if (
         not (mounted and take("folder of bounded size", lambda: mount_folder(bounds, had.user)))
         and had.user is not None
@@ -167,7 +167,7 @@ def map_ids(process: int, outside: int) -> None:
 
 def confine(bounds: Bounds, had: Namespaces) -> tuple[Missing, ...]:
     """Give up all that a worker may not do. Returns what couldn't be given up. Not to be undone."""
-    take, user = had.parts.take, had.user
+    take, user = had.steps.take, had.user
     os.setsid()
     own_proc = had.processes and take("own /proc", mount_proc)
     kept = (kernel.CAP_DAC_READ_SEARCH,) if had.users and user is not None else ()
@@ -179,13 +179,13 @@ def confine(bounds: Bounds, had: Namespaces) -> tuple[Missing, ...]:
     is_counted = os.getuid() != 0 and (had.users or user is not None)
     set_limits(bounds, is_counted=is_counted, shares_user=user is None)
     if not is_counted:
-        had.parts.missing.append(Missing(part="process count", reason="it needs a user namespace, or root"))
+        had.steps.missing.append(Missing(part="process count", reason="it needs a user namespace, or root"))
     take("no new privileges", kernel.set_no_new_privileges)
     take("Landlock", lambda: restrict_files(bounds, had, own_proc))
     take("filter of system calls", seccomp.restrict)
     take("memory and descriptors of its own", kernel.hide_from_others)
     kernel.set_parent_death_signal(signal.SIGKILL)
-    return tuple(had.parts.missing)
+    return tuple(had.steps.missing)
 
 
 def mount_proc() -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from grmpipe.config.env import EnvConfig
 from grmpipe.envs.sandbox import kernel, seccomp
-from grmpipe.envs.sandbox.confinement import Missing, Parts
+from grmpipe.envs.sandbox.confinement import IsolationSteps, Missing
 from grmpipe.envs.sandbox.env_worker import serve
 from grmpipe.envs.sandbox.fork_server import make_checked
 from grmpipe.envs.sandbox.messages import BlamedEnv, Confined, body_of_next, frame
@@ -24,11 +24,11 @@ from grmpipe.envs.sandbox.messages import BlamedEnv, Confined, body_of_next, fra
 
 def confine() -> tuple[Missing, ...]:
     """Give up what a runtime leaves. Returns what couldn't be given up."""
-    parts = Parts()
-    parts.take("no new privileges", kernel.set_no_new_privileges)
-    parts.take("filter of system calls", seccomp.restrict)
-    parts.take("memory and descriptors of its own", kernel.hide_from_others)
-    return tuple(parts.missing)
+    steps = IsolationSteps()
+    steps.take("no new privileges", kernel.set_no_new_privileges)
+    steps.take("filter of system calls", seccomp.restrict)
+    steps.take("memory and descriptors of its own", kernel.hide_from_others)
+    return tuple(steps.missing)
 
 
 def wait_for(child: int) -> NoReturn:

@@ -35,13 +35,13 @@ class EnvHosts:
     """All hosts of a role.
 
     counts: what became of all environments. What a host held when it died counts as killed.
-    group:  of HostMember, one per seat of the role.
+    members:  of HostMember, one per seat of the role.
     """
 
     def __init__(
         self,
         role: str,
-        group: ActorRanks,
+        members: ActorRanks,
         *,
         restart: Restart,
         config: EnvConfig,
@@ -51,14 +51,16 @@ class EnvHosts:
         self.role = role
         self.counts = OpenedEnvs()
         self.num_replaced = 0
-        self._group = group
+        self._members = members
         self._restart = restart
         self._health = health
         self._events = events
         self._limits = longer(longer(StageLimits.of(config)))
         self._hosts = [
-            RemoteHost(f"{role}-{rank}", functools.partial(group.call, rank, "serve"), self.counts, self._replace_soon)
-            for rank in range(group.size)
+            RemoteHost(
+                f"{role}-{rank}", functools.partial(members.call, rank, "serve"), self.counts, self._replace_soon
+            )
+            for rank in range(members.size)
         ]
         self._tries = ReplacementTries(health.max_replacements)
         self._numbers = itertools.count()
@@ -67,7 +69,7 @@ class EnvHosts:
 
     async def start(self) -> None:
         """Start all hosts. Raises ValueError if the environments can't be made, or isolated as required, on one."""
-        for host, started in zip(self._hosts, await self._group.call_all("start"), strict=True):
+        for host, started in zip(self._hosts, await self._members.call_all("start"), strict=True):
             self._begin(host, cast(HostStarted, started))
 
     def env(self) -> Env:
@@ -94,7 +96,7 @@ class EnvHosts:
         process = await host.process()
         try:
             async with asyncio.timeout(STOP_S):
-                host.count(process, cast(OpenedEnvs, await self._group.call(rank, "stop")))
+                host.count(process, cast(OpenedEnvs, await self._members.call(rank, "stop")))
         except (ActorDied, TimeoutError) as error:
             log.warning("%s didn't end in order: %s", host.name, error or f"it took longer than {STOP_S:g} s")
         host.end(process, "the run has ended", is_run_over=True)
@@ -121,7 +123,7 @@ class EnvHosts:
             try:
                 async with asyncio.timeout(self._health.start_deadline_s):
                     await self._restart(rank)
-                    started = cast(HostStarted, await self._group.call(rank, "start"))
+                    started = cast(HostStarted, await self._members.call(rank, "start"))
             except Exception as failure:  # a process that starts may fail in any way
                 log.warning("%s could not be replaced: %s", host.name, failure)
                 await asyncio.sleep(RETRY_AFTER_S)

@@ -57,13 +57,7 @@ def make_judges(parts: JudgeParts, judges: Mapping[str, JudgeConfig]) -> dict[st
 
 
 def compose(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge]) -> Judge:
-    return compose_judge(
-        rewards,
-        judges,
-        config.judges,
-        config.seed,
-        min_group_std=config.algorithm.min_group_std,
-    )
+    return compose_judge(rewards, judges, config.judges, config.seed, min_group_std=config.algorithm.min_group_std)
 
 
 def generative_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
@@ -73,36 +67,12 @@ def generative_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
     )
 
 
-def scalar_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(ScalarJudge(parts.scalars[judge.model], judge))
-
-
-def rule_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(RuleJudge(judge.rule, judge.scale, judge.key))
-
-
-def function_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return FunctionJudge(judge)
-
-
-def env_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(EnvRewardJudge(judge.env_reward))
-
-
-def label_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return PointwiseAdapter(LabelReward(find_rule(judge)))
-
-
-def custom_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    return load_custom_judge(judge)
-
-
 JUDGES: dict[str, Callable[[JudgeParts, JudgeConfig], Judge]] = {
     "generative": generative_judge,
-    "scalar": scalar_judge,
-    "rule": rule_judge,
-    "function": function_judge,
-    "env": env_judge,
-    "label": label_judge,
-    "custom": custom_judge,
+    "scalar": lambda parts, judge: PointwiseAdapter(ScalarJudge(parts.scalars[judge.model], judge)),
+    "rule": lambda parts, judge: PointwiseAdapter(RuleJudge(judge.rule, judge.scale, judge.key)),
+    "function": lambda parts, judge: FunctionJudge(judge),
+    "env": lambda parts, judge: PointwiseAdapter(EnvRewardJudge(judge.env_reward)),
+    "label": lambda parts, judge: PointwiseAdapter(LabelReward(find_rule(judge))),
+    "custom": lambda parts, judge: load_custom_judge(judge),
 }

@@ -9,7 +9,7 @@ from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
-from grmpipe.workflows.chat_recorder import ChatRecorder
+from grmpipe.workflows.episode_chat import EpisodeChats
 from models.types import KeepsTrajectories, SamplingParams
 from scheduler.routing.router import Router
 
@@ -27,8 +27,8 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     )
 
     if (workflow := envs.workflow) is not None:
-        recorder = ChatRecorder(sampler, renderer, params, limits, envs.events)
-        asked = free_after(functools.partial(workflow.play, recorder), engines)
+        chats = EpisodeChats(sampler, renderer, params, limits, envs.events)
+        asked = free_after(functools.partial(workflow.play, chats), engines)
         return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
     make = envs.make
     assert make is not None, "an episode without a workflow has an environment"

@@ -76,10 +76,10 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
 async def start_hosts(cluster: Cluster, config: RunConfig, run_dir: Path, events: EventSink) -> EnvHosts:
     """Start a host on each seat of the role. Raises ValueError that begins with a key of `env`."""
     await asyncio.to_thread(sweep, run_dir)  # an earlier process of this run may have had its environments here
-    group = await cluster.start_group(ENV, functools.partial(HostMember, host_setup(config, run_dir)), meet=False)
+    members = await cluster.start_members(ENV, functools.partial(HostMember, host_setup(config, run_dir)), meet=False)
     hosts = EnvHosts(
         ENV,
-        group,
+        members,
         restart=functools.partial(cluster.restart_member, ENV),
         config=config.env,
         health=config.slots.health,

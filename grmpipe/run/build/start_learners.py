@@ -128,7 +128,7 @@ async def start_together(
 ) -> tuple[LearnerRanks, ServingEngines]:
     """Start learner and engines at the same time; on a shared GPU the learner first."""
     ranks, served = await asyncio.gather(
-        cluster.start_group(learning.learner, functools.partial(make_learner, spec)),
+        cluster.start_members(learning.learner, functools.partial(make_learner, spec)),
         start_routers(cluster, prepared, events),
     )
     return LearnerRanks(ranks, learning.train.parallel.cp), served
@@ -138,7 +138,7 @@ async def start_time_shared(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
 ) -> tuple[LearnerRanks, ServingEngines]:
     """Start the learner first, which then frees the device for the engines."""
-    ranks = await cluster.start_group(learning.learner, functools.partial(make_offloading_learner, spec))
+    ranks = await cluster.start_members(learning.learner, functools.partial(make_offloading_learner, spec))
     learner = TimeSharedLearnerRanks(ranks, learning.train.parallel.cp)
     await learner.keep_on_device("nothing")
     return learner, await start_routers(cluster, prepared, events)
@@ -162,7 +162,7 @@ async def start_trainable_grm(
     learning = grm_learning(prepared.config, grm, prepared.roles)
     transport = transport_between(cluster, prepared, learning)
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
-    ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+    ranks = await cluster.start_members(learning.learner, functools.partial(make_learner, spec))
     learner = LearnerRanks(ranks, learning.train.parallel.cp)
     sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
     return TrainableGrm(
@@ -190,6 +190,6 @@ async def start_critic(cluster: Cluster, prepared: Prepared, events: EventSink) 
         value_clip=config.critic.value_clip,
         updates_per_batch=config.critic.updates(config.algorithm, config.train),
     )
-    ranks = await cluster.start_group(CRITIC, functools.partial(CriticLearner, spec))
-    group = CriticLearnerRanks(ranks, events, config.critic.parallel.cp)
-    return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)
+    actors = await cluster.start_members(CRITIC, functools.partial(CriticLearner, spec))
+    ranks = CriticLearnerRanks(actors, events, config.critic.parallel.cp)
+    return Critic(ranks, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)

@@ -57,10 +57,10 @@ async def start_scorer_pool(cluster: Cluster, role: ScorerRole, events: EventSin
     from models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
 
     spec = ScorerSpec(path=role.path, dtype=role.dtype, device=role.device, max_batch_tokens=role.max_batch_tokens)
-    group = await cluster.start_group(role.name, functools.partial(ScalarScorer, spec), meet=False)
+    members = await cluster.start_members(role.name, functools.partial(ScalarScorer, spec), meet=False)
     return ScorerPool(
         role.name,
-        group,
+        members,
         restart=functools.partial(cluster.restart_member, role.name),
         max_replacements=role.max_replacements,
         max_batch_tokens=role.max_batch_tokens,

@@ -54,9 +54,9 @@ async def _examine(config: RunConfig, folder: str, nodes: Sequence[NodeCapacity]
 
     cluster = await RayCluster.start(config.cluster, placement_on(nodes))
     try:
-        group = await cluster.start_group(NODES, NodeExaminer)
-        on_gpus = await cluster.start_group(GPUS, NodeExaminer) if any(node.gpus for node in nodes) else None
-        return await examine_nodes(config, folder, nodes, group, on_gpus)
+        members = await cluster.start_members(NODES, NodeExaminer)
+        on_gpus = await cluster.start_members(GPUS, NodeExaminer) if any(node.gpus for node in nodes) else None
+        return await examine_nodes(config, folder, nodes, members, on_gpus)
     finally:
         await cluster.shutdown()
 
@@ -75,10 +75,10 @@ def placement_on(nodes: Sequence[NodeCapacity]) -> Placement:
 
 
 async def examine_nodes(
-    config: RunConfig, folder: str, nodes: Sequence[NodeCapacity], group: ActorRanks, on_gpus: ActorRanks | None
+    config: RunConfig, folder: str, nodes: Sequence[NodeCapacity], members: ActorRanks, on_gpus: ActorRanks | None
 ) -> list[Finding]:
     """All findings, ordered by machine."""
-    addresses = cast(list[str], await group.call_all("address"))
+    addresses = cast(list[str], await members.call_all("address"))
     expected = Expected(
         versions=versions(),
         folder=folder,
@@ -88,13 +88,13 @@ async def examine_nodes(
     )
     by_address = {node.address: node for node in nodes}
     each = [(expected, by_address[address].gpus > 0) for address in addresses]
-    alone = cast(list[list[Finding]], await group.call_each("examine", each))
+    alone = cast(list[list[Finding]], await members.call_each("examine", each))
     names = [by_address[address].name for address in addresses]
     findings = [replace(one, node=name) for name, found in zip(names, alone, strict=True) for one in found]
-    findings += await ports(names, addresses, group)
-    findings += await check_shared_folder(names, folder, group)
+    findings += await ports(names, addresses, members)
+    findings += await check_shared_folder(names, folder, members)
     findings += (
-        await check_all_reduce(names, group, NODES) if on_gpus is None else await gpus(names, addresses, on_gpus)
+        await check_all_reduce(names, members, NODES) if on_gpus is None else await gpus(names, addresses, on_gpus)
     )
     findings += [
         Finding(node=node.name, check="cores", ok=False, text="none in Ray: not examined; start it with --num-cpus=2")
@@ -128,12 +128,12 @@ def count_trained_values(shape: ModelShape, lora: LoraConfig) -> int:
 # -- what lies between machines --------------------------------------------------------------------------------------
 
 
-async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorRanks) -> list[Finding]:
+async def ports(names: Sequence[str], addresses: Sequence[str], members: ActorRanks) -> list[Finding]:
     """Whether each machine can connect to a port of every other one."""
-    opened = cast(list[int], await group.call_each("listen", [(address,) for address in addresses]))
+    opened = cast(list[int], await members.call_each("listen", [(address,) for address in addresses]))
     everyone = tuple(zip(addresses, opened, strict=True))
     others = [(everyone[:rank] + everyone[rank + 1 :],) for rank in range(len(names))]
-    failed = cast(list[list[str]], await group.call_each("unreachable", others))
+    failed = cast(list[list[str]], await members.call_each("unreachable", others))
     reached = f"reaches {len(names) - 1} other {'machine' if len(names) == 2 else 'machines'}"
     return [
         Finding(
@@ -146,7 +146,7 @@ async def ports(names: Sequence[str], addresses: Sequence[str], group: ActorRank
     ]
 
 
-async def check_shared_folder(names: Sequence[str], folder: str, group: ActorRanks) -> list[Finding]:
+async def check_shared_folder(names: Sequence[str], folder: str, members: ActorRanks) -> list[Finding]:
     """Whether what one machine, or the driver, writes into the run's folder is read by all others."""
     driver, token = NodeExaminer(-1, 0, None), uuid.uuid4().hex
     files = [f".doctor-{token}-{rank}" for rank in range(len(names))]
@@ -154,10 +154,10 @@ async def check_shared_folder(names: Sequence[str], folder: str, group: ActorRan
     writers = {**dict(zip(files, names, strict=True)), own: "the driver"}
     try:
         driver.write(folder, own)
-        refused = cast(list[str], await group.call_each("write", [(folder, file) for file in files]))
-        unread = cast(list[list[str]], await group.call_all("unread", folder, tuple(writers)))
+        refused = cast(list[str], await members.call_each("write", [(folder, file) for file in files]))
+        unread = cast(list[list[str]], await members.call_all("unread", folder, tuple(writers)))
     finally:
-        await group.call_each("erase", [(folder, file) for file in files])
+        await members.call_each("erase", [(folder, file) for file in files])
         driver.erase(folder, own)
     return [
         folder_found(node, folder, why, [writers[file] for file in lost])
@@ -189,12 +189,12 @@ async def gpus(names: Sequence[str], addresses: Sequence[str], on_gpus: ActorRan
     return findings + await check_all_reduce(own, on_gpus, GPUS) if all(seen) else findings
 
 
-async def check_all_reduce(names: Sequence[str], group: ActorRanks, role: str) -> list[Finding]:
+async def check_all_reduce(names: Sequence[str], members: ActorRanks, role: str) -> list[Finding]:
     """A sum over all machines, as a learner's ranks do it."""
     check, size = ("NCCL" if role == GPUS else "gloo"), REDUCE_MB[role]
     try:
         async with asyncio.timeout(REDUCE_TIMEOUT_S):
-            seconds = cast(list[float], await group.call_all("all_reduce", size))
+            seconds = cast(list[float], await members.call_all("all_reduce", size))
     except Exception as error:  # of torch, NCCL or Ray: any of them means that ranks can't work together
         hint = "see the ports above; name the network's interface by NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, set"
         why = f"no end after {REDUCE_TIMEOUT_S:.0f} s" if isinstance(error, TimeoutError) else str(error).split("\n")[0]

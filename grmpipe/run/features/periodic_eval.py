@@ -118,7 +118,8 @@ class PeriodicEval(RunFeature):
         self._evaluator.episodes += EnvCounts.restore(state.get("episodes", {}))
         self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
-            self._evaluator.start.update(read_records(self._start, decode_answer))
+            answers = read_records(self._start, lambda record: (record["prompt_id"], decode_rollout(record)))
+            self._evaluator.start.update(answers)
 
     async def _evaluate_at_the_end(self, step: int) -> Metrics:
         self.final = await self._evaluate(step, None)
@@ -145,24 +146,12 @@ class PeriodicEval(RunFeature):
         ]
         self.seen = [(one.prompt, one.rollout) for one in firsts]
         log.info("held-out at step %d: %s", step, evaluated.metrics)
-        on_anchors = self._on_anchors(evaluated.rollouts)
+        on_anchors = select_answers(evaluated.rollouts, self._evaluator.prompts[: self._anchors])
         if self._evaluator.compares and not self._evaluator.start:
-            on_anchors = self._keep_start(on_anchors)
+            on_anchors = keep_start(on_anchors, self._evaluator, self._start)
         if (found := read_anchor(step, on_anchors)) is not None:
             self._sound_alarm(found)
         return evaluated.metrics
-
-    def _on_anchors(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
-        """The answers to the anchors, which every evaluation asks for."""
-        anchors = {prompt.prompt_id for prompt in self._evaluator.prompts[: self._anchors]}
-        return [one for one in judged if one.prompt.prompt_id in anchors]
-
-    def _keep_start(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
-        """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
-        alike = dict.fromkeys((REWARD, *get_members(self._evaluator.judge)), 0.5)
-        self._evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
-        replace_journal(self._start, (answer_record(one.prompt.prompt_id, one.rollout) for one in judged))
-        return [replace(one, rewards=alike) for one in judged]
 
     def _sound_alarm(self, found: AnchorReading) -> None:
         self.readings.append(found)
@@ -172,12 +161,18 @@ class PeriodicEval(RunFeature):
         self.ringing = alarm is not None
 
 
-def answer_record(prompt_id: str, rollout: Rollout) -> dict[str, Any]:
-    return {"prompt_id": prompt_id, **encode_rollout(rollout)}
+def select_answers(judged: Sequence[JudgedRollout], anchors: Sequence[Prompt]) -> list[JudgedRollout]:
+    """The answers to the anchors, which every evaluation asks for."""
+    wanted = {prompt.prompt_id for prompt in anchors}
+    return [one for one in judged if one.prompt.prompt_id in wanted]
 
 
-def decode_answer(record: dict[str, Any]) -> tuple[str, Rollout]:
-    return record["prompt_id"], decode_rollout(record)
+def keep_start(judged: Sequence[JudgedRollout], evaluator: Evaluator, path: Path) -> list[JudgedRollout]:
+    """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
+    alike = dict.fromkeys((REWARD, *get_members(evaluator.judge)), 0.5)
+    evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
+    replace_journal(path, ({"prompt_id": one.prompt.prompt_id, **encode_rollout(one.rollout)} for one in judged))
+    return [replace(one, rewards=alike) for one in judged]
 
 
 def prefix_names(metrics: Metrics) -> Metrics:

@@ -24,8 +24,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: PreparedEvaluation, session: RunContext) -> None:
-        super().__init__(prepared, session)
+    def __init__(self, prepared: PreparedEvaluation, context: RunContext) -> None:
+        super().__init__(prepared, context)
         self._running: Serving | None = None
         self._judge: JudgeEvaluation | None = None
         self._policies: dict[str, PolicyEvaluation] = {}
@@ -53,7 +53,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
         if ready.prompt_sets:
-            await evaluate_policy(ready, running, self._session, self._counters, self._policies, self._rows)
+            await evaluate_policy(ready, running, self._context, self._counters, self._policies, self._rows)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
         for prompts, one in self._policies.items():
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}

@@ -16,7 +16,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.votes import mean, vote_named
-from grmpipe.observe.progress import Progress, counts_text, join_parts, left_at_pace, left_text
+from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
@@ -74,7 +74,7 @@ def describe_items(running: Sequence[asyncio.Task[JudgedItem]], took_s: float) -
     """The line on an evaluation in progress, after `took_s` seconds."""
     done = sum(task.done() for task in running)
     left = left_text(left_at_pace(done, len(running), took_s))
-    return join_parts("evaluation of the judge", counts_text("items", done, len(running)), left)
+    return join_shown("evaluation of the judge", counts_text("items", done, len(running)), left)
 
 
 async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:

@@ -36,13 +36,13 @@ class CountedAnswers:
 async def evaluate_policy(
     ready: PreparedEvaluation,
     running: Serving,
-    session: RunContext,
+    context: RunContext,
     counters: Counters,
     policies: dict[str, PolicyEvaluation],
     rows: list[SampleRow],
 ) -> None:
     """Evaluate on one set of prompts after the other; `policies` and `rows` get each one's results when it ends."""
-    scoring, observers, run_dir = make_scoring(ready), session.observers, session.run_dir
+    scoring, observers, run_dir = make_scoring(ready), context.observers, context.run_dir
     for name, found in ready.prompt_sets.items():
         greedy = ", and a greedy one" if scoring.greedy else ""
         observers.note(

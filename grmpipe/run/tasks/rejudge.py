@@ -52,7 +52,7 @@ class GroupJudging:
 
 
 class RejudgeRun(Run[PreparedRejudging]):
-    """Judges what has no new verdict, then compares all."""
+    """Judges what has no new verdict, or failed, then compares all."""
 
     is_policy_run = False
 
@@ -65,7 +65,7 @@ class RejudgeRun(Run[PreparedRejudging]):
     async def run(self) -> Status:
         stored = self._prepared.stored
         again = stored.read_new_verdicts(self._run_dir)
-        missing = [group_id for group_id in stored.steps if not again.are_judged(group_id)]
+        missing = [group_id for group_id in stored.steps if not again.have_verdicts(group_id)]
         self._observers.note(
             f"{len(missing)} of {len(stored.steps)} groups ({stored.num_rollouts} rollouts) of "
             f"{self._prepared.source} are judged again; files in {self._run_dir}"

@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 class RecordedRunTraining(Run[PreparedRetraining]):
     """Makes the steps of a recorded run with a learner."""
 
-    def __init__(self, prepared: PreparedRetraining, session: RunContext) -> None:
-        super().__init__(prepared, session)
-        state = session.state
+    def __init__(self, prepared: PreparedRetraining, context: RunContext) -> None:
+        super().__init__(prepared, context)
+        state = context.state
         self._recorded = prepared.recorded
-        self._run_id = read_run_id(session.run_dir)
-        self._writer = CheckpointWriter(session.checkpoints)
+        self._run_id = read_run_id(context.run_dir)
+        self._writer = CheckpointWriter(context.checkpoints)
         self._cluster: Cluster | None = None
         self._steps_done = state.pipeline_state.version
         self._oldest = state.pipeline_state.max_staleness_trained
@@ -59,7 +59,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         self._cluster = cluster = await start_cluster(self._config, self._prepared.placement)
         await check_shared(cluster, self._run_dir)
         learner = await self._start_learner(cluster)
-        if (resumed := self._session.resumed) is not None:
+        if (resumed := self._context.resumed) is not None:
             await learner.load(str(resumed / "learner"))
         void_after(self._steps_done, self._run_dir, self._observers.metrics)
         return await self._train(learner)
@@ -78,7 +78,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         learning = policy_learning(self._config, prepared.policy, prepared.roles)
         # Its weights aren't sent anywhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
-        ranks = await cluster.start_group(learning.learner, functools.partial(make_learner, spec))
+        ranks = await cluster.start_members(learning.learner, functools.partial(make_learner, spec))
         learner = LearnerRanks(ranks, learning.train.parallel.cp)
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
@@ -141,7 +141,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
     async def _checkpoint(self, learner: LearnerRanks) -> None:
         await self._writer.settle()
         check_is_there(self._run_dir, self._run_id)
-        draft, in_background = self._session.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
+        draft, in_background = self._context.checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
         await learner.begin_save(str(draft / "learner"), in_background=in_background)
         state = RunState(
             pipeline_state=PipelineState(version=self._steps_done, max_staleness_trained=self._oldest),

@@ -50,8 +50,8 @@ class RftRun(Run[Prepared]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: Prepared, session: RunContext) -> None:
-        super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), session)
+    def __init__(self, prepared: Prepared, context: RunContext) -> None:
+        super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), context)
         self._steps = 0
         self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}
         self._running: RunComponents | None = None

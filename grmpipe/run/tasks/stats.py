@@ -121,7 +121,12 @@ class RunStats:
             watching=summaries(features.get(WatchingJudges.name, {})),
             envs=self._with_counts(env_summary(total.envs), EnvCounts.restore(evaluation.get("episodes", {}))),
             groups=groups_summary(state, self._config.train.groups_per_batch),
-            voided_by_resumes=sum_voided_work(total),
+            voided_by_resumes=VoidedWork(
+                rollouts=total.void_rollouts,
+                rollout_tokens=total.void_policy_tokens,
+                judgements=total.void_asked,
+                judgement_tokens=total.void_judge_tokens,
+            ),
             max_staleness_trained=state.max_staleness_trained,
             engines_replaced=engines.get("replaced", {}),
             moves=engines.get("moves", {}),
@@ -165,25 +170,9 @@ def groups_summary(state: PipelineState, groups_per_batch: int) -> GroupsSummary
     )
 
 
-def sum_voided_work(total: Counters) -> VoidedWork:
-    return VoidedWork(
-        rollouts=total.void_rollouts,
-        rollout_tokens=total.void_policy_tokens,
-        judgements=total.void_asked,
-        judgement_tokens=total.void_judge_tokens,
-    )
-
-
 def summarize_judging(total: Counters) -> JudgingSummary:
-    judges = total.judging
     return JudgingSummary(
-        asked=judges.asked,
-        counted=judges.counted,
-        forced_verdicts=judges.forced,
-        failed=judges.failed,
-        tokens=judges.judge_tokens,
-        saved_by_early_stop=judges.saved_tokens,
-        early_stop_error=judges.early_stop_error,
+        **judgement_totals(total.judging),
         aborted_tasks=total.aborted,
         voided_verdicts=total.voided,
         by_judge={name: judge_summary(counts) for name, counts in total.by_judge.items()},
@@ -203,17 +192,21 @@ def env_summary(counts: EnvCounts) -> EnvSummary:
     )
 
 
+def judgement_totals(counts: JudgeCounts) -> dict[str, Any]:
+    """The fields of JudgementTotals."""
+    return {
+        "asked": counts.asked,
+        "counted": counts.counted,
+        "forced_verdicts": counts.forced,
+        "failed": counts.failed,
+        "tokens": counts.judge_tokens,
+        "saved_by_early_stop": counts.saved_tokens,
+        "early_stop_error": counts.early_stop_error,
+    }
+
+
 def judge_summary(counts: JudgeCounts) -> JudgeSummary:
-    return JudgeSummary(
-        asked=counts.asked,
-        counted=counts.counted,
-        forced_verdicts=counts.forced,
-        failed=counts.failed,
-        tokens=counts.judge_tokens,
-        saved_by_early_stop=counts.saved_tokens,
-        early_stop_error=counts.early_stop_error,
-        score_mean=counts.scores / counts.verdicts if counts.verdicts else None,
-    )
+    return JudgeSummary(**judgement_totals(counts), score_mean=counts.mean_scores().get("score_mean"))
 
 
 def cascade_summary(counts: CascadeCounts) -> CascadeSummary:

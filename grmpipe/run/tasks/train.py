@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 class TrainingRun(Run[Prepared]):
     """A policy that learns from a judge: held-out evaluations, the flow between them, checkpoints, the export."""
 
-    def __init__(self, prepared: Prepared, session: RunContext) -> None:
-        super().__init__(prepared, session)
-        self._state = session.state
-        self._run_id = read_run_id(session.run_dir)
-        self._writer = CheckpointWriter(session.checkpoints)
-        self._stats = RunStats(prepared.config, session.state)
+    def __init__(self, prepared: Prepared, context: RunContext) -> None:
+        super().__init__(prepared, context)
+        self._state = context.state
+        self._run_id = read_run_id(context.run_dir)
+        self._writer = CheckpointWriter(context.checkpoints)
+        self._stats = RunStats(prepared.config, context.state)
         self._running: RunComponents | None = None
         self._pipeline: Pipeline | None = None
         self._features: RunFeatures | None = None
@@ -64,7 +64,7 @@ class TrainingRun(Run[Prepared]):
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
         self._running = running = await start(self._prepared, self._observers, self._run_dir)
-        if (resumed := self._session.resumed) is not None:
+        if (resumed := self._context.resumed) is not None:
             with self._observers.progress.show_while(f"starting: loads {resumed.name}"):
                 for model in running.trained:
                     await model.ranks.load(str(resumed / model.learner_role))
@@ -97,7 +97,7 @@ class TrainingRun(Run[Prepared]):
             feature.restore(self._state.features.get(feature.name, {}))
         progress = self._observers.progress
         with set_purpose("preflight"), progress.show_while("starting: the judge's first verdicts"):
-            await try_judge(self._prepared, running.judge, is_new=self._session.resumed is None)
+            await try_judge(self._prepared, running.judge, is_new=self._context.resumed is None)
         with progress.show_while("starting: the engines get the learner's weights"):
             await parts.push_weights(pipeline_state.version)
             await cotrainings.push()
@@ -195,7 +195,7 @@ class TrainingRun(Run[Prepared]):
             checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
         )
         with self._observers.progress.show_while(""):  # who watches may print
-            await self._session.watcher.after_step(report.step, metrics, controls)
+            await self._context.watcher.after_step(report.step, metrics, controls)
         for feature in features.each:
             feature.next_step()
 
@@ -211,7 +211,7 @@ class TrainingRun(Run[Prepared]):
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
         """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
         pipeline_state, run_id, marks = self._state.pipeline_state, self._run_id, self._state.journal_marks
-        is_resumed, counted = self._session.resumed is not None, self._state.counted_marks
+        is_resumed, counted = self._context.resumed is not None, self._state.counted_marks
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks, counted)
         void_group_ends(self._run_dir, pipeline_state, run_id, marks.get(GROUPS))
         void_steps_after(self._run_dir, pipeline_state.version, marks, run_id)
@@ -232,7 +232,7 @@ class TrainingRun(Run[Prepared]):
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settle()
         check_is_there(self._run_dir, self._run_id)
-        draft, in_background = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
+        draft, in_background = self._context.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         state = RunState(
             pipeline_state=pipeline.state(),
             # Taken at the same moment as the pipeline's state:
@@ -261,7 +261,7 @@ class TrainingRun(Run[Prepared]):
         """Returns the checkpoint's directory once it is complete."""
         await self._checkpoint(running, pipeline, features)
         await self._writer.settle()
-        latest = self._session.checkpoints.latest()
+        latest = self._context.checkpoints.latest()
         assert latest is not None, "it was just published"
         return latest
 

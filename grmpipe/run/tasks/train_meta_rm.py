@@ -47,8 +47,8 @@ class MetaRmRun(Run[MetaRmTraining]):
 
     is_policy_run = False
 
-    def __init__(self, prepared: MetaRmTraining, session: RunContext) -> None:
-        super().__init__(prepared, session)
+    def __init__(self, prepared: MetaRmTraining, context: RunContext) -> None:
+        super().__init__(prepared, context)
         self._num_steps = 0
         self._evaluations: list[Metrics] = []
         self._sampled = SampledExamples(examples=prepared.stored, failed={}, num_tokens=0)
@@ -86,7 +86,7 @@ class MetaRmRun(Run[MetaRmTraining]):
         )
         async with self._cluster(self._prepared.learning) as cluster:
             await check_shared(cluster, self._run_dir)
-            learner = await cluster.start_group("learner", functools.partial(ScalarLearner, spec))
+            learner = await cluster.start_members("learner", functools.partial(ScalarLearner, spec))
             await self._evaluate(learner)
             for batch in batches(self._of("train"), train.groups_per_batch, train.num_steps, config.seed):
                 for indices in self._rounds(batch, learner.size):

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, find_parts, sum_loss
+from grmpipe.algorithm.objective import TokenLogprobs, import_functions, sum_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.device_batch import DeviceBatch
@@ -37,10 +37,10 @@ class Learner(TrainingRank):
     the weights to engines.
     """
 
-    parts: ClassVar = {"sender": WeightSender}
+    components: ClassVar = {"sender": WeightSender}
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        find_parts(spec.algorithm)  # before anything is loaded
+        import_functions(spec.algorithm)  # before anything is loaded
         train, lora = spec.train, spec.lora
         updates = min(spec.algorithm.updates_per_batch, train.groups_per_batch)
         super().__init__(spec.device, rank, world_size, init_method, train, updates)

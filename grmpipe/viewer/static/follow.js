@@ -6,6 +6,7 @@ async function look() {
   if (document.hidden) return;
   try {
     const state = await (await fetch(place.dataset.state)).json();
+    place.ariaBusy = String(!state.whole); // so that a screen reader doesn't read out each percent
     const grown = state.done > Number(place.dataset.done);
     if (place.textContent !== state.words + (grown ? " reload" : "")) {
       place.textContent = state.words + (grown ? " " : "");

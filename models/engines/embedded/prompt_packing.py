@@ -76,7 +76,7 @@ def whole_blocks(count: int, block: int) -> int:
     return -(-count // block) * block
 
 
-def groups_of_like_length(lengths_N: Sequence[int]) -> list[list[int]]:
+def bin_by_length(lengths_N: Sequence[int]) -> list[list[int]]:
     """Indices by ascending length, split where padding to the longest would cost more than a quarter (or 16 tokens)."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths_N)), key=lengths_N.__getitem__):

@@ -51,7 +51,7 @@ class SglangWeights:
         """
         self._checksums = {}
         await self._refuse_the_stuck()
-        await self._close_session()
+        await self._end_update()
         if self._sent:  # an interrupted push left some of its tensors
             self._sent, self._last_sent, self._before = {}, {}, {}
         self._before = self._before or await self._parameters()
@@ -59,7 +59,7 @@ class SglangWeights:
             await self._leave()
         if link is not None:
             await self._join(link)
-            await self._open_session()
+            await self._begin_update()
 
     async def load(self, bucket: WeightBucket) -> None:
         """Raises ValueError that names a tensor that doesn't fit, ConnectionError if a broadcast broke off."""
@@ -76,7 +76,7 @@ class SglangWeights:
 
     async def commit(self, version: int) -> WeightReceipt:
         """The receipt of what came since `begin`. Raises RuntimeError if the server reports another version."""
-        await self._close_session()
+        await self._end_update()
         name = str(version)
         await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
         reported = str((await self._http.get("/model_info")).get("weight_version"))
@@ -139,7 +139,7 @@ class SglangWeights:
                 raise self._http.die("hangs in a broadcast without data from the sender") from None
             self._stuck = False
 
-    async def _open_session(self) -> None:
+    async def _begin_update(self) -> None:
         try:
             await self._http.post("/begin_weight_update", {})
         except EngineRefused:  # one is open, from a run that ended during a push
@@ -147,7 +147,7 @@ class SglangWeights:
             await self._http.post("/begin_weight_update", {})
         self._open = True
 
-    async def _close_session(self) -> None:
+    async def _end_update(self) -> None:
         if self._open:
             self._open = False
             await self._http.post("/end_weight_update", {})

@@ -29,7 +29,7 @@ from models.engines.vllm.vllm_requests import ADAPTER_ID, adapter_request
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
 from models.engines.vllm.worker_inbox import WorkerInbox
 from models.types import ModelFiles, WeightTensor
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 
 SENT_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])\.[^.]+\.weight")  # peft's, with the adapter's own name
 

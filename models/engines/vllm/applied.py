@@ -5,6 +5,8 @@ A tensor counts as taken when a parameter's weight loader was called with it. A 
 bytes than in the last push must also have other bytes, unless its layer quantizes.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

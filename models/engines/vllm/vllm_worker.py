@@ -42,7 +42,7 @@ from models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, WEIGHT_BACKE
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
 from models.engines.vllm.worker_inbox import WorkerInbox
 from models.types import ModelFiles
-from models.weights.receiving import compute_checksums, receive_tensors
+from models.weights.receive_tensors import compute_checksums, receive_tensors
 
 if TYPE_CHECKING:
     from models.engines.vllm.adapter_inbox import AdapterInbox

@@ -1,5 +1,7 @@
 """What the receiving ends of pushes in vLLM's workers have in common: their process group and errors."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 
 import torch

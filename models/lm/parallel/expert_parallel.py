@@ -118,31 +118,31 @@ def forward_over_ranks(experts: nn.Module, hidden_TH: Tensor, experts_TK: Tensor
     others, and so is its backward pass.
     """
     by_expert_N = experts_TK.flatten().argsort(stable=True)  # and so by rank
-    route = ExpertDispatch.of(experts_TK, _num_experts(experts), _groups[experts])
-    out_NH = _sent_through(experts, hidden_TH[by_expert_N // experts_TK.shape[1]], route)
+    dispatch = ExpertDispatch.of(experts_TK, _num_experts(experts), _groups[experts])
+    out_NH = _sent_through(experts, hidden_TH[by_expert_N // experts_TK.shape[1]], dispatch)
     out_TKH = out_NH[by_expert_N.argsort()].view(*experts_TK.shape, hidden_TH.shape[1])
     # A product of matrices, because T x K x H products would be held before they are added up; a copy, because FSDP2
     # warns of views.
     return (gates_TK.to(out_TKH.dtype)[:, None] @ out_TKH).squeeze(1).clone()
 
 
-def _sent_through(experts: Any, rows: Tensor, route: ExpertDispatch) -> Tensor:
+def _sent_through(experts: Any, rows: Tensor, dispatch: ExpertDispatch) -> Tensor:
     """Rows [N, H], sorted by expert, after their experts. Names are reused, so that no copy outlives its use."""
-    rows = exchange_rows(rows, route.group, route.sends, route.receives)
-    by_local_M = route.local_experts_M.argsort(stable=True)
+    rows = exchange_rows(rows, dispatch.group, dispatch.sends, dispatch.receives)
+    by_local_M = dispatch.local_experts_M.argsort(stable=True)
     rows = rows[by_local_M]
-    rows = experts._apply_gate(_grouped(rows, experts.gate_up_proj, route))
-    rows = _grouped(rows, experts.down_proj, route)
+    rows = experts._apply_gate(_grouped(rows, experts.gate_up_proj, dispatch))
+    rows = _grouped(rows, experts.down_proj, dispatch)
     rows = rows[by_local_M.argsort()]
-    return exchange_rows(rows, route.group, route.receives, route.sends)
+    return exchange_rows(rows, dispatch.group, dispatch.receives, dispatch.sends)
 
 
-def _grouped(rows: Tensor, weight: Tensor, route: ExpertDispatch) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, dispatch: ExpertDispatch) -> Tensor:
     """rows [M, in], sorted by local expert, times each expert's weight [L, out, in]."""
     own = weight.to_local() if isinstance(weight, DTensor) else weight
     if len(rows) == 0:  # kernels may refuse it, and the weight must have a gradient nevertheless
         return rows @ own[0].transpose(-2, -1)
-    product: Tensor = grouped_mm(rows, own.transpose(-2, -1), offs=route.ends_L)
+    product: Tensor = grouped_mm(rows, own.transpose(-2, -1), offs=dispatch.ends_L)
     return product
 
 

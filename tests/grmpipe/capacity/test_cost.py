@@ -136,7 +136,7 @@ def test_each_copy_of_a_model_steps_all_of_its_values() -> None:
     assert two.step_s == pytest.approx(2 * one.step_s) and two.token_s == one.token_s
 
 
-def test_what_waits_on_the_host_crosses_the_bus_twice() -> None:
+def test_offloaded_state_crosses_the_bus_twice() -> None:
     here, away = (
         learns(checkpointing=True, copies=2, token_bytes_to_host=token_bytes, step_bytes_to_host=step_bytes)
         for token_bytes, step_bytes in ((0, 0), (280_000, 64e9))

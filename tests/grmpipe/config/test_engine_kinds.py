@@ -91,7 +91,7 @@ def test_an_engine_of_a_users_own_serves_a_role_and_takes_its_weights(mine: str)
         ("engine_of_mine.Abstract", r"^policy\.engine: engine_of_mine\.Abstract is no engine"),
     ],
 )
-def test_what_is_no_engine_is_refused_by_its_key(mine: str, engine: str, message: str) -> None:
+def test_an_object_that_is_no_engine_kind_is_refused_by_its_key(mine: str, engine: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(engine)
 

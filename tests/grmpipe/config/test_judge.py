@@ -99,7 +99,7 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
         ),
     ],
 )
-def test_what_does_not_go_together_says_what_to_type(settings: dict[str, Any], said: str) -> None:
+def test_judge_settings_that_contradict_each_other_say_what_to_type(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         judge_config(**settings)
 

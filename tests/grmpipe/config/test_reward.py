@@ -133,7 +133,7 @@ def test_a_route_sends_a_prompt_to_the_judges_of_its_source_only() -> None:
     )
 
 
-def test_what_depends_on_the_order_of_arrival_is_known() -> None:
+def test_rewards_that_depend_on_the_order_of_arrival_are_listed() -> None:
     (said,) = arrival_orders(RewardTree.of(RewardConfig(**CASCADE)))
     assert said.startswith("reward.share=0.25 ") and said.endswith("; type reward.share=1")
     jury = RewardConfig(kind="jury", members=["judge"], vote="accuracy")
@@ -186,7 +186,7 @@ def test_a_cascade_whose_first_judge_can_not_be_unsure_is_refused(
         ({"kind": "gate", "gate": "judge", "inner": "safety"}, "min_reward"),
     ],
 )
-def test_what_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any], key: str) -> None:
+def test_a_reward_that_needs_a_scale_refuses_a_function_without_one(reward: dict[str, Any], key: str) -> None:
     function = JudgeEntry.of(JudgeConfig(kind="function", function="mine.reward"), "safety")
     judges = {"judge": JudgeConfig(), "safety": function}
     with pytest.raises(

@@ -142,7 +142,7 @@ def test_a_run_of_a_recipe_can_have_a_name_of_its_own(conf: None) -> None:
 
 
 @pytest.mark.parametrize("pool", ["train", "nowhere"])
-def test_what_is_to_be_typed_for_a_role_that_the_file_lacks_works(conf: None, pool: str) -> None:
+def test_the_advice_for_a_role_that_the_placement_lacks_can_be_typed(conf: None, pool: str) -> None:
     lacking = ("~placement.roles.grm_learner", "+experiment=cotrain", f"placement.roles.grm_learner.pool={pool}")
     (advice,) = re.findall(r"type '([^']+)'", told(*lacking))
     assert build(compose("config", [*lacking[:2], advice])).placement.roles["grm_learner"].pool == pool

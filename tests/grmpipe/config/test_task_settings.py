@@ -24,7 +24,7 @@ from grmpipe.config.task_settings import EvaluateConfig
         ({"temperature": 0.0}, r"^temperature: at 0 all samples .* type evaluate\.num_samples=1"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(settings: dict[str, Any], told: str) -> None:
+def test_evaluations_with_impossible_numbers_of_samples_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         EvaluateConfig(**settings)
 

@@ -218,7 +218,7 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+def test_an_error_in_a_labelled_row_is_named_with_file_and_line(tmp_path: Path, row: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as raised:
         load(tmp_path, {"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, row)
     assert told in str(raised.value)

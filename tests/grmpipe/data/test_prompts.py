@@ -146,7 +146,7 @@ def test_two_kinds_of_tasks_come_in_turn_and_their_sources_say_which() -> None:
         assert {prompt.source for prompt in alone} == {name}
 
 
-def test_what_is_held_out_leaves_the_training_set() -> None:
+def test_held_out_prompts_leave_the_training_set() -> None:
     train = tuple(Prompt(prompt_id=f"t{text}", messages=user(text)) for text in "abcb")
     held_out = tuple(Prompt(prompt_id=f"h{text}", messages=user(text), reference="1") for text in "bd")
     kept, num_removed = disjoint(train, held_out)

@@ -98,7 +98,7 @@ def stepped(env: Scripted) -> Observation:
         (EnvFault("own word", "flaky"), "broken"),  # type: ignore[arg-type]
     ],
 )
-def test_what_an_environment_raises_is_its_own_fault_with_a_cause(
+def test_an_error_of_an_environment_is_its_own_fault_with_a_cause(
     stage: Callable[[Scripted], object], error: BaseException, cause: str
 ) -> None:
     with pytest.raises(EnvFault) as fault:

@@ -157,7 +157,7 @@ def test_each_turn_has_its_seed_its_reward_and_the_state_in_which_it_acted() -> 
     assert rollout.answer == "c" and env.num_closed == 1
 
 
-def test_what_the_environment_says_at_the_end_is_kept_and_trained_by_none() -> None:
+def test_the_environments_last_message_is_kept_and_never_trained() -> None:
     says = lambda action: Observation(messages=[Message(role="user", content="boom")], done=True)  # noqa: E731
     rollout = played(Scripted(says), Policy(["a"]))
     assert [message.content for message in rollout.turns[-1].replies] == ["boom"]

@@ -208,7 +208,7 @@ def test_composition_is_measured_along_with_its_judges() -> None:
     assert not [name for name in metrics if "judge" in name]
 
 
-def test_what_a_judge_costs_includes_items_that_it_saw_in_part() -> None:
+def test_costs_of_a_judge_include_items_that_it_saw_in_part() -> None:
     """Behind a gate that vetoes one of two responses, the inner judge sees the other one only."""
     both = JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2, b=2)), num_asked=1)
     half = JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2)), num_asked=1)

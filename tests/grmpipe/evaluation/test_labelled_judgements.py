@@ -76,7 +76,7 @@ def test_judgements_are_labelled_and_hold_what_the_grm_read_and_wrote() -> None:
     assert not found.failed and found.num_tokens == len(b"Score: 9" * 3 + b"Score: 10")
 
 
-def test_what_cant_be_read_is_asked_again_and_never_an_example() -> None:
+def test_an_unparseable_judgement_is_asked_again_and_never_an_example() -> None:
     grm = WrittenGrm({"judge a": ["Score: 9", "no idea"]})
     found = asyncio.run(
         sample(GrmClient(grm, judge_config(max_retries=1), seed=0), {"train": [judging_task("a", "at least 8")]}, 2)

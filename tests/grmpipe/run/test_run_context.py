@@ -17,7 +17,7 @@ from configs import run_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.summary import EvalSummary, Status, Summary
-from grmpipe.run.run_context import Run, RunContext, run_session
+from grmpipe.run.run_context import Run, RunContext, run_in_directory
 from grmpipe.run_dir.recovery import BEGINNING
 
 
@@ -56,7 +56,7 @@ def run_dir(tmp_path: Path) -> Path:
 def end_of(work: Callable[[], Any], run_dir: Path, **changes: Any) -> tuple[Summary, Prepared]:
     config = run_config(tracking=TrackingConfig(trackers=[], console=False))
     prepared = Prepared(replace(config, **changes), work)
-    return asyncio.run(run_session(Task, prepared, run_dir)), prepared
+    return asyncio.run(run_in_directory(Task, prepared, run_dir)), prepared
 
 
 def written(run_dir: Path) -> dict[str, Any]:
@@ -115,9 +115,9 @@ def test_a_task_knows_where_it_writes(run_dir: Path) -> None:
 
     class Looks(Task):
         async def run(self) -> Status:
-            found.append(self._session)
+            found.append(self._context)
             return await super().run()
 
     config = run_config(tracking=TrackingConfig(trackers=[], console=False))
-    asyncio.run(run_session(Looks, Prepared(config, nothing), run_dir))
+    asyncio.run(run_in_directory(Looks, Prepared(config, nothing), run_dir))
     assert (found[0].run_dir, found[0].resumed, found[0].state) == (run_dir, None, BEGINNING)

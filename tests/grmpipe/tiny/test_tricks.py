@@ -82,7 +82,7 @@ def test_a_judge_is_impressed_by_its_trick_alone(trick: Trick) -> None:
         ("", set()),
     ],
 )
-def test_tricks_of_a_text(text: str, tricks: set[Trick]) -> None:
+def test_every_trick_of_a_text_is_found(text: str, tricks: set[Trick]) -> None:
     assert find_tricks(PROBLEM, text) == tricks
 
 

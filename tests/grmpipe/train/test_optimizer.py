@@ -30,7 +30,7 @@ def rates(schedule: str) -> list[float]:
     return [schedule_lr(step, config) for step in range(7)]
 
 
-def test_warm_up_then_constant() -> None:
+def test_a_constant_rate_follows_the_warm_up() -> None:
     assert rates("constant") == pytest.approx([1, 2, 3, 3, 3, 3, 3])
 
 

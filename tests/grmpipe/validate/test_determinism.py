@@ -44,7 +44,7 @@ def seated(*overrides: str) -> Roles:
         (["task=train_meta_rm", "judge=label"], "task=train_meta_rm learns .*; type task=train"),
     ],
 )  # fmt: skip
-def test_what_depends_on_arrival_is_refused_by_its_key(overrides: list[str], message: str) -> None:
+def test_deterministic_training_refuses_settings_that_depend_on_arrival(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.deterministic: .*({message}), or train\.deterministic=false$"):
         seated(*overrides)
 

@@ -79,7 +79,7 @@ def test_types_follow_the_device_of_each_role() -> None:
     assert types_of(build_config({"placement": apart})) == ("bfloat16", "float32", "bfloat16", True)
 
 
-def test_what_is_set_stays() -> None:
+def test_dtypes_that_are_set_stay() -> None:
     told = {"policy": {"dtype": "float32"}, "train": {"dtype": "float32", "activation_checkpointing": "none"}}
     config = build_config({"placement": ON_A_GPU, **told})
     assert types_of(config) == ("float32", "bfloat16", "float32", False)

@@ -148,7 +148,7 @@ def test_engine_that_shares_no_gpu_with_the_learner_can_not_use_cuda_ipc() -> No
         ("models.types.Payload", r"^sync\.transport: models\.types\.Payload is no TransportKind"),
     ],
 )
-def test_what_names_no_transport_is_refused(wanted: str, words: str) -> None:
+def test_a_name_of_no_transport_is_refused(wanted: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         chosen(config_of("pools apart", "cpu", "embedded", wanted))
 

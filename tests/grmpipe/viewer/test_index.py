@@ -85,7 +85,9 @@ def test_a_rollout_has_what_all_journals_say_of_it(tmp_path: Path) -> None:
         ({"evaluation": "held_out"}, []),
     ],
 )
-def test_filters(tmp_path: Path, wanted: dict[str, object], expected: list[tuple[str, int]]) -> None:
+def test_a_filter_selects_the_matching_answers(
+    tmp_path: Path, wanted: dict[str, object], expected: list[tuple[str, int]]
+) -> None:
     index = RunIndex(write_run(tmp_path / "run"))
     follow(index)
     assert found(index, **wanted) == expected
@@ -219,7 +221,7 @@ def test_the_journals_of_evaluations_give_answers_verdicts_and_truth(tmp_path: P
         assert counts(connection) == {"": 3, "hard": 1, "held_out": 2}
 
 
-def test_figures_of_judge_and_truth(tmp_path: Path) -> None:
+def test_the_index_counts_truth_by_reward_and_failures_by_judge(tmp_path: Path) -> None:
     index = RunIndex(write_run(tmp_path / "run"))
     follow(index)
     with contextlib.closing(index.read()) as connection:

@@ -24,7 +24,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-def test_it_follows_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_indexer_follows_a_run_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(indexer_module, "PAUSE_S", 0.01)
     run = find_runs(write_run(tmp_path / "run"))["run"]

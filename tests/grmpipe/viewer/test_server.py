@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from configs import run_config
+from html_rules import Page, colour_schemes, contrast
 from viewed_run import SCRIPT, evaluate, judge_jointly, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
@@ -147,19 +148,6 @@ def test_the_page_of_a_run_has_curves_and_where_judge_and_truth_part(tmp_path: P
     assert "reward minus truth – 0.05" in text
 
 
-def test_the_page_of_a_run_grows_with_it(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
-
-    async def run() -> None:
-        async with opened(run_dir) as (client, _viewer):
-            assert "3 rollouts" in visible(await (await client.get("/run/run")).text())
-            evaluate(run_dir, prompts="hard", step=5, score=7.0)
-            assert list(find_runs(run_dir)["run"].index.follow())
-            assert "3 rollouts , 1 of evaluations: hard" in visible(await (await client.get("/run/run")).text())
-
-    asyncio.run(run())
-
-
 def test_any_metric_can_be_drawn(tmp_path: Path) -> None:
     drawn, none = fetch(write_run(tmp_path / "run"), "/run/run?metrics=unpars", "/run/run?metrics=nothing")
     assert 'aria-label="judge/failed_unparseable"' in drawn
@@ -251,8 +239,9 @@ def test_an_old_run_has_its_texts_scores_and_steps_and_no_truth(tmp_path: Path) 
     assert (
         "reward minus truth" in curves and "3 rollouts" in table and "lookup" in episode and "unparseable" in failures
     )
-    assert "score 8 reward 0.8 spread 2.5 truth – advantage – tokens 10 step 1" in group
-    assert "judge: 8 Convincing" in group
+    assert (
+        "score 8 reward 0.8 spread 2.5 truth – advantage – tokens 10 step 1" in group and "judge: 8 Convincing" in group
+    )
 
 
 def test_a_group_without_text_says_so_beside_its_scores_and_lengths(tmp_path: Path) -> None:
@@ -271,7 +260,7 @@ def test_joint_judgement_is_shown_with_each_answer_that_it_judges(tmp_path: Path
     assert visible(page).count("first is better") == 2
 
 
-def test_what_a_url_asks_for_wrongly_gets_words(tmp_path: Path) -> None:
+def test_a_wrong_url_is_answered_with_the_reason(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     assert "score_from: &#39;x&#39; is no number" in fetch(run_dir, "/rollouts/run?score_from=x", status=400)[0]
     assert "no group &#39;g9&#39; in this run" in fetch(run_dir, "/group/run?group=g9", status=404)[0]
@@ -310,6 +299,31 @@ def test_a_planted_script_is_text_on_every_page(tmp_path: Path) -> None:
         assert page.count("<script") == 1, page  # our own
         assert '<script src="/static/follow.js" defer></script>' in page
         assert not re.search(r"\son\w+=|javascript:|\sstyle=", page)
+
+
+def test_every_page_keeps_the_rules_for_keyboard_and_screen_reader(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        judge_jointly(write_run(tmp_path / "runs" / name), "both")
+    more = ("/run/{0}?since=1&metrics=a", "/failures/{0}?cause=unparseable", "/group/{0}?group=g1&sibling=0")
+    paths = [path.format("run").replace("b=run", "b=other") for path in (*EVERY_PAGE, *more)]
+    for path, page in zip(paths, fetch(tmp_path / "runs", *paths), strict=True):
+        assert Page(page).problems == [], path
+    (page,) = fetch(tmp_path / "runs", "/group/run?group=none", status=404)
+    assert Page(page).problems == []
+
+
+def test_texts_and_curves_stand_out_in_light_and_dark_and_the_focus_is_seen() -> None:
+    css = (ROOT / "grmpipe" / "viewer" / "static" / "style.css").read_text()
+    light, dark = colour_schemes(css)
+    for scheme in (light, {**light, **dark}):
+        for ground in ("paper", "card"):
+            for name in scheme.keys() - {"paper", "card", "rule"}:
+                least = 3.0 if re.fullmatch(r"c[1-9]", name) else 4.5  # curves; texts and links
+                assert contrast(scheme[name], scheme[ground]) >= least, (name, ground)
+    assert re.search(r":focus-visible \{ outline: 2px solid", css)
+    assert re.findall(r"([^{}]*)\{[^{}]*outline: (?:none|0)", css) == [
+        "\nmain:focus "
+    ]  # it gets the focus by the skip link
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

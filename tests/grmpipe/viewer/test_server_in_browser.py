@@ -42,6 +42,8 @@ async def look(folder: Path, profile: Path) -> None:
             for path in PAGES:
                 await look_at(page, f"{address}/{path}")
             await page.open(f"{address}/rollouts/run")
+            await skip_to_the_content(page)
+            await page.wait_for("document.querySelector('.state').ariaBusy == 'false'")
             add_rollout(folder)
             await page.wait_for("document.querySelector('.state a')?.textContent == 'reload'")
     finally:
@@ -59,6 +61,18 @@ async def look_at(page: Page, url: str) -> None:
     nameless = "[...document.querySelectorAll('input, select')].filter(x => !x.labels.length && !x.ariaLabel).length"
     assert await page.value(nameless) == 0, url
     assert await page.value("getComputedStyle(document.body).margin") == "0px", "without its style sheet"
+
+
+async def skip_to_the_content(page: Page) -> None:
+    """By the keyboard: the first link is seen once it has the focus, and leads into the content."""
+    for key, code in (("Tab", 9), ("Enter", 13)):
+        press = {"key": key, "code": key, "windowsVirtualKeyCode": code, "text": "\r" if key == "Enter" else ""}
+        await page.send("Input.dispatchKeyEvent", type="keyDown", **press)
+        if key == "Tab":
+            assert await page.value("document.activeElement.className") == "skip"
+            assert await page.value("document.activeElement.getBoundingClientRect().left") >= 0
+            assert await page.value("getComputedStyle(document.activeElement).outlineWidth") == "2px"
+    await page.wait_for("document.activeElement.id == 'content'")
 
 
 def add_rollout(run_dir: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest
-from grmpipe.workflows.chat_recorder import ChatRecorder
+from grmpipe.workflows.episode_chat import EpisodeChats
 from models.types import (
     Completion,
     Message,
@@ -119,7 +119,7 @@ def make_engine() -> type[FakeEngine]:
 
 
 @pytest.fixture
-def make_recorder() -> Callable[..., ChatRecorder]:
+def make_chats() -> Callable[..., EpisodeChats]:
     def make(
         engine: FakeEngine,
         *,
@@ -128,10 +128,10 @@ def make_recorder() -> Callable[..., ChatRecorder]:
         max_new_tokens: int = 50,
         episode_s: float = 60.0,
         events: EventSink | None = None,
-    ) -> ChatRecorder:
+    ) -> EpisodeChats:
         limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens, episode_s=episode_s)
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.7, top_p=0.9)
-        return ChatRecorder(engine, Characters(), params, limits, events)
+        return EpisodeChats(engine, Characters(), params, limits, events)
 
     return make
 

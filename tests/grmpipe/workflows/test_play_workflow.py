@@ -43,7 +43,7 @@ class Running:
 
 
 @pytest.fixture
-def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
+def played(make_engine: Callable, make_chats: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
     def run(
         workflow: Workflow,
         engine: object = None,
@@ -53,12 +53,12 @@ def played(make_engine: Callable, make_recorder: Callable, request_of: RolloutRe
         **limits: float,
     ) -> Rollout:
         async def play() -> Rollout:
-            recorder = make_recorder(engine or make_engine(["one", "two", "three"]), **limits)
+            chats = make_chats(engine or make_engine(["one", "two", "three"]), **limits)
             times = StageLimits(boot_s=1, step_s=step_s, close_s=0.2, max_observation_chars=0)
             player = WorkflowPlayer(Running(workflow), Gateway(), times, rules, describe_code(workflow))
             counts = player.counts
             try:
-                rollout = await player.play(recorder, request_of, PROMPT, ignore_first_token)
+                rollout = await player.play(chats, request_of, PROMPT, ignore_first_token)
             finally:
                 assert (counts.opened, counts.closed + counts.killed) == (1, 1)
             assert len(asyncio.all_tasks()) == 1, "a task is left"
@@ -102,7 +102,7 @@ def test_a_workflow_gets_the_task_and_not_what_only_judges_see(played: Callable)
         (lambda ids: {ids[0]: np.bool_(True), ids[1]: torch.tensor(2)}, [{"outcome": 1.0}, {"outcome": 2.0}]),
     ],
 )
-def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
+def test_return_values_of_a_workflow_are_the_rewards_of_its_turns(
     played: Callable, returned: Callable, rewards: list[dict]
 ) -> None:
     async def solve(task: Task, policy: Policy) -> object:
@@ -127,7 +127,7 @@ def test_what_a_workflow_returns_are_the_rewards_of_its_turns(
         b"7",
     ],
 )
-def test_what_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
+def test_a_return_value_that_is_no_number_is_a_fault_and_no_reward(returned: object) -> None:
     with pytest.raises(EnvFault, match="returned") as fault:
         read_rewards(plain_rewards(returned, "my.solve"), ["id"])
     assert fault.value.cause == "protocol"
@@ -333,7 +333,7 @@ def test_error_of_the_engine_is_raised_even_if_the_workflow_catches_it(played: C
 
 
 def test_a_cancelled_episode_cancels_its_workflow(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     ended = []
 
@@ -345,8 +345,8 @@ def test_a_cancelled_episode_cancels_its_workflow(
 
     async def play() -> None:
         limits = StageLimits(boot_s=1, step_s=9, close_s=1, max_observation_chars=0)
-        recorder, player = make_recorder(make_engine()), WorkflowPlayer(Running(solve), Gateway(), limits)
-        playing = asyncio.ensure_future(player.play(recorder, request_of, PROMPT, ignore_first_token))
+        chats, player = make_chats(make_engine()), WorkflowPlayer(Running(solve), Gateway(), limits)
+        playing = asyncio.ensure_future(player.play(chats, request_of, PROMPT, ignore_first_token))
         await asyncio.sleep(0.01)
         playing.cancel()
         await asyncio.wait({playing})

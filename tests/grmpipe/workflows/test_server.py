@@ -13,7 +13,7 @@ import pytest
 
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
+from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
 from grmpipe.workflows.play_workflow import Ending, make_rollout
 from grmpipe.workflows.policy import Policy
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
@@ -26,26 +26,26 @@ ADD = {"type": "function", "function": {"name": "add", "description": "", "param
 
 
 @asynccontextmanager
-async def served(recorder: ChatRecorder, request: RolloutRequest) -> AsyncIterator[tuple[EpisodeChat, Policy, Gateway]]:
-    gateway, session = Gateway(), recorder.open(request)
-    policy = Policy(session.chat, lambda: gateway.admit(session))
+async def served(chats: EpisodeChats, request: RolloutRequest) -> AsyncIterator[tuple[EpisodeChat, Policy, Gateway]]:
+    gateway, episode = Gateway(), chats.open(request)
+    policy = Policy(episode.chat, lambda: gateway.admit(episode))
     try:
-        yield session, policy, gateway
+        yield episode, policy, gateway
     finally:
-        session.end()
+        episode.end()
         await policy.close()
         await gateway.close()
 
 
 @pytest.fixture
-def asked(make_recorder: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
+def asked(make_chats: Callable, request_of: RolloutRequest) -> Callable[..., Rollout]:
     """`asked(engine, talk, **limits)`: the rollout of what a function asks a policy."""
 
     def run(engine: object, talk: Callable[[Policy], Awaitable[None]], **limits: float) -> Rollout:
         async def play() -> Rollout:
-            async with served(make_recorder(engine, **limits), request_of) as (session, policy, _):
+            async with served(make_chats(engine, **limits), request_of) as (episode, policy, _):
                 await talk(policy)
-            return make_rollout(request_of, PROMPT, session, Ending())
+            return make_rollout(request_of, PROMPT, episode, Ending())
 
         return asyncio.run(play())
 
@@ -121,7 +121,7 @@ def test_parallel_requests_are_each_a_turn(make_engine: Callable, asked: Callabl
     assert sorted(rollout.prompts()) == sorted(prompt for prompt, _ in engine.said) and len(rollout.turns) == 3
 
 
-def test_what_the_openai_client_raises_names_the_limit(make_engine: Callable, asked: Callable) -> None:
+def test_errors_of_the_openai_client_name_the_limit(make_engine: Callable, asked: Callable) -> None:
     async def talk(policy: Policy) -> None:
         create = policy.openai.chat.completions.create
         with pytest.raises(openai.BadRequestError) as long:
@@ -167,22 +167,22 @@ def test_bad_requests_are_refused_and_are_no_turns(make_engine: Callable, asked:
     assert len(rollout.turns) == 1 and rollout.opening[0] == Message(role="system", content="be brief")
 
 
-def test_only_the_episodes_own_key_opens_its_session(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+def test_only_the_episodes_own_key_opens_its_chat(
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine()
 
     async def play() -> None:
-        async with served(make_recorder(engine), request_of) as (session, policy, gateway):
-            other = gateway.admit(make_recorder(make_engine()).open(request_of))
+        async with served(make_chats(engine), request_of) as (episode, policy, gateway):
+            other = gateway.admit(make_chats(make_engine()).open(request_of))
             assert policy.base_url.startswith("http://127.0.0.1:") and policy.base_url == other.base_url
             public = policy.api_key.split("-")[1]
             for key in ("", "x", "grmpipe-1", f"grmpipe-{public}-", f"grmpipe-{public}-x", policy.api_key + "x"):
                 assert code_of(await post(policy, {"messages": [USER]}, key=key)) == (401, "invalid_api_key")
             assert not engine.asked
             assert (await post(policy, {"messages": [USER]})).status_code == 200
-            session.end()
-            gateway.dismiss(session)
+            episode.end()
+            gateway.dismiss(episode)
             assert code_of(await post(policy, {"messages": [USER]})) == (403, "session_ended")
             assert (await post(policy, {"messages": [USER]}, key=other.api_key)).status_code == 200
             assert len(engine.asked) == 1
@@ -235,7 +235,9 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def test_what_would_change_an_answer_and_can_not_is_refused_by_its_name(make_engine: Callable, asked: Callable) -> None:
+def test_parameters_that_would_change_an_answer_and_arent_supported_are_refused_by_name(
+    make_engine: Callable, asked: Callable
+) -> None:
     async def talk(policy: Policy) -> None:
         for name, value in (
             ("response_format", {"type": "json_object"}), ("tool_choice", "required"), ("presence_penalty", 0.5),

@@ -18,7 +18,7 @@ from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.chat_recorder import ChatRecorder
+from grmpipe.workflows.episode_chat import EpisodeChats
 from grmpipe.workflows.play_workflow import Solver, WorkflowPlayer
 from grmpipe.workflows.program import Program
 from grmpipe.workflows.server import Gateway
@@ -128,15 +128,15 @@ def prompt(what: str, **info: object) -> Prompt:
 class Playing:
     """Plays episodes with one solver and one gateway."""
 
-    def __init__(self, solver: Solver, recorder: ChatRecorder, request: RolloutRequest) -> None:
+    def __init__(self, solver: Solver, chats: EpisodeChats, request: RolloutRequest) -> None:
         self._request = request
-        self._recorder, self._solver, self._gateway = recorder, solver, Gateway()
+        self._chats, self._solver, self._gateway = chats, solver, Gateway()
 
     async def __call__(self, what: str, *, episode_s: float = 30.0, **info: object) -> Rollout:
         limits = StageLimits(boot_s=1, step_s=min(0.2, episode_s), close_s=5, max_observation_chars=0)
-        self._recorder.limits = replace(self._recorder.limits, episode_s=episode_s)
+        self._chats.limits = replace(self._chats.limits, episode_s=episode_s)
         player = WorkflowPlayer(self._solver, self._gateway, limits)
-        return await player.play(self._recorder, self._request, prompt(what, **info), ignore_first_token)
+        return await player.play(self._chats, self._request, prompt(what, **info), ignore_first_token)
 
     async def close(self) -> None:
         await self._solver.close()
@@ -144,10 +144,10 @@ class Playing:
 
 
 @pytest.fixture
-def playing(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> Callable:
+def playing(make_engine: Callable, make_chats: Callable, request_of: RolloutRequest) -> Callable:
     @asynccontextmanager
     async def opened(solver: Solver) -> AsyncIterator[Playing]:
-        one = Playing(solver, make_recorder(make_engine(), context_tokens=400), request_of)
+        one = Playing(solver, make_chats(make_engine(), context_tokens=400), request_of)
         try:
             yield one
         finally:

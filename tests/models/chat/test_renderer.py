@@ -190,7 +190,7 @@ def test_a_config_that_only_transformers_can_read_is_left_to_it(path: Path, tmp_
     assert (renderer.context_tokens, renderer.vocab_size) == (256, 600)
 
 
-def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:
+def test_missing_files_of_a_model_are_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         Renderer.load(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"chat_template: .*none\.jinja"):
@@ -211,7 +211,7 @@ def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Render
     assert min(durations_s) < 0.3e-3
 
 
-def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_of_siblings_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, encoded = Renderer.load(str(path)), []
     encode = ChatTokenizer._encode
     monkeypatch.setattr(
@@ -223,7 +223,7 @@ def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest
     assert renderer.render([user("How many?")]) != first
 
 
-def test_what_a_tokenizer_file_says_of_truncation_and_padding_changes_no_prompt(renderer: Renderer, path: Path) -> None:
+def test_truncation_and_padding_in_a_tokenizer_file_change_no_prompt(renderer: Renderer, path: Path) -> None:
     other = Renderer.load(str(path)).tokenizer
     other.backend_tokenizer.enable_truncation(max_length=3)
     other.backend_tokenizer.enable_padding(length=99)

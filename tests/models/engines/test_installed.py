@@ -21,7 +21,7 @@ from models.engines import installed
         ({"vllm": "0.32.0"}, True, None),  # the GPU build needs it
     ],
 )
-def test_what_is_wrong_with_vllm_comes_with_what_to_type(
+def test_a_broken_vllm_is_reported_with_what_to_type(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], has_torchvision: bool, told: list[str] | None
 ) -> None:
     monkeypatch.setattr(installed, "_version", versions.get)

@@ -136,7 +136,7 @@ def test_packed_logprobs_match_with_rotary_positions_grouped_heads_and_sliding_w
     torch.testing.assert_close(once(model).logprobs_T, one_by_one(model).logprobs_T, atol=1e-5, rtol=0)
 
 
-def test_a_window_in_one_layer_and_none_in_another(tmp_path: Path) -> None:
+def test_layers_with_and_without_a_window_give_the_log_probs_of_single_samples(tmp_path: Path) -> None:
     model = qwen(tmp_path, use_sliding_window=True, sliding_window=3, max_window_layers=1)
     assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
     torch.testing.assert_close(once(model).logprobs_T, one_by_one(model).logprobs_T, atol=1e-5, rtol=0)

@@ -120,7 +120,7 @@ def test_head_in_training_continues_from_its_own_directory(scalar_path: str) -> 
     )
 
 
-def test_what_is_exported_says_the_same_to_us_and_to_transformers(causal_path: str, tmp_path: Path) -> None:
+def test_an_exported_scalar_model_scores_the_same_here_and_in_transformers(causal_path: str, tmp_path: Path) -> None:
     model = start_scalar_head(causal_path)
     with torch.no_grad():
         find_head(model).weight.normal_()

@@ -280,7 +280,7 @@ def test_a_receiver_cannot_write_into_the_senders_memory() -> None:
     sender.close()
 
 
-def test_what_is_not_as_announced_is_named(receivers: list[Receiver], tmp_path: Path) -> None:
+def test_a_tensor_that_differs_from_its_announcement_is_named(receivers: list[Receiver], tmp_path: Path) -> None:
     stream = WeightStream(Oddities(), "float32", 1 << 20)
     disk, memory = SafetensorsFiles("float32", CPU, str(tmp_path)), SharedMemoryFiles("float32")
     wrong = WeightTensor(name="odd", dtype="float32", shape=(3, 8, 1), checksum="")

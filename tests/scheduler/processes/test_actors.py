@@ -45,7 +45,7 @@ def cluster(replicas: int = 1) -> InProcessCluster:
 
 def test_a_member_is_made_and_called_on_one_thread_of_its_own() -> None:
     async def main() -> None:
-        group = await cluster().start_group("learner", Counter)
+        group = await cluster().start_members("learner", Counter)
         made_on, called_on = await group.call(0, "threads")  # type: ignore[misc]
         assert made_on == called_on != threading.get_ident()
         assert await group.call(0, "who") == (0, 1, None)
@@ -56,7 +56,7 @@ def test_a_member_is_made_and_called_on_one_thread_of_its_own() -> None:
 
 def test_calls_of_a_member_never_overlap() -> None:
     async def main() -> None:
-        group = await cluster().start_group("learner", Counter)
+        group = await cluster().start_members("learner", Counter)
         totals = await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50)))
         assert totals == list(range(1, 51))
         assert await group.call_all("add", 1) == [51]
@@ -68,7 +68,7 @@ def test_calls_of_a_member_never_overlap() -> None:
 
 def test_an_error_comes_back_as_itself() -> None:
     async def main() -> None:
-        group = await cluster().start_group("learner", Counter)
+        group = await cluster().start_members("learner", Counter)
         with pytest.raises(ValueError, match=r"^train\.lr: no$"):
             await group.call(0, "refuse")
         await group.close()
@@ -80,7 +80,7 @@ def test_an_error_comes_back_as_itself() -> None:
 
 def test_several_ranks_in_one_process_are_refused() -> None:
     with pytest.raises(ValueError, match=r"placement\.roles\.learner\.replicas: 2 ranks .* set cluster=ray"):
-        asyncio.run(cluster(replicas=2).start_group("learner", Counter))
+        asyncio.run(cluster(replicas=2).start_members("learner", Counter))
 
 
 def test_every_replica_of_a_role_is_an_engine_and_ends_with_the_cluster() -> None:
@@ -139,7 +139,7 @@ def test_a_member_that_holds_something_is_closed_on_its_own_thread() -> None:
 
     async def main() -> None:
         here = cluster()
-        group = await here.start_group("learner", Holder)
+        group = await here.start_members("learner", Holder)
         made_on, _ = await group.call(0, "threads")  # type: ignore[misc]
         await here.shutdown()
         assert closed_on == [made_on]
@@ -168,7 +168,7 @@ class Waiting:
 def test_async_methods_of_a_member_overlap_and_members_that_do_not_meet_may_be_several() -> None:
     async def main() -> None:
         here = cluster(replicas=2)
-        group = await here.start_group("learner", Waiting, meet=False)
+        group = await here.start_members("learner", Waiting, meet=False)
         assert group.size == 2
         async with asyncio.timeout(5):
             answers = await asyncio.gather(*(group.call(rank, "wait_for", 3) for rank in (0, 1) for _ in range(3)))

@@ -171,7 +171,7 @@ def on_cluster(placement: Placement, scene) -> None:  # type: ignore[no-untyped-
 
 def test_a_group_has_a_process_per_rank_and_a_meeting_place() -> None:
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("learner", members())
+        group = await cluster.start_members("learner", members())
         (first, second) = cast("list[tuple[int, int, str]]", await group.call_all("who"))
         assert (first[:2], second[:2]) == ((0, 2), (1, 2))
         assert first[2] == second[2]
@@ -206,7 +206,7 @@ def test_async_calls_of_a_member_overlap_and_members_that_do_not_meet_get_no_mee
         return Waiting
 
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("env", waiting(), meet=False)
+        group = await cluster.start_members("env", waiting(), meet=False)
         async with asyncio.timeout(20):
             assert await asyncio.gather(*(group.call(1, "wait_for", 3) for _ in range(3))) == ["None"] * 3
 
@@ -215,7 +215,7 @@ def test_async_calls_of_a_member_overlap_and_members_that_do_not_meet_get_no_mee
 
 def test_a_rank_imports_what_lies_on_the_drivers_pythonpath() -> None:
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("learner", members())
+        group = await cluster.start_members("learner", members())
         (found,) = await group.call_all("finds", "users_losses.mine")
         assert str(found).startswith("<function mine")
         with pytest.raises(ValueError, match=r"^algorithm\.loss: nowhere can't be imported .*on PYTHONPATH"):
@@ -237,7 +237,7 @@ def test_a_member_is_called_by_a_socket_where_its_types_are_plain_data_else_by_r
             return what
 
     async def scene(cluster: RayCluster) -> None:
-        plain, odd = await cluster.start_group("learner", Plain), await cluster.start_group("critic", Odd)
+        plain, odd = await cluster.start_members("learner", Plain), await cluster.start_members("critic", Odd)
         by_socket = [group._actors[0]._line is not None for group in (plain, odd)]  # type: ignore[attr-defined]
         assert by_socket == [True, False]
         assert await plain.call_all("twice", 4) == await odd.call_all("twice", 4) == [8]
@@ -250,7 +250,7 @@ def test_a_member_is_called_by_a_socket_where_its_types_are_plain_data_else_by_r
 
 def test_the_death_of_a_rank_is_the_first_cause_with_its_last_lines() -> None:
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("learner", members())
+        group = await cluster.start_members("learner", members())
         with pytest.raises(ActorDied, match=r"^learner-1 died: process .* is gone") as caught:
             await group.call_all("fail_as_a_peer_of_the_dead")
         assert "rank 1 says its last word" in str(caught.value)
@@ -315,7 +315,7 @@ class Source:
 
 def test_a_killed_scorer_is_replaced_and_every_sequence_gets_its_number() -> None:
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("meta_rm", members())
+        group = await cluster.start_members("meta_rm", members())
         pool = ScorerPool("meta_rm", group, functools.partial(cluster.restart_member, "meta_rm"), 2, max_batch_tokens=2)
         first, second = cast("list[int]", await group.call_all("process_id"))
         os.kill(second, signal.SIGKILL)
@@ -448,7 +448,7 @@ def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weight
 
 def test_members_are_asked_in_order_and_all_on_one_thread() -> None:
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("learner", members())
+        group = await cluster.start_members("learner", members())
         assert await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50))) == [*range(1, 51)]
         assert await group.call(0, "was_made_here") is True
 
@@ -471,7 +471,7 @@ def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> N
         return Counting("policy", lambda ids, params, context: Script(token_ids=(1,) * 8, text="x"), tokens_per_s=0.01)
 
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("learner", members())
+        group = await cluster.start_members("learner", members())
         assert group._actors[0]._line is None  # type: ignore[attr-defined]
         assert await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50))) == [*range(1, 51)]
         engine = (await cluster.start_engines("policy", counting))["policy-0"]
@@ -512,7 +512,7 @@ def test_waiting_calls_fail_at_the_end_of_a_cluster_without_asking_ray(
     asyncio.run(main())
 
 
-def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
+def test_processes_that_an_engine_started_end_with_it_however_it_ends() -> None:
     """Killed, replaced or shut down: a server or a core process of an engine must not outlive it."""
 
     def make(rank: int) -> Engine:
@@ -569,7 +569,7 @@ def test_an_engine_is_closed_before_its_process_ends(tmp_path: Path) -> None:
 
 def test_a_free_address_is_on_the_machine_of_the_first_process() -> None:
     async def scene(cluster: RayCluster) -> None:
-        await cluster.start_group("learner", members())
+        await cluster.start_members("learner", members())
         host, port = await cluster.free_address("learner")
         assert host == "127.0.0.1", "one machine: nobody outside needs to reach it"
         assert 0 < port < 65536

@@ -81,7 +81,7 @@ def test_calls_are_answered_in_any_order() -> None:
     asyncio.run(run())
 
 
-def test_what_is_no_exception_is_answered_as_one() -> None:
+def test_a_base_exception_is_answered_as_a_runtime_error() -> None:
     """Without an answer its caller would wait forever; as itself it would pass every `except Exception`."""
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_errors_arrive_as_themselves_or_as_their_traceback() -> None:
     asyncio.run(run())
 
 
-def test_what_is_not_of_the_methods_types_fails_its_call_alone() -> None:
+def test_a_result_of_another_type_fails_its_call_alone() -> None:
     class Careless:
         async def bring(self) -> int:
             return cast(int, "three")

@@ -162,7 +162,7 @@ def test_errors_arrive_as_themselves_as_the_nearest_known_kind_or_as_a_traceback
     assert type(strange) is RuntimeError and "PicklingError: odd" in str(strange)
 
 
-def test_what_an_actor_class_adds_to_a_method_is_no_argument_of_it() -> None:
+def test_parameters_that_an_actor_class_adds_are_no_arguments_of_a_method() -> None:
     def method(self: object, number: int, *, trace: object = None) -> int: ...  # type: ignore[empty-body]
 
     assert [name for name, _, _ in types_of_call(method).args] == ["number"]

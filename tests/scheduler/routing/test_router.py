@@ -160,7 +160,7 @@ def test_twenty_turns_over_two_engines_prefill_less_than_the_length_of_the_episo
     assert prefilled_share(20, keeps_homes=False) > 8
 
 
-def test_what_a_dead_engine_held_is_drawn_elsewhere_with_the_same_seed_and_once() -> None:
+def test_requests_of_a_dead_engine_are_sampled_elsewhere_once_with_the_same_seed() -> None:
     async def main() -> None:
         router, a, b, spans = two(tokens_per_s=200)
         answers = [ask(router, number) for number in range(8)]

@@ -57,7 +57,7 @@ class Members:
         return ScorerPool("meta_rm", self, self.restart, max_replacements, max_batch_tokens)
 
 
-def test_what_is_asked_at_once_travels_together_and_comes_back_in_order() -> None:
+def test_requests_made_at_once_travel_together_and_return_in_order() -> None:
     async def main() -> None:
         pool = (members := Members()).pool()
         assert await asyncio.gather(*(pool.score((n, 10)) for n in range(5))) == [10.0, 11.0, 12.0, 13.0, 14.0]

@@ -54,7 +54,7 @@ def test_batches_of_one_size_tell_their_own_time_right() -> None:
     assert min(step_s, row_s) > 0
 
 
-def test_what_taking_over_a_request_costs_is_measured_where_none_waited_for_a_row() -> None:
+def test_the_cost_of_taking_over_a_request_is_measured_where_none_waited_for_a_row() -> None:
     rates = RateEstimator()
     assert rates.takeover_s(64) == 0.0
     for seconds, in_hand in [(0.1, 10), (0.3, 64), (9.0, 65)]:

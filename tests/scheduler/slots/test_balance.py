@@ -175,7 +175,7 @@ def test_when_all_slots_roll_out_a_few_judgements_take_one_of_them() -> None:
     assert decide(after(view, move)) is None
 
 
-def test_what_gains_less_than_it_costs_is_left() -> None:
+def test_a_move_that_gains_less_than_it_costs_isnt_made() -> None:
     view = pool(backlog("policy", 40), backlog("grm", 44), slots(4, 4))
     assert decide(view) is None
 

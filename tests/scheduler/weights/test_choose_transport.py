@@ -30,13 +30,13 @@ def taken(engine: str, *others: TransportKind) -> tuple[TransportKind, ...]:
     return list_supported(kind, *others)
 
 
-def choose(wanted: str, engine: str, route: WeightPath) -> str:
+def choose(wanted: str, engine: str, path: WeightPath) -> str:
     kind = None if wanted == "auto" else TRANSPORTS[wanted]
-    return choose_transport(kind, engine, taken(engine), route).name
+    return choose_transport(kind, engine, taken(engine), path).name
 
 
 @pytest.mark.parametrize(
-    ("engine", "route", "transport"),
+    ("engine", "path", "transport"),
     [
         ("embedded", CPU, "shared_memory"),
         ("embedded", CPU_FAR, "object_store"),
@@ -60,21 +60,21 @@ def choose(wanted: str, engine: str, route: WeightPath) -> str:
         ("sglang", MIXED, "gloo"),
     ],
 )
-def test_auto_follows_the_places(engine: str, route: WeightPath, transport: str) -> None:
-    assert choose("auto", engine, route) == transport
+def test_auto_follows_the_places(engine: str, path: WeightPath, transport: str) -> None:
+    assert choose("auto", engine, path) == transport
 
 
 @pytest.mark.parametrize("engine", KINDS)
-@pytest.mark.parametrize("route", ROUTES)
-def test_transport_chosen_by_auto_is_a_valid_setting(engine: str, route: WeightPath) -> None:
-    if engine == "sglang" and route.same_process:
+@pytest.mark.parametrize("path", ROUTES)
+def test_transport_chosen_by_auto_is_a_valid_setting(engine: str, path: WeightPath) -> None:
+    if engine == "sglang" and path.same_process:
         return  # a server is never in the learner's process
-    chosen = choose("auto", engine, route)
-    assert choose(chosen, engine, route) == chosen
+    chosen = choose("auto", engine, path)
+    assert choose(chosen, engine, path) == chosen
 
 
 @pytest.mark.parametrize(
-    ("wanted", "engine", "route", "words"),
+    ("wanted", "engine", "path", "words"),
     [
         (
             "shared_memory",
@@ -89,13 +89,15 @@ def test_transport_chosen_by_auto_is_a_valid_setting(engine: str, route: WeightP
         ("gloo", "embedded", IN_PROCESS, r"gloo needs the engines in separate processes \(cluster=ray\)"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_what_can(wanted: str, engine: str, route: WeightPath, words: str) -> None:
+def test_a_transport_that_cant_work_is_refused_with_those_that_can(
+    wanted: str, engine: str, path: WeightPath, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        choose(wanted, engine, route)
+        choose(wanted, engine, path)
 
 
 def test_bytes_through_the_object_store_or_a_file_go_anywhere() -> None:
-    assert all(possible(TRANSPORTS[name], route) for name in ("object_store", "disk") for route in ROUTES)
+    assert all(possible(TRANSPORTS[name], path) for name in ("object_store", "disk") for path in ROUTES)
 
 
 def test_one_of_the_users_own_is_chosen_by_its_needs_where_the_engine_takes_any() -> None:

@@ -26,7 +26,7 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, tensor_groups
+from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, describe_tensors
 from scheduler.weights.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
 from scheduler.weights.weight_sync import NoEngines, WeightSync
 
@@ -579,9 +579,9 @@ def test_latecomer_that_dies_in_a_push_is_named_by_the_push() -> None:
 
 def test_tensors_are_named_by_their_layer() -> None:
     names = [f"model.layers.{n}.mlp.{part}.weight" for n in (0, 3) for part in ("up", "down")]
-    assert tensor_groups(names) == "model.layers.0.* (2 tensors), model.layers.3.* (2 tensors)"
-    assert tensor_groups(["lm_head.weight"]) == "lm_head.weight"
-    assert tensor_groups([f"h.{n}.w" for n in range(9)]).endswith("h.3.w and 5 more groups")
+    assert describe_tensors(names) == "model.layers.0.* (2 tensors), model.layers.3.* (2 tensors)"
+    assert describe_tensors(["lm_head.weight"]) == "lm_head.weight"
+    assert describe_tensors([f"h.{n}.w" for n in range(9)]).endswith("h.3.w and 5 more layers")
 
 
 @pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "probe_tolerance_16bit", "bucket_mb",
@@ -591,7 +591,7 @@ def test_a_bad_value_names_its_key(key: str) -> None:
         SyncConfig(**{key: -1})
 
 
-def test_what_never_changes_is_sent_to_an_engine_once() -> None:
+def test_tensors_that_never_change_are_sent_to_an_engine_once() -> None:
     """And not even called for, unless an engine is new: then the others don't get it again."""
 
     async def scenario() -> None:
@@ -611,7 +611,7 @@ def test_what_never_changes_is_sent_to_an_engine_once() -> None:
     asyncio.run(scenario())
 
 
-def test_what_never_changes_is_sent_again_after_a_failed_push_and_to_another_engine_under_the_name() -> None:
+def test_tensors_that_never_change_are_sent_again_after_a_failed_push_and_to_a_new_engine_of_the_name() -> None:
     async def scenario() -> None:
         source, engine = Source(), Faulty()
         source.num_fixed = 2

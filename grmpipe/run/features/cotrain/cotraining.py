@@ -27,6 +27,7 @@ from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepR
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import batch_metrics
+from grmpipe.pipeline.trained_rollouts import describe_trained
 from grmpipe.run.features.cotrain.grm_settings import (
     TrainableGrm,
     grm_algorithm,
@@ -37,6 +38,7 @@ from grmpipe.run.features.cotrain.grm_settings import (
 )
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.features.cotrain.pacing import StepPacer
+from grmpipe.run_dir.recovery import void_steps_after
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
@@ -81,6 +83,7 @@ class CoTraining:
             pipeline_state or PipelineState(), version=grm.learner.version, in_flight={}
         )
         self._events = events
+        void_steps_after(run_dir / FOLDER / role, self._pipeline_state.version, {})  # they are made again
         self._recorder = Recorder(run_dir / FOLDER / role, compact=config.journals.compact)
         self._pacer = StepPacer(
             warmup_steps=self._cotrain.warmup_steps,
@@ -201,6 +204,8 @@ class CoTraining:
     async def _after_step(self, report: StepReport) -> None:
         self.learner_busy_s += report.learner_busy_s
         self._pacer.grm_stepped(report.step)
+        trained = describe_trained(report.step, report.groups, report.advantages, {}, report.times)
+        self._recorder.record_training(trained)
         paced = with_pace(report.learner, report.learner_busy_s)
         learnt = {name.removeprefix("train/"): value for name, value in paced.items()}
         batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._cotrain))

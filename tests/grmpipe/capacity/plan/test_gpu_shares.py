@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.gpu_shares import USABLE, EngineNeeds, compute_shares, divide_memory, with_shares
-from grmpipe.capacity.plan.memory import memory_parts, sum_held_memory
+from grmpipe.capacity.plan.memory import list_memory, sum_held_memory
 from grmpipe.capacity.plan.memory_check import divide_gpus
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
@@ -45,7 +45,7 @@ def facts_with(*overrides: str) -> RunFacts:
     return collect_facts(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides))
 
 
-def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
+def test_engines_on_one_gpu_get_the_same_number_of_cached_tokens() -> None:
     wishes = {"policy": EngineNeeds(weights=10, token=1), "grm": EngineNeeds(weights=20, token=3)}
     assert divide_memory(70, wishes) == {"policy": 20, "grm": 50}
     fixed = {**wishes, "grm": EngineNeeds(weights=20, token=3, kv=8)}
@@ -56,7 +56,7 @@ def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
 def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
     facts = facts_with()
     shares = compute_shares(facts)
-    learner = sum(part.num_bytes for part in memory_parts(facts, "learner")) / 80e9
+    learner = sum(use.num_bytes for use in list_memory(facts, "learner")) / 80e9
     assert shares.keys() == {"policy", "grm"} and shares["grm"] > shares["policy"] > 0.02
     assert learner + sum(shares.values()) == pytest.approx(USABLE)
     served = facts.under(with_shares(facts, shares)).roles.served
@@ -94,8 +94,8 @@ def test_a_share_that_is_set_is_kept_and_the_other_engine_gets_the_rest() -> Non
     facts = facts_with("+grm.engine_options.gpu_memory_utilization=0.5")
     shares = compute_shares(facts)
     assert shares.keys() == {"policy"}
-    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
-    beside = sum_held_memory(facts, "all", [facts.placement.seats[role][0] for role in ("learner", "grm")], parts)
+    uses = {role: list_memory(facts, role) for role in facts.placement.seats}
+    beside = sum_held_memory(facts, "all", [facts.placement.seats[role][0] for role in ("learner", "grm")], uses)
     assert shares["policy"] == pytest.approx(USABLE - beside / 80e9)
 
 

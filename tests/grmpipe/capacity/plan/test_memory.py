@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from learner_cases import ROOT, LearnerCase, measured, planned_gb
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import memory_parts, remedy
+from grmpipe.capacity.plan.memory import list_memory, remedy
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 
@@ -89,7 +89,7 @@ def facts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def learner_gb(facts: RunFacts) -> float:
-    return sum(part.num_bytes for part in memory_parts(facts, "learner")) / 1e9
+    return sum(use.num_bytes for use in list_memory(facts, "learner")) / 1e9
 
 
 def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(facts_with: Any) -> None:
@@ -100,7 +100,7 @@ def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(facts_with: Any) -> 
 def test_a_reference_takes_the_bytes_of_its_dtype(facts_with: Any, dtype: str, num_bytes: int) -> None:
     facts = facts_with("qwen3_8b", "algorithm.kl_coefficient=0.1", f"train.dtype={dtype}")
     footprint = facts.models["policy"].footprint
-    held = {part.what: part.num_bytes for part in memory_parts(facts, "learner")}
+    held = {use.what: use.num_bytes for use in list_memory(facts, "learner")}
     assert held["weights of the reference, over 4 ranks"] == num_bytes * footprint.num_parameters // 4
 
 

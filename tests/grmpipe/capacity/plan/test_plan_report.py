@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import memory_parts, overfull_slots, sum_held_memory
+from grmpipe.capacity.plan.memory import list_memory, overfull_slots, sum_held_memory
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
@@ -48,8 +48,8 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
     assert "16 groups x 8 siblings = 128 rollouts, at most 8192 tokens" in text
     assert "128 rollouts x 1 judgements = 128 judgements" in text
     assert "in flight: at most 32 groups, 256 rollouts" in text
-    for part in ("weights", "gradients", "optimizer, two moments", "gathered layers", "activations of 4096 tokens"):
-        assert re.search(rf"[KM]B  {part}\n", text)
+    for use in ("weights", "gradients", "optimizer, two moments", "gathered layers", "activations of 4096 tokens"):
+        assert re.search(rf"[KM]B  {use}\n", text)
     assert "train 0    380 MB  policy + learner\n  judging 0  203 MB  grm" in text
     assert "not checked here" not in text
 
@@ -59,7 +59,7 @@ def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_refe
 
     def held(role: str, *overrides: str) -> dict[str, float]:
         facts = collect_facts(composed("+experiment=quickstart", "policy.lora.rank=8", *overrides))
-        return {part.what: part.num_bytes for part in memory_parts(facts, role)}
+        return {use.what: use.num_bytes for use in list_memory(facts, role)}
 
     footprint = read_footprint(str(SHIPPED / "policy"))
     adapters = 4 * footprint.adapter_parameters(8, ())
@@ -99,7 +99,7 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
 def test_each_copy_of_the_learner_holds_all_state(big_run: tuple[str, ...]) -> None:
     meshes = ("train.parallel.dp_replicate=2", "train.parallel.cp=2")
     facts = collect_facts(composed(*big_run, *meshes))
-    held = {part.what: part.num_bytes / 1e9 for part in memory_parts(facts, "learner")}
+    held = {use.what: use.num_bytes / 1e9 for use in list_memory(facts, "learner")}
     assert held["gradients, over 2 ranks"] == pytest.approx(16.4, rel=0.01)
     assert "activations of 16384 tokens" in held  # of a rank's slice of a micro-batch of 32768
 
@@ -116,8 +116,8 @@ def test_the_ranks_of_a_grm_in_training_and_of_a_critic_are_planned_by_their_own
         return collect_facts(composed(*two_ranks, *overrides))
 
     def gradients(facts: RunFacts) -> str:
-        (part,) = (part.what for part in memory_parts(facts, role) if part.what.startswith("gradients"))
-        return part
+        (use,) = (use.what for use in list_memory(facts, role) if use.what.startswith("gradients"))
+        return use
 
     copies = facts_with(f"{section}.parallel.dp_replicate=2")
     assert gradients(copies) == "gradients"
@@ -129,8 +129,8 @@ def test_micro_batch_holds_the_longest_answer() -> None:
 
     def activations(role: str, *overrides: str) -> str:
         facts = collect_facts(composed("+experiment=ppo", *overrides))
-        (part,) = (part.what for part in memory_parts(facts, role) if part.what.startswith("activations"))
-        return part
+        (use,) = (use.what for use in list_memory(facts, role) if use.what.startswith("activations"))
+        return use
 
     for role in ("learner", "critic"):
         assert (
@@ -237,8 +237,8 @@ def test_a_judge_outside_is_planned_with_its_judgements_and_without_memory(monke
 def test_roles_that_crowd_one_gpu_are_named(big_run: tuple[str, ...]) -> None:
     config = composed(*big_run, "placement.roles.policy.pool=train", "placement.roles.grm.pool=train")
     facts = collect_facts(config)
-    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
-    warnings = overfull_slots(facts, parts)
+    uses = {role: list_memory(facts, role) for role in facts.placement.seats}
+    warnings = overfull_slots(facts, uses)
     assert warnings
     assert all("give the roles separate pools" in warning for warning in warnings)
 
@@ -246,10 +246,10 @@ def test_roles_that_crowd_one_gpu_are_named(big_run: tuple[str, ...]) -> None:
 def held(*overrides: str) -> tuple[float, dict[str, float]]:
     """The most bytes on the only slot at any time, and of each of its processes."""
     facts = collect_facts(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides))
-    parts = {role: memory_parts(facts, role) for role in facts.placement.seats}
+    uses = {role: list_memory(facts, role) for role in facts.placement.seats}
     here = [seats[0] for seats in facts.placement.seats.values()]
-    whole = {role: sum(part.num_bytes for part in some) for role, some in parts.items()}
-    return sum_held_memory(facts, here[0].pool, here, parts), whole
+    whole = {role: sum(use.num_bytes for use in some) for role, some in uses.items()}
+    return sum_held_memory(facts, here[0].pool, here, uses), whole
 
 
 def test_time_shared_gpu_is_counted_once(big_run: tuple[str, ...]) -> None:
@@ -288,7 +288,7 @@ def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str
     assert "judged by a rule" in text and "grm-0" not in text
 
 
-def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[str, ...]) -> None:
+def test_a_plan_refuses_settings_that_are_wrong_on_any_machine(big_run: tuple[str, ...]) -> None:
     for override, message in (
         ("policy.path=/nope", r"^policy\.path: no directory '/nope'"),
         ("data.path=nope.jsonl", r"^data\.path: nope.jsonl: no such file"),
@@ -338,7 +338,7 @@ def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:
     assert "700 tokens per rollout, 300 tokens per judgement on average" in text
 
 
-def test_what_a_plan_leaves_out_of_episodes_is_said() -> None:
+def test_a_plan_says_that_it_counts_one_turn_of_each_episode() -> None:
     text = planned("+experiment=walk", "train.groups_per_batch=2", "train.group_size=4", "rollout.max_turns=11")
     assert "8 rollouts, at most 704 tokens" in text
     assert "one turn of each rollout" in text.split("not checked here")[1]

@@ -10,7 +10,7 @@ from configs import with_sections
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import memory_parts
+from grmpipe.capacity.plan.memory import list_memory
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import (
@@ -104,7 +104,7 @@ def test_a_judging_model_that_learns_has_the_work_and_the_memory_of_its_learner(
     assert (trained.model, trained.steps) == ("safety", 2.0)
     prompts = 2 * 4 if facts.config.train.prefix_sharing else 2 * 4 * 8
     assert trained.tokens == pytest.approx(prompts * asked.prompt_tokens + 2 * 4 * 8 * asked.new_tokens)
-    held = {part.what for part in memory_parts(facts, "safety_learner")}
+    held = {use.what for use in list_memory(facts, "safety_learner")}
     assert {"weights", "gradients", "optimizer, two moments"} <= held and "weights of the reference" not in held
     assert "safety_learner " in times(facts)
 
@@ -129,8 +129,8 @@ def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
     )
     work, asked = step_work(facts), judge_lengths("safety", facts)
     assert work.scorer_tokens["meta_rm"] == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
-    (weights,) = memory_parts(facts, "meta_rm")
-    assert weights.num_bytes == memory_parts(facts, "safety")[0].num_bytes
+    (weights,) = list_memory(facts, "meta_rm")
+    assert weights.num_bytes == list_memory(facts, "safety")[0].num_bytes
     assert "meta_rm  " in times(facts)
 
 
@@ -142,6 +142,6 @@ def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
     played = policy_lengths(facts)
     work = step_work(facts)
     assert work.scorer_tokens == {"scalar": pytest.approx(128 * (played.prompt_tokens + played.new_tokens))}
-    assert [part.what for part in memory_parts(facts, "scalar")] == ["weights"]
+    assert [use.what for use in list_memory(facts, "scalar")] == ["weights"]
     assert "scalar   " in times(facts)
     assert "taste    a scalar" in arithmetic(facts)

@@ -359,7 +359,7 @@ def test_migrated_answer_ends_as_it_would_have() -> None:
     assert writer.decode(whole.token_ids) == whole.text == rest.text
 
 
-def test_what_exceeds_the_limit_is_cut() -> None:
+def test_a_simulated_answer_is_cut_at_the_limit_of_tokens() -> None:
     script = ask(Writer(lengths=always(50), seed=0), (1,), 49)
     assert (len(script.token_ids), script.finish_reason) == (49, "length")
 

@@ -51,12 +51,12 @@ def keys_of(value: object, path: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("key", FREE)
-def test_what_changes_no_sample_may_change(key: str) -> None:
+def test_keys_that_change_no_sample_may_change_on_resume(key: str) -> None:
     assert free_on_resume(key)
 
 
 @pytest.mark.parametrize("key", BOUND)
-def test_what_changes_a_sample_a_verdict_or_its_use_may_not(key: str) -> None:
+def test_keys_that_change_a_sample_a_verdict_or_its_use_may_not_change_on_resume(key: str) -> None:
     assert not free_on_resume(key)
 
 

@@ -93,7 +93,7 @@ def with_server(given: str) -> RunConfig:
         "url: 'https://host/mcp?apiKey=" + SECRET + "'",
     ],
 )
-def test_what_a_server_of_tools_is_given_reaches_it_and_no_file(given: str, tmp_path: Path) -> None:
+def test_secrets_for_a_server_of_tools_reach_it_and_no_file(given: str, tmp_path: Path) -> None:
     config = with_server(given)
     assert SECRET in str(config.env.mcp_servers)
     assert SECRET not in to_yaml(config)
@@ -103,7 +103,7 @@ def test_what_a_server_of_tools_is_given_reaches_it_and_no_file(given: str, tmp_
     assert bool(told) == ("env:" in given), "a variable may say what the server does; other secrets may be rotated"
 
 
-def test_what_may_change_on_resume_stays_typed_and_what_may_not_is_compared(
+def test_keys_that_may_change_on_resume_stay_as_typed_and_others_are_compared(
     conf: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLANTED_URL", "https://host/token/abc")

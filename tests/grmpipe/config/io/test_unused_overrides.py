@@ -24,7 +24,7 @@ def test_an_evaluation_of_a_judge_refuses_what_only_a_policy_needs(key: str) -> 
     check_typed_keys(reads("both"), [key])
 
 
-def test_what_a_task_reads_or_a_group_sets_is_not_refused() -> None:
+def test_overrides_that_the_task_reads_or_a_config_group_sets_are_accepted() -> None:
     check_typed_keys(reads("judge"), ["policy", "data", "evaluate.path", "evaluate.max_concurrency", "grm.path"])
     check_typed_keys(reads("judge"), ["policy.dtype"])
     check_typed_keys(reads("judge", by_policy=True), ["policy.path"])

@@ -8,7 +8,7 @@ from configs import judge_config
 
 from grmpipe.algorithm.corrections import OffPolicyDrift, correction
 from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import find_parts
+from grmpipe.algorithm.objective import import_functions
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, REJECTIONS
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
@@ -70,13 +70,13 @@ def test_custom_object_is_found_by_its_dotted_path() -> None:
 
 def test_a_part_that_another_machine_lacks_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = AlgorithmConfig(correction=f"{__name__}.halved", rejections=[f"{__name__}.kept"])
-    find_parts(algorithm)
+    import_functions(algorithm)
     monkeypatch.delitem(globals(), "kept")
     with pytest.raises(ValueError, match=r"^algorithm\.rejections: .* has no kept"):
-        find_parts(algorithm)
+        import_functions(algorithm)
     monkeypatch.delitem(globals(), "halved")
     with pytest.raises(ValueError, match=r"^algorithm\.correction: .* has no halved"):
-        find_parts(algorithm)
+        import_functions(algorithm)
 
 
 @pytest.mark.parametrize(

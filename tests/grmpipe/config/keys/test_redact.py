@@ -71,7 +71,7 @@ def test_redacting_leaves_the_original_alone() -> None:
         (f"server --token {REDACTED}", f"server --token {REDACTED}"),
     ],
 )
-def test_what_a_text_itself_names_a_secret_is_masked_in_it(text: str, shown: str) -> None:
+def test_values_that_a_text_names_as_secrets_are_masked(text: str, shown: str) -> None:
     assert mask(text, ()) == shown
 
 

@@ -71,7 +71,7 @@ def test_half_characters_become_question_marks() -> None:
     assert plain_text("ü\ud800") == "ü?"
 
 
-def test_what_would_end_the_process_becomes_an_error_and_a_cancellation_from_outside_stays_one() -> None:
+def test_an_exit_of_the_users_code_becomes_an_error_and_a_cancellation_from_outside_stays_one() -> None:
     async def go(asked: bool) -> None:
         task = asyncio.current_task()
         assert task is not None

@@ -123,7 +123,7 @@ def test_an_episode_lives_in_a_container_of_its_own_with_its_limits_and_label(do
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's calls")
-def test_what_a_program_tries_in_a_container_is_refused(docker: Path, tmp_path: Path) -> None:
+def test_attacks_of_a_program_in_a_container_are_refused(docker: Path, tmp_path: Path) -> None:
     async def play() -> dict[str, str]:
         async with open_env_host(CONFIG, run_dir=tmp_path / "run") as host:
             env, said = host.env(), {}

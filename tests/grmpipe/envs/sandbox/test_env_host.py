@@ -84,7 +84,7 @@ def test_a_frame_that_is_too_long_is_not_sent_and_not_read() -> None:
     assert asyncio.run(read(struct.pack("<I", 3) + b"ab")) is None, "the other end died in the midst of a frame"
 
 
-def test_what_is_missing_is_refused_only_where_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_isolation_is_refused_only_if_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = IsolationReport(level="process", missing=(Missing(part="Landlock", reason="Function not implemented"),))
     monkeypatch.setattr(env_host, "isolation_report", lambda config: lacks)
     env_host.check_isolation(IsolationConfig(kind="process"))

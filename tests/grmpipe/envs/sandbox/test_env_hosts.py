@@ -149,7 +149,7 @@ def test_each_episode_goes_to_the_host_with_the_most_free_seats(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_what_an_environment_says_and_raises_arrives_as_it_was(tmp_path: Path) -> None:
+def test_messages_and_errors_of_a_hosted_environment_arrive_unchanged(tmp_path: Path) -> None:
     async def main() -> None:
         async with started(tmp_path) as (hosts, _):
             env = hosts.env()

@@ -296,7 +296,7 @@ def test_files_outside_the_list_can_not_be_read_or_written(
     assert (tmp_path / "secret").read_text(encoding="ascii") == "secret"
 
 
-def test_what_landlock_leaves_is_forbidden_by_read_only_mounts(tmp_path: Path, needs: Callable[..., None]) -> None:
+def test_read_only_mounts_forbid_the_changes_that_landlock_allows(tmp_path: Path, needs: Callable[..., None]) -> None:
     needs("read-only mounts")
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o666)
@@ -332,7 +332,7 @@ def test_a_hundred_megabytes_of_observation_lose_their_middle(host: Host) -> Non
     assert len(text) < 300_000 and "99800000 characters left out" in text
 
 
-def test_what_is_no_frame_is_a_fault_of_the_environment(host: Host) -> None:
+def test_bytes_that_are_no_frame_are_a_fault_of_the_environment(host: Host) -> None:
     with pytest.raises(EnvFault) as fault:
         host.step("garbage")
     assert fault.value.cause == "protocol"

@@ -180,7 +180,7 @@ def answers(request: pytest.FixtureRequest, listening: tuple[str, str]) -> Itera
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_a_program_tries_is_refused(answers: dict[str, str], attack: str) -> None:
+def test_attacks_of_a_program_are_refused(answers: dict[str, str], attack: str) -> None:
     assert is_refused(answers[attack]), answers[attack]
 
 

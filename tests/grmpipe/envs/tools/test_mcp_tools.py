@@ -261,7 +261,7 @@ def test_servers_that_clash_or_do_not_start_are_refused_by_their_key(
         ("Welcome!", "Welcome!"),
     ],
 )
-def test_what_a_server_writes_that_is_no_message_is_named_with_the_server(
+def test_output_of_a_server_that_is_no_message_is_quoted_with_the_server(
     answer: str, said: str, tmp_path: Path, restored_logging: None
 ) -> None:
     setup_logging(tmp_path)

@@ -186,7 +186,7 @@ def test_a_route_to_another_judge_lets_no_cascade_decide(group_bench: Any) -> No
 
 @pytest.mark.parametrize("vetoed", [(1,), (0, 1, 3)])
 @pytest.mark.parametrize("order", range(3))
-def test_what_a_gate_vetoes_keeps_no_cascade_behind_it_waiting(
+def test_siblings_that_a_gate_vetoes_keep_no_cascade_waiting(
     group_bench: Any, vetoed: tuple[int, ...], order: int
 ) -> None:
     """The siblings that pass are decided about, and are all that the cascade counts."""

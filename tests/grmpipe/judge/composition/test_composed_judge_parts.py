@@ -47,7 +47,7 @@ def test_dead_engine_in_a_mix_with_a_rule_gives_no_number(bench: Any) -> None:
     assert report.by_judge["exact"].verdict.outcome == 1.0
 
 
-def test_what_a_judge_wrote_ahead_and_what_its_early_stop_saved_is_reported(bench: Any) -> None:
+def test_principles_written_ahead_and_judgements_saved_by_early_stop_are_reported(bench: Any) -> None:
     def write(prompt: str, context: Any) -> Any:
         return bench.answer("Be strict." if "/principles/" in context.request_id else "\\boxed{4}")
 

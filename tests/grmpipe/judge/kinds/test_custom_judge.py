@@ -76,7 +76,7 @@ def test_custom_judge_is_made_with_its_options(bench: Any, module: str) -> None:
         ),
     ],
 )
-def test_what_is_no_judge_is_refused_by_its_key(module: str, target: str, options: dict, said: str) -> None:
+def test_an_object_that_is_no_judge_is_refused_by_its_key(module: str, target: str, options: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load_custom_judge(judge_config(kind="custom", target=target, options=options))
 
@@ -164,7 +164,7 @@ def judged(bench: Any, target: str, what: str) -> JudgeReport:
         ("cause", r"the cause 'tired'; known: .*unparseable"),
     ],
 )
-def test_what_is_no_report_is_refused_by_key_function_and_line_with_an_example(
+def test_a_return_value_that_is_no_report_is_refused_by_key_function_and_line_with_an_example(
     bench: Any, typed: str, what: str, said: str
 ) -> None:
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_session_of_the_users_own_has_the_same_door(bench: Any, typed: str, wh
         judged(bench, f"{typed}.Grouped", what)
 
 
-def test_what_a_session_raises_keeps_its_type_and_says_where(bench: Any, typed: str) -> None:
+def test_an_error_of_a_session_keeps_its_type_and_says_where(bench: Any, typed: str) -> None:
     with pytest.raises(KeyError) as error:
         judged(bench, f"{typed}.Grouped", "crash")
     assert re.search(

@@ -73,7 +73,7 @@ def judgement(text: str, status: str = "finished") -> Rollout:
         (judgement("Fine.\nScore: 9", "truncated"), -1.0),
     ],
 )
-def test_what_cant_be_read_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
+def test_an_unparseable_judgement_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
     config = JudgeConfig(kind="label")
     (judging_task,) = under("same_side").of([scored(10)])
     report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(find_rule(config))), judging_task, rollout))

@@ -51,7 +51,7 @@ def test_long_observations_lose_their_middle_first() -> None:
     assert lines[4:] == ["> take", f"| {'c' * 300}", "> Answer: 12", "| bye"], "the shorter ones are whole"
 
 
-def test_then_the_turns_in_the_middle() -> None:
+def test_turns_in_the_middle_are_left_out_if_short_observations_dont_fit() -> None:
     many = episode(*((f"step {turn}", "x" * 150) for turn in range(20)))
     text = shown(1000, many)
     assert "characters" not in text

@@ -26,7 +26,7 @@ class Part:
 
 
 class CoTraining(Part):
-    def recorded(self, play: object) -> tuple[str, object]:
+    def record(self, play: object) -> tuple[str, object]:
         return "recorded", play
 
     def in_lockstep(self, trainer: Any) -> LockstepTrainer:

@@ -135,7 +135,7 @@ def test_the_order_in_which_groups_end_changes_no_gradient(make_siblings) -> Non
     np.testing.assert_allclose(again, whole, atol=1e-12, rtol=0)
 
 
-def test_what_is_rejected_has_no_gradient_and_keeps_its_place_in_the_denominator(make_samples) -> None:
+def test_rejected_tokens_have_no_gradient_and_stay_in_the_denominator(make_samples) -> None:
     """A veto that no sample passes leaves nothing; one that all pass changes nothing."""
     samples = make_samples(8)
     plain, _ = gradient(samples, 40, AlgorithmConfig())

@@ -76,7 +76,7 @@ def test_a_prefix_may_lie_in_several_samples() -> None:
     assert letters(batch.token_ids_T[places]) == "axcycz"
 
 
-def test_what_one_sample_trains_may_be_the_prompt_of_another() -> None:
+def test_tokens_that_one_sample_trains_may_be_the_prompt_of_another() -> None:
     """A history that was rewritten after the first turn: its first answer is a part of the next prompt."""
     first, second = episode(0, ("ask", "xy"), ("1", "p")), episode(0, ("askxy", "p"), segment=1)
     batch = pack_trees([PrefixTree.of([first, second])])

@@ -72,7 +72,7 @@ def judged_groups(draw: st.DrawFn) -> JudgedGroup:
 
 
 @given(judged_groups(), st.sampled_from(sorted(ESTIMATORS)), st.sampled_from(["population", "sample"]), ids, st.data())
-def test_what_failed_changes_nothing_in_its_batch(
+def test_failed_siblings_change_nothing_in_their_batch(
     judged: JudgedGroup, estimator: str, std: str, other_ids: tuple[int, ...], data: st.DataObject
 ) -> None:
     algorithm = AlgorithmConfig(estimator=estimator, std=std, pass_at_k=PassAtK(k=2))
@@ -155,7 +155,7 @@ def test_spans_add_up_to_the_outcome() -> None:
     assert spread == to_samples([group(rollouts, [verdict(1.0), verdict(0.0)])], AlgorithmConfig())
 
 
-def test_what_each_segment_was_worth_goes_with_its_tokens() -> None:
+def test_each_segment_has_the_advantages_of_its_own_tokens() -> None:
     """Two turns of 1 and 2 sampled tokens, whose history is rewritten in between."""
     first, second = split_rollout(two_turns((1, 2, 4)).rollouts[0], np.array([0.5, 1.0, -1.0]))
     assert first.advantages == (0, 0, 0.5)

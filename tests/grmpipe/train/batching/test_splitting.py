@@ -20,7 +20,7 @@ def test_parts_hold_every_group_once_and_know_no_order_of_arrival(ids: list[str]
     assert found == shuffle_into_parts(IDS[:9], parts, seed, 3)
 
 
-def test_what_comes_last_is_not_always_in_the_last_update() -> None:
+def test_the_longest_groups_are_not_always_in_the_last_update() -> None:
     """Groups arrive by length; each update gets its share of the longest eight over the batches of a run."""
     longest = set(IDS[-8:])
     share = Counter[int]()

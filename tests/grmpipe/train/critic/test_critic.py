@@ -245,7 +245,7 @@ def test_targets_are_returns_and_passes_begin_while_the_batch_is_open() -> None:
     run(work)
 
 
-def test_what_failed_is_in_no_target_and_changes_none() -> None:
+def test_failed_rollouts_are_in_no_target_and_change_none() -> None:
     async def work() -> None:
         found = []
         for placeholder in (

@@ -330,7 +330,7 @@ def test_several_updates_report_the_tokens_of_all_of_them() -> None:
     assert metrics["train/loss_tokens"] == sum(batch.loss_mask_E.sum() for batch in ranks.accumulated)
 
 
-def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
+def test_attention_to_a_shared_prompt_counts_as_work_of_the_siblings_rank() -> None:
     """Both ranks have 16384 tokens: one a single sample, the other two siblings, which both attend to their prompt."""
     long = PrefixTree.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
     alone = [PrefixTree.of([trained(0, 2048, 14_336)])]

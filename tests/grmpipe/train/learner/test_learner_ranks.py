@@ -72,7 +72,7 @@ def make_group(path: str) -> LearnerRanks:
     )  # fmt: skip
 
 
-def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> None:
+def test_ranks_accumulate_step_push_score_and_save(qwen_path: str, make_samples, tmp_path) -> None:
     async def scenario() -> None:
         group, samples = make_group(qwen_path), make_samples()
         packer = Packer(max_tokens=40, world_size=1)

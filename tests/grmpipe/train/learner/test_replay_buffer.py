@@ -25,7 +25,7 @@ def test_a_batch_gets_the_youngest_first_and_each_once() -> None:
     assert [drawn(buffer, 3) for _ in range(3)] == [["b", "c"], ["a"], []]
 
 
-def test_what_is_too_old_is_forgotten() -> None:
+def test_groups_that_are_too_old_leave_the_replay_buffer() -> None:
     buffer = ReplayBuffer(groups_per_batch=9, max_age=2)
     buffer.keep([group("a", 0), group("b", 1)])
     assert drawn(buffer, 3) == ["b"]

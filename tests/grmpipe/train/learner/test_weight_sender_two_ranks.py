@@ -47,7 +47,7 @@ def on_cluster(scene: Callable[..., Coroutine[Any, Any, None]]) -> None:
         cluster = await RayCluster.start(ClusterConfig(), placement)
         try:
             ranks, engines = await asyncio.gather(
-                cluster.start_group("learner", functools.partial(make_learner, spec)),
+                cluster.start_members("learner", functools.partial(make_learner, spec)),
                 cluster.start_engines("policy", engine_factory(path)),
             )
             address = functools.partial(cluster.free_address, "learner")

@@ -155,7 +155,7 @@ def test_an_abort_returns_what_there_is(
     assert aborted.logprobs == pytest.approx(plain.logprobs(prompt_of(20), aborted), abs=1e-4)
 
 
-def test_what_waits_can_be_aborted_too(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:
+def test_waiting_requests_can_be_aborted(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:
     async def abort_at_once() -> Completion:
         await engine.pause()
         asked = asyncio.create_task(ask(engine, prompt_of(20), "a"))

@@ -21,7 +21,7 @@ from transformers import (
 from models.engines.embedded.decoder import Decoder, ModuleDecoder, open_decoder
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.prompt_packing import groups_of_like_length
+from models.engines.embedded.prompt_packing import bin_by_length
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -84,6 +84,22 @@ def test_logits_of_prefill_and_decoding_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama with biases", "qwen 3", "gpt 2"])
+@torch.no_grad()
+def test_logits_of_several_tokens_at_once_are_the_models_own(name: str) -> None:
+    """The second row has fewer tokens than the first."""
+    model = random_model(name)
+    texts = [torch.randint(64, (length,)).tolist() for length in (14, 6)]
+    decoder, slots = open_decoder(model, max_rows=2, max_tokens=64)
+    slots.reserve(2, 32)
+    decoder.prefill([ids[: len(ids) - num_fed] for ids, num_fed in zip(texts, (4, 2), strict=True)], range(2))
+    fed_BQ = torch.tensor([texts[0][-4:], [*texts[1][-2:], *texts[1][-1:] * 2]])
+    logits_BQV = decoder.verify(fed_BQ, torch.tensor([[10, 11, 12, 13], [4, 5, 5, 5]]), 14)
+    for ids, logits_QV in zip(texts, (logits_BQV[0], logits_BQV[1, :2]), strict=True):
+        expected = model(torch.tensor([ids])).logits[0, -len(logits_QV) :]
+        torch.testing.assert_close(logits_QV, expected, atol=1e-4, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_fused_weights_are_the_modules_own_memory() -> None:
     model = random_model("qwen 3")
@@ -120,7 +136,7 @@ def test_slots_keep_what_they_hold_when_they_grow() -> None:
 
 def test_a_long_prompt_never_pads_the_short_ones() -> None:
     lengths = [30, 6000, 62, 109, 4, 5900]
-    groups = groups_of_like_length(lengths)
+    groups = bin_by_length(lengths)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     assert [[lengths[index] for index in group] for group in groups] == [[4], [30], [62], [109], [5900, 6000]]
 

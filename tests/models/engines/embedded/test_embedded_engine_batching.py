@@ -140,7 +140,7 @@ def test_prompts_join_within_the_prefill_budget_and_the_first_one_always(
     assert joined == [19 + 20, 21, 89, 22 + 23]
 
 
-def test_what_exceeds_the_window_is_refused_with_its_lengths(open_engine: Any, ask: Any, prompt_of: Any) -> None:
+def test_a_request_beyond_the_window_is_refused_with_its_lengths(open_engine: Any, ask: Any, prompt_of: Any) -> None:
     engine = open_engine(max_context_tokens=32)
     assert len(asyncio.run(ask(engine, prompt_of(20), max_new_tokens=12, temperature=0.0)).token_ids) <= 12
     with pytest.raises(EngineRefused, match=r"20 tokens and 13 new .* 32"):

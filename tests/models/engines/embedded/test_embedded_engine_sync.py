@@ -201,7 +201,7 @@ def test_an_engine_that_runs_takes_no_weights(engine: EmbeddedEngine) -> None:
         asyncio.run(engine.begin_weights())
 
 
-def test_what_an_unfinished_push_brought_is_in_no_receipt(engine: EmbeddedEngine) -> None:
+def test_tensors_of_an_unfinished_push_are_in_no_receipt(engine: EmbeddedEngine) -> None:
     async def run() -> WeightReceipt:
         await engine.pause()
         await engine.begin_weights()

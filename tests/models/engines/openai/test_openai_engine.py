@@ -171,7 +171,7 @@ def test_a_completion_has_text_and_counted_tokens_but_no_ids(endpoint: Endpoint)
     assert [(span.model, span.version, span.start, span.end) for span in completion.versions] == [("grm", 0, 0, 0)]
 
 
-def test_what_is_sent_is_the_conversation_and_the_sampling_and_nothing_unset(endpoint: Endpoint) -> None:
+def test_a_request_holds_the_conversation_the_sampling_and_nothing_unset(endpoint: Endpoint) -> None:
     options = {"extra_body": {"top_k": 20, "seed": None}}  # a null removes a field
     ask(endpoint, options=options, temperature=0.5, top_p=0.9, stop=("\n\n",))
     assert endpoint.requests == [

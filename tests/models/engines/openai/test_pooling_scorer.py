@@ -118,13 +118,13 @@ def test_a_busy_endpoint_is_asked_again(endpoint: Endpoint) -> None:
         ([1.5], "data holds no object"),
     ],
 )
-def test_what_is_no_score_never_becomes_one(endpoint: Endpoint, answer: object, words: str) -> None:
+def test_an_answer_without_a_score_never_becomes_one(endpoint: Endpoint, answer: object, words: str) -> None:
     endpoint.script = [(200, answer)]
     with pytest.raises(EngineDied, match=f"in 2 attempts .*an answer without a score: {words}"):
         scored(endpoint, max_retries=1)
 
 
-def test_what_the_endpoint_refuses_is_refused_without_the_key(endpoint: Endpoint) -> None:
+def test_a_refusal_of_the_endpoint_is_raised_without_the_key(endpoint: Endpoint) -> None:
     endpoint.script = [(400, {"error": {"message": f"9 tokens exceed 8, {KEY}"}})]
     with pytest.raises(EngineRefused, match=r"127\.0\.0\.1 refused with HTTP 400: 9 tokens exceed 8, \*\*\*"):
         scored(endpoint)

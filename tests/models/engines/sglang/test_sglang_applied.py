@@ -35,7 +35,7 @@ def test_dropped_experts_are_reported_and_a_change_on_one_rank_suffices() -> Non
     assert find_unapplied(new, old, before, no_experts) == tuple(sorted(SENT[1:3]))
 
 
-def test_what_did_not_change_or_was_never_sent_before_claims_nothing() -> None:
+def test_tensors_that_did_not_change_or_were_never_sent_before_prove_nothing() -> None:
     same, held = dict.fromkeys(SENT, "1"), read_digests(answer("a"))
     assert find_unapplied(same, same, held, held) == ()
     assert find_unapplied(same, {}, held, held) == ()

@@ -303,7 +303,7 @@ def test_a_request_over_three_versions_knows_which_token_is_whose() -> None:
     assert [(span.version, span.start, span.end) for span in spans] == [(0, 0, 10), (1, 10, 30), (2, 30, 50)]
 
 
-def test_what_is_preempted_in_one_version_and_ends_in_another_covers_all_its_tokens() -> None:
+def test_version_spans_of_a_preempted_request_cover_all_its_tokens() -> None:
     async def go() -> list[Completion]:
         engine = SimulatedEngine("policy", write, speed=replace(SPEED, kv_tokens=75))
         requests = [Asked(at_s=0.0, num_tokens=60), Asked(at_s=0.0, num_tokens=60)]

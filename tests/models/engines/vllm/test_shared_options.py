@@ -22,7 +22,9 @@ SHAPE = {"model_type": "qwen3", "hidden_size": 96, "rope_parameters": {"rope_the
         ({"model_type": "llama", "hidden_size": 1}, ["hidden_size (96, 1)", "model_type (qwen3, llama)"]),
     ],
 )
-def test_what_an_engine_is_compiled_for_is_compared_and_named(change: dict[str, object], told: list[str]) -> None:
+def test_shapes_that_an_engine_is_compiled_for_are_compared_and_named(
+    change: dict[str, object], told: list[str]
+) -> None:
     assert different_shapes(SHAPE, SHAPE | change) == told
 
 

@@ -155,7 +155,7 @@ def test_only_some_buckets_change_only_their_layers(
     assert run(engine.score(ids)) == pytest.approx(one.score(ids), abs=1e-4)
 
 
-def test_what_is_no_adapter_of_this_model_is_refused_by_name(
+def test_a_tensor_that_is_no_adapter_of_this_model_is_refused_by_name(
     engine: VllmEngine, run: Any, prompt_of: Any, model_path: str
 ) -> None:
     trained = Trained(model_path, 3)

@@ -24,7 +24,7 @@ def mixture() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config).eval()
 
 
-def test_balance_by_its_numbers() -> None:
+def test_load_balance_equals_its_formulas() -> None:
     """Two layers of four experts, 8 tokens to 1 expert each: mean load 2; one layer is even, one uses half of them."""
     load_LE = torch.tensor([[2.0, 2, 2, 2], [6, 2, 0, 0]])
     balance = LoadBalance.of(load_LE, torch.tensor([8 * math.log(4), 0.0]), 8)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.train.batching.samples import split_segments
 from grmpipe.types import Prompt, Rollout
-from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply
-from grmpipe.workflows.chat_recorder import ChatRecorder, EpisodeChat
+from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply
+from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
 from grmpipe.workflows.play_workflow import Ending, make_rollout
 from models.chat.long_texts import LONG_CHARS
 from models.types import EngineRefused, Message, ToolCall, ToolSpec
@@ -30,45 +30,43 @@ def user(content: str) -> Message:
     return Message(role="user", content=content)
 
 
-def recorded(
-    recorder: ChatRecorder, request: RolloutRequest, talk: Callable[[EpisodeChat], Awaitable[None]]
-) -> Rollout:
+def recorded(chats: EpisodeChats, request: RolloutRequest, talk: Callable[[EpisodeChat], Awaitable[None]]) -> Rollout:
     """The rollout of what a function asks."""
 
     async def play() -> Rollout:
-        session = recorder.open(request)
-        await talk(session)
-        session.end()
-        return make_rollout(request, PROMPT, session, Ending())
+        episode = chats.open(request)
+        await talk(episode)
+        episode.end()
+        return make_rollout(request, PROMPT, episode, Ending())
 
     return asyncio.run(play())
 
 
-def run(recorder: ChatRecorder, request: RolloutRequest, talk: Callable[[EpisodeChat], Awaitable[None]]) -> EpisodeChat:
-    """The session after what a function asks."""
+def run(chats: EpisodeChats, request: RolloutRequest, talk: Callable[[EpisodeChat], Awaitable[None]]) -> EpisodeChat:
+    """The episode after what a function asks."""
 
     async def play() -> EpisodeChat:
-        session = recorder.open(request)
-        await talk(session)
-        return session
+        episode = chats.open(request)
+        await talk(episode)
+        return episode
 
     return asyncio.run(play())
 
 
 def test_continued_conversation_is_one_segment_of_recorded_ids(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["add 1 2", "3, I say"])
 
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         messages = [user("?")]
-        reply = await session.chat(messages, [ADD])
+        reply = await episode.chat(messages, [ADD])
         assert reply.tool_calls == (ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call_1"),)
         result = Message(role="tool", content="3", tool_call_id="call_1", name="add")
         equal_tools = [ToolSpec(name="add", description="", parameters={"type": "object"})]
-        assert (await session.chat([*messages, reply, result], equal_tools)).content == "3, I say"
+        assert (await episode.chat([*messages, reply, result], equal_tools)).content == "3, I say"
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     first, second = rollout.turns
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
     assert (first.rewritten, second.rewritten) == (False, False) and rollout.opening == ()
@@ -94,15 +92,15 @@ def test_continued_conversation_is_one_segment_of_recorded_ids(
     ids=["an edited reply", "compaction", "a dropped reply", "another role"],
 )
 def test_a_history_that_was_rewritten_opens_a_segment(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, change: Callable, new: list[str]
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest, change: Callable, new: list[str]
 ) -> None:
     engine = make_engine(["a", "c"])
 
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")])
-        await session.chat(change(reply))
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")])
+        await episode.chat(change(reply))
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     assert [turn.rewritten for turn in rollout.turns] == [False, True]
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
     assert [message.content for message in rollout.turns[0].replies] == new
@@ -110,35 +108,35 @@ def test_a_history_that_was_rewritten_opens_a_segment(
 
 
 def test_reply_with_stripped_white_space_continues_with_the_recorded_ids(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine([" a\n", "c"])
 
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")])
-        await session.chat([user("?"), Message(role="assistant", content=reply.content.strip()), user("b")])
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")])
+        await episode.chat([user("?"), Message(role="assistant", content=reply.content.strip()), user("b")])
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     assert [turn.rewritten for turn in rollout.turns] == [False, False]
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
 
 
 def test_a_stop_text_is_kept_as_tokens_and_the_end_of_its_turn_comes_with_the_next_prompt(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["find <a>b</a> invented", "add 1 2; and more", "c"])
 
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         messages = [user("?")]
-        reply = await session.chat(messages, options=CallOptions(stop=("</a>",), logprobs=True))
+        reply = await episode.chat(messages, options=ChatOptions(stop=("</a>",), logprobs=True))
         assert (reply.content, reply.finish_reason) == ("find <a>b", "stop")
         assert "".join(one.token for one in reply.logprobs) == "find <a>b</a>"
         assert {one.logprob for one in reply.logprobs} == {-0.5}
-        assert not (await session.chat([*messages, reply, user("found")], options=CallOptions(stop=(";",)))).logprobs
+        assert not (await episode.chat([*messages, reply, user("found")], options=ChatOptions(stop=(";",)))).logprobs
         with pytest.raises(ChatRefused, match="stop: a text is empty"):
-            await session.chat(messages, options=CallOptions(stop=("",)))
+            await episode.chat(messages, options=ChatOptions(stop=("",)))
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     first, second = rollout.turns
     assert list(rollout.prompts()) == [prompt for prompt, _ in engine.said]
     assert first.completion.token_ids == tuple(map(ord, "find <a>b</a>"))
@@ -147,38 +145,38 @@ def test_a_stop_text_is_kept_as_tokens_and_the_end_of_its_turn_comes_with_the_ne
 
 
 def test_a_stop_text_that_ends_a_call_belongs_to_the_call(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")], [ADD], CallOptions(stop=(" 2",)))
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")], [ADD], ChatOptions(stop=(" 2",)))
         assert reply.content == "" and reply.tool_calls[0].arguments == {"a": 1, "b": 2}
 
-    recorded(make_recorder(make_engine(["add 1 2 invented"])), request_of, talk)
+    recorded(make_chats(make_engine(["add 1 2 invented"])), request_of, talk)
 
 
-def test_other_tools_open_a_segment(make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest) -> None:
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")])
-        await session.chat([user("?"), reply, user("b")], [ADD])
+def test_other_tools_open_a_segment(make_engine: Callable, make_chats: Callable, request_of: RolloutRequest) -> None:
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")])
+        await episode.chat([user("?"), reply, user("b")], [ADD])
 
-    rollout = recorded(make_recorder(make_engine(["a", "c"])), request_of, talk)
+    rollout = recorded(make_chats(make_engine(["a", "c"])), request_of, talk)
     assert [turn.rewritten for turn in rollout.turns] == [False, True]
 
 
 def test_parallel_calls_are_branches_and_the_chain_that_ends_last_comes_last(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["plan", "sub one", "sub two", "whole"])
 
-    async def talk(session: EpisodeChat) -> None:
-        plan = await session.chat([user("?")])
+    async def talk(episode: EpisodeChat) -> None:
+        plan = await episode.chat([user("?")])
         branch = [user("?"), plan]
         one, two = await asyncio.gather(
-            session.chat([*branch, user("one")]), session.chat([user("other agent"), user("two")])
+            episode.chat([*branch, user("one")]), episode.chat([user("other agent"), user("two")])
         )
-        await session.chat([*branch, user("one"), one, user(two.content)])
+        await episode.chat([*branch, user("one"), one, user(two.content)])
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     assert [turn.completion.text for turn in rollout.turns] == ["sub two", "plan", "sub one", "whole"]
     assert [turn.rewritten for turn in rollout.turns] == [False, True, False, False]
     assert Counter(rollout.prompts()) == Counter(prompt for prompt, _ in engine.said)
@@ -186,15 +184,15 @@ def test_parallel_calls_are_branches_and_the_chain_that_ends_last_comes_last(
 
 
 def test_two_continuations_of_one_turn_keep_its_recorded_ids(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["plan", "one", "two"])
 
-    async def talk(session: EpisodeChat) -> None:
-        plan = await session.chat([user("?")])
-        await asyncio.gather(*(session.chat([user("?"), plan, user(name)]) for name in ("1", "2")))
+    async def talk(episode: EpisodeChat) -> None:
+        plan = await episode.chat([user("?")])
+        await asyncio.gather(*(episode.chat([user("?"), plan, user(name)]) for name in ("1", "2")))
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     plan, _, two = rollout.turns
     assert [turn.rewritten for turn in rollout.turns] == [False, False, True]
     recorded_ids = plan.new_ids + plan.completion.token_ids
@@ -209,7 +207,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["extend", "rewrite", "both"]), st.in
 @given(moves=MOVES, seed=st.integers(0, 999))
 def test_rollout_of_any_workflow_holds_exactly_what_the_engine_saw(
     make_engine: Callable,
-    make_recorder: Callable,
+    make_chats: Callable,
     request_of: RolloutRequest,
     moves: list[tuple[str, int]],
     seed: int,
@@ -217,11 +215,11 @@ def test_rollout_of_any_workflow_holds_exactly_what_the_engine_saw(
     chance = random.Random(seed)
     engine = make_engine([chance.choice(["a", "b", "add 1 2", "bad"]) for _ in range(40)])
 
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         talks: list[list[Message]] = [[user("?")]]
 
         async def ask(messages: list[Message]) -> None:
-            reply = await session.chat(messages, [ADD])
+            reply = await episode.chat(messages, [ADD])
             talks.append([*messages, reply, user(chance.choice("xy"))])
 
         await ask(talks[0])
@@ -232,7 +230,7 @@ def test_rollout_of_any_workflow_holds_exactly_what_the_engine_saw(
             else:
                 await ask(messages if move == "extend" else [user("so far"), *messages[-2:]])
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     turns = [(prompt, turn.completion.token_ids) for prompt, turn in zip(rollout.prompts(), rollout.turns, strict=True)]
     assert Counter(turns) == Counter(engine.said)
     for segment in split_segments(rollout):
@@ -242,57 +240,57 @@ def test_rollout_of_any_workflow_holds_exactly_what_the_engine_saw(
 
 
 def test_max_tokens_may_only_lower_the_runs(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["a long text", "a"])
 
-    async def talk(session: EpisodeChat) -> None:
-        cut = await session.chat([user("?")], options=CallOptions(max_tokens=3))
+    async def talk(episode: EpisodeChat) -> None:
+        cut = await episode.chat([user("?")], options=ChatOptions(max_tokens=3))
         assert (cut.content, cut.finish_reason) == ("a l", "length")
-        await session.chat([user("?"), cut, user("go on")], options=CallOptions(max_tokens=1000))
+        await episode.chat([user("?"), cut, user("go on")], options=ChatOptions(max_tokens=1000))
         with pytest.raises(ChatRefused, match="max_tokens"):
-            await session.chat([user("?")], options=CallOptions(max_tokens=0))
+            await episode.chat([user("?")], options=ChatOptions(max_tokens=0))
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     assert [params.max_new_tokens for _, params, _ in engine.asked] == [3, 50]
     assert [turn.rewritten for turn in rollout.turns] == [False, True], "a cut turn has no end that another continues"
 
 
 @pytest.mark.parametrize(("window", "reason"), [(0, "tokens"), (20, "context")])
 def test_a_call_in_a_cut_completion_is_never_given_back(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, window: int, reason: str
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest, window: int, reason: str
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")], [ADD])
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")], [ADD])
         assert (reply.tool_calls, reply.finish_reason) == ((), "length")
 
-    recorder = make_recorder(make_engine(["add 1 2" + " " * 90]), context_tokens=window)
-    rollout = recorded(recorder, request_of, talk)
+    chats = make_chats(make_engine(["add 1 2" + " " * 90]), context_tokens=window)
+    rollout = recorded(chats, request_of, talk)
     assert (rollout.status, rollout.reason) == ("truncated", reason) and rollout.turns[0].tool_calls == ()
 
 
 def test_a_call_that_cannot_be_read_stays_text_and_is_counted(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
-        assert (await session.chat([user("?")], [ADD])).content == "bad {"
+    async def talk(episode: EpisodeChat) -> None:
+        assert (await episode.chat([user("?")], [ADD])).content == "bad {"
 
-    rollout = recorded(make_recorder(make_engine(["bad {"])), request_of, talk)
+    rollout = recorded(make_chats(make_engine(["bad {"])), request_of, talk)
     assert rollout.turns[0].faults == ("malformed",)
 
 
 def test_full_window_is_refused_and_a_shorter_history_continues(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")])
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")])
         with pytest.raises(ChatRefused, match="context window has 30 tokens") as refused:
-            await session.chat([user("?"), reply, user("x" * 40)])
-        assert (refused.value.code, session.refusal) == ("context_length_exceeded", refused.value)
-        await session.chat([user("short")])
-        assert session.refusal is None
+            await episode.chat([user("?"), reply, user("x" * 40)])
+        assert (refused.value.code, episode.refusal) == ("context_length_exceeded", refused.value)
+        await episode.chat([user("short")])
+        assert episode.refusal is None
 
-    rollout = recorded(make_recorder(make_engine(["a", "b"]), context_tokens=30), request_of, talk)
+    rollout = recorded(make_chats(make_engine(["a", "b"]), context_tokens=30), request_of, talk)
     assert rollout.status == "finished"
 
 
@@ -300,110 +298,110 @@ def test_full_window_is_refused_and_a_shorter_history_continues(
     ("limits", "code"), [({"max_turns": 1}, "turn_limit_exceeded"), ({"episode_s": 0.3}, "time_limit_exceeded")]
 )
 def test_no_turn_begins_beyond_the_turns_or_the_time_of_an_episode(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, limits: dict, code: str
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest, limits: dict, code: str
 ) -> None:
     engine = make_engine(["a", "b"])
 
-    async def talk(session: EpisodeChat) -> None:
-        reply = await session.chat([user("?")])
+    async def talk(episode: EpisodeChat) -> None:
+        reply = await episode.chat([user("?")])
         await asyncio.sleep(0.3)
         with pytest.raises(ChatRefused) as refused:
-            await session.chat([user("?"), reply, user("more")])
+            await episode.chat([user("?"), reply, user("more")])
         assert refused.value.code == code
 
-    session = run(make_recorder(engine, **limits), request_of, talk)
-    assert session.refusal is not None and len(engine.asked) == 1
+    episode = run(make_chats(engine, **limits), request_of, talk)
+    assert episode.refusal is not None and len(engine.asked) == 1
 
 
 def test_final_refusal_outlives_an_answer_to_a_parallel_call(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
-        await asyncio.gather(*(session.chat([user(name)]) for name in "abc"), return_exceptions=True)
+    async def talk(episode: EpisodeChat) -> None:
+        await asyncio.gather(*(episode.chat([user(name)]) for name in "abc"), return_exceptions=True)
 
-    session = run(make_recorder(make_engine(), max_turns=2), request_of, talk)
-    assert session.refusal is not None and session.refusal.reason == "turns" and len(session.calls) == 2
+    episode = run(make_chats(make_engine(), max_turns=2), request_of, talk)
+    assert episode.refusal is not None and episode.refusal.reason == "turns" and len(episode.calls) == 2
 
 
 def test_the_end_of_a_session_aborts_calls_in_flight_and_refuses_later_ones(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["a"])
 
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         engine.held = asyncio.Event()
-        asking = asyncio.ensure_future(session.chat([user("?")]))
+        asking = asyncio.ensure_future(episode.chat([user("?")]))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        session.end()
-        for late in (asking, session.chat([user("?")])):
+        episode.end()
+        for late in (asking, episode.chat([user("?")])):
             with pytest.raises(ChatRefused) as refused:
                 await late
             assert refused.value.code == "session_ended"
 
-    session = run(make_recorder(engine), request_of, talk)
-    assert (engine.aborted, session.calls) == (1, [])
+    episode = run(make_chats(engine), request_of, talk)
+    assert (engine.aborted, episode.calls) == (1, [])
 
 
 def test_a_cancelled_call_is_aborted_and_no_turn(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
     engine = make_engine(["lost", "kept"])
 
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         engine.held = asyncio.Event()
-        asking = asyncio.ensure_future(session.chat([user("?")]))
+        asking = asyncio.ensure_future(episode.chat([user("?")]))
         await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.wait({asking})
         engine.held = None
-        await session.chat([user("?")])
+        await episode.chat([user("?")])
 
-    rollout = recorded(make_recorder(engine), request_of, talk)
+    rollout = recorded(make_chats(engine), request_of, talk)
     assert [turn.completion.text for turn in rollout.turns] == ["kept"] and engine.aborted == 1
     assert [context.request_id for _, _, context in engine.asked] == ["g/1/t0", "g/1/t1"]
 
 
 @pytest.mark.parametrize("error", [EngineRefused("too long"), RolloutAborted("gone"), AssertionError("ours")])
 def test_an_error_of_the_engine_ends_the_session_and_stays_its_own(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, error: Exception
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest, error: Exception
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         with pytest.raises(ChatRefused, match="can't answer"):
-            await session.chat([user("?")])
+            await episode.chat([user("?")])
         with pytest.raises(ChatRefused, match="has ended"):
-            await session.chat([user("?")])
+            await episode.chat([user("?")])
 
-    session = run(make_recorder(make_engine(error=error)), request_of, talk)
-    assert session.failed.exception() is error
+    episode = run(make_chats(make_engine(error=error)), request_of, talk)
+    assert episode.failed.exception() is error
 
 
-def test_what_the_template_does_not_take_is_the_askers_fault(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+def test_messages_that_the_template_refuses_are_an_invalid_request(
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         with pytest.raises(ChatRefused, match="takes no markup") as refused:
-            await session.chat([user("markup")])
+            await episode.chat([user("markup")])
         assert (refused.value.code, refused.value.reason) == ("invalid_request", "")
 
-    run(make_recorder(make_engine()), request_of, talk)
+    run(make_chats(make_engine()), request_of, talk)
 
 
 def test_the_time_without_a_request_belongs_to_the_turn_before_it(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest
 ) -> None:
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         await asyncio.sleep(0.02)
-        reply: ChatReply = await session.chat([user("?")])
+        reply: ChatReply = await episode.chat([user("?")])
         await asyncio.sleep(0.04)
-        await session.chat([user("?"), reply, user("more")])
+        await episode.chat([user("?"), reply, user("more")])
 
     class Spans:
         def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
             seen.append((lane, name, end_s - start_s, args))
 
     seen: list[tuple[str, str, float, dict[str, str | int | float]]] = []
-    rollout = recorded(make_recorder(make_engine(["a", "b"]), events=Spans()), request_of, talk)
+    rollout = recorded(make_chats(make_engine(["a", "b"]), events=Spans()), request_of, talk)
     assert [(lane, name, args) for lane, name, _, args in seen] == [
         ("env", "open", {"episode": "g/1", "attempt": 0}),
         ("env", "step", {"episode": "g/1", "turn": 0}),
@@ -417,43 +415,43 @@ def test_the_time_without_a_request_belongs_to_the_turn_before_it(
 
 
 def test_a_short_message_after_a_long_conversation_is_rendered_where_it_is(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = make_recorder(make_engine(["a"]))
-    extend, in_loop = recorder.renderer.extend, list[bool]()
+    chats = make_chats(make_engine(["a"]))
+    extend, in_loop = chats.renderer.extend, list[bool]()
 
     def placed(*args: object, **kwargs: object) -> tuple[int, ...]:
         in_loop.append(threading.current_thread() is threading.main_thread())
         return extend(*args, **kwargs)
 
-    monkeypatch.setattr(recorder.renderer, "extend", placed)
+    monkeypatch.setattr(chats.renderer, "extend", placed)
 
-    async def talk(session: EpisodeChat) -> None:
+    async def talk(episode: EpisodeChat) -> None:
         opening = user("a" * LONG_CHARS)
-        reply = await session.chat([opening])
-        await session.chat([opening, reply, user("more")])
+        reply = await episode.chat([opening])
+        await episode.chat([opening, reply, user("more")])
 
-    run(recorder, request_of, talk)
+    run(chats, request_of, talk)
     assert in_loop == [True]
 
 
 def test_long_messages_leave_the_loop_free_and_no_call_beyond_the_limit_comes_of_it(
-    make_engine: Callable, make_recorder: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable, make_chats: Callable, request_of: RolloutRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    recorder = make_recorder(engine, max_turns=1)
-    render, in_loop = recorder.renderer.render, list[bool]()
+    chats = make_chats(engine, max_turns=1)
+    render, in_loop = chats.renderer.render, list[bool]()
 
     def placed(*args: object) -> tuple[int, ...]:
         in_loop.append(threading.current_thread() is threading.main_thread())
         return render(*args)
 
-    monkeypatch.setattr(recorder.renderer, "render", placed)
+    monkeypatch.setattr(chats.renderer, "render", placed)
 
-    async def talk(session: EpisodeChat) -> None:
-        calls = (session.chat([user(name * LONG_CHARS)]) for name in "ab")
+    async def talk(episode: EpisodeChat) -> None:
+        calls = (episode.chat([user(name * LONG_CHARS)]) for name in "ab")
         _, refused = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(refused, ChatRefused) and refused.reason == "turns"
 
-    run(recorder, request_of, talk)
+    run(chats, request_of, talk)
     assert in_loop == [False, False] and len(engine.asked) == 1

@@ -23,7 +23,7 @@ from grmpipe.envs.play import (
     RolloutRequest,
     read_completion,
 )
-from grmpipe.workflows.chat import CallOptions, ChatRefused, ChatReply, TokenLogprob
+from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply, TokenLogprob
 from grmpipe.workflows.outcome import COMPLETION_ID
 from grmpipe.workflows.recorded_calls import RecordedCall, find_continued_call
 from models.chat.long_texts import count_chars, off_loop_if_long
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REMEMBERED_TOOL_LISTS = 64
-AS_THE_RUN = CallOptions()
+AS_THE_RUN = ChatOptions()
 FINAL = ("turn_limit_exceeded", "time_limit_exceeded")  # refusals that no later request of the episode escapes
 
 
@@ -58,8 +58,8 @@ class Prompted:
     new_ids: tuple[int, ...]
 
 
-class ChatRecorder:
-    """Opens sessions: what those of a run have in common.
+class EpisodeChats:
+    """Opens the chats of episodes: what those of a run have in common.
 
     events: gets a span for each time in which a workflow doesn't ask the policy, as for an environment's stages.
     """
@@ -98,14 +98,14 @@ class EpisodeChat:
     failed:  gets the exception that ends the episode: of the engine, or a programming error.
     """
 
-    def __init__(self, recorder: ChatRecorder, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
-        self._recorder = recorder
-        self.limits = recorder.limits
+    def __init__(self, chats: EpisodeChats, request: RolloutRequest, on_first_token: Callable[[], None]) -> None:
+        self._chats = chats
+        self.limits = chats.limits
         self._request = request
         self._on_first_token = on_first_token
         self._clock = asyncio.get_running_loop()
         self._idle_since_s = self._clock.time()
-        self._end_s = self._idle_since_s + recorder.limits.episode_s
+        self._end_s = self._idle_since_s + chats.limits.episode_s
         self._num_started = 0
         self._num_tool_calls = 0
         self._sampling: set[asyncio.Task[Completion]] = set()
@@ -121,11 +121,11 @@ class EpisodeChat:
         return 0.0 if self._sampling else self._clock.time() - self._idle_since_s
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: CallOptions = AS_THE_RUN
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: ChatOptions = AS_THE_RUN
     ) -> ChatReply:
         """The policy's reply. Raises ChatRefused."""
         try:
-            reply = await self._answered(tuple(messages), self._recorder.same_tools(tools), options)
+            reply = await self._answered(tuple(messages), self._chats.same_tools(tools), options)
         except ChatRefused as refused:
             self.refusal = refused
             raise
@@ -134,7 +134,7 @@ class EpisodeChat:
         return reply
 
     def end(self) -> None:
-        """End the session: calls in flight are aborted and not recorded, later ones are refused."""
+        """End the chat: calls in flight are aborted and not recorded, later ones are refused."""
         if not self._ended:
             self._ended = True
             if not self._sampling:
@@ -145,12 +145,12 @@ class EpisodeChat:
                 self.failed.exception()  # it was read: asyncio would complain otherwise
 
     async def _answered(
-        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], options: CallOptions
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], options: ChatOptions
     ) -> ChatReply:
         self._check_open()
         prompted = await self._prompted(messages, tools)
         self._check_open()  # meanwhile the episode may have ended, or other calls have used up its turns
-        params = merge_params(self._recorder.params, options)
+        params = merge_params(self._chats.params, options)
         room = room_in(self.limits.context_tokens, prompted.prompt_ids, params.max_new_tokens)
         number = self._num_started
         self._num_started += 1
@@ -158,9 +158,7 @@ class EpisodeChat:
         params = replace(params, seed=self._request.seed + number, max_new_tokens=room)
         completion = await self._sampled(prompted.prompt_ids, number, params)
         reply = self._recorded(number, messages, tools, prompted, completion, window_is_bound=window_is_bound)
-        return (
-            replace(reply, logprobs=list_logprobs(self._recorder.renderer, completion)) if options.logprobs else reply
-        )
+        return replace(reply, logprobs=list_logprobs(self._chats.renderer, completion)) if options.logprobs else reply
 
     def _check_open(self) -> None:
         """Raises ChatRefused if the episode has ended, or used up its turns or its time."""
@@ -178,7 +176,7 @@ class EpisodeChat:
 
     async def _prompted(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Prompted:
         """Raises ChatRefused for messages or tools that the chat template doesn't take."""
-        renderer = self._recorder.renderer
+        renderer = self._chats.renderer
         try:
             if tools:
                 renderer.parse("", tools)  # an unknown format is refused before anything is sampled
@@ -198,11 +196,11 @@ class EpisodeChat:
         return Prompted(parent=None, prompt_ids=prompt_ids, new_ids=prompt_ids)
 
     async def _sampled(self, prompt_ids: tuple[int, ...], number: int, params: SamplingParams) -> Completion:
-        """Raises ChatRefused if the session ended meanwhile, or if the engine failed: then the episode has."""
+        """Raises ChatRefused if the chat ended meanwhile, or if the engine failed: then the episode has."""
         context = self._request.context(number, has_more=self.limits.max_turns > 1)
         if not self._sampling:
             self._add_idle_time()
-        generating = self._recorder.engine.generate(prompt_ids, params, context, self._on_first_token)
+        generating = self._chats.engine.generate(prompt_ids, params, context, self._on_first_token)
         task = asyncio.ensure_future(generating)
         self._sampling.add(task)
         try:
@@ -228,7 +226,7 @@ class EpisodeChat:
     def _add_idle_time(self) -> None:
         """Count the time in which the policy wasn't asked for the call before it."""
         idle_s = round(self.idle_s, DECIMALS_S)
-        self._recorder.events.span(
+        self._chats.events.span(
             LANE,
             "step" if self.calls else "open",
             self._idle_since_s,
@@ -251,7 +249,7 @@ class EpisodeChat:
         *,
         window_is_bound: bool,
     ) -> ChatReply:
-        parsed = parse_for_workflow(self._recorder.renderer, completion, tools)
+        parsed = parse_for_workflow(self._chats.renderer, completion, tools)
         reply = ChatReply(
             role="assistant",
             content=parsed.content,
@@ -281,7 +279,7 @@ class EpisodeChat:
         return replace(call, call_id=f"call_{self._num_tool_calls}")
 
 
-def merge_params(params: SamplingParams, options: CallOptions) -> SamplingParams:
+def merge_params(params: SamplingParams, options: ChatOptions) -> SamplingParams:
     """The run's parameters, with what the call asks for. Raises ChatRefused."""
     if "" in options.stop:
         raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
