@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import comb
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class Measured:
     ready_cpu_s: float  # CPU seconds of all processes until then
     step_mean_s: float
     step_median_s: float
+    step_spread: (
+        float  # standard deviation over mean, without the first eighth of the steps and those after an evaluation
+    )
     step_cpu_s: Mapping[str, float]  # role -> CPU seconds of its processes per step
     greedy: float
     sampled: float
@@ -80,15 +84,25 @@ def run_once(checkout: Path, run_dir: Path, seed: int, overrides: Sequence[str])
 
 def read_run(run_dir: Path, times: dict[str, float]) -> Measured:
     steps = [record for record in read_journal(run_dir / "metrics.jsonl") if "time/step_s" in record]
+    even = [
+        after
+        for before, after in pairwise(steps[len(steps) // 8 :])
+        if not any(key.startswith("eval/") for key in before)
+    ]
     final = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval"]["final"]
     return Measured(
         **times,
         step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
         step_median_s=statistics.median(step["time/step_s"] for step in steps),
+        step_spread=spread([step["time/step_s"] for step in even]),
         step_cpu_s={role: statistics.fmean(step.get(f"{role}/cpu_s", 0.0) for step in steps) for role in ROLES},
         greedy=final["true_accuracy_greedy"],
         sampled=final["true_accuracy"],
     )
+
+
+def spread(times_s: Sequence[float]) -> float:
+    return statistics.pstdev(times_s) / statistics.fmean(times_s)
 
 
 def cpu_of(run: Measured, role: str) -> float:
@@ -101,6 +115,7 @@ ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
     ("CPU seconds until ready, all processes", lambda run: run.ready_cpu_s),
     ("one step (mean), s", lambda run: run.step_mean_s),
     ("one step (median), s", lambda run: run.step_median_s),
+    ("a step's standard deviation over its mean", lambda run: run.step_spread),
     ("CPU seconds of a step", lambda run: sum(run.step_cpu_s.values())),
     *((f"of it: {shown}", partial(cpu_of, role=role)) for role, shown in ROLES.items()),
     ("true accuracy, greedy, after", lambda run: run.greedy),
