@@ -25,4 +25,4 @@ def name_repetition(group_id: str, times: int) -> str:
 def first_name(name: str) -> str:
     """A group's id, or the name of a request about it, without that suffix: a group that is sampled again draws the
     same numbers."""
-    return REPEAT.sub("", name)
+    return REPEAT.sub("", name) if "~" in name else name

@@ -44,8 +44,9 @@ class Trajectory:
         """The trajectory with every text of the policy and of the environment changed; the notes stay."""
         return Trajectory(
             passages=tuple(
-                passage if passage.voice == "note" else replace(passage, text=change(passage.text))
+                passage if passage.voice == "note" or text is passage.text else replace(passage, text=text)
                 for passage in self.passages
+                for text in (change(passage.text),)
             )
         )
 

@@ -2,8 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
@@ -15,17 +15,31 @@ class Guard:
         self.failures: Counter[str] = Counter()
         self._logged: set[tuple[str, type[Exception], object]] = set()
 
-    @contextmanager
-    def watch(self, observer: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.failures[observer] += 1
-            self._log_once(observer, error)
+    def watch(self, observer: str) -> AbstractContextManager[None]:
+        return _Watch(self, observer)
 
-    def _log_once(self, observer: str, error: Exception) -> None:
+    def note(self, observer: str, error: Exception) -> None:
+        """Count an error, and log the first of its kind."""
+        self.failures[observer] += 1
         # By type and errno, not by message: a message with the step in it would fill the log.
         cause = (observer, type(error), getattr(error, "errno", None))
         if cause not in self._logged:
             self._logged.add(cause)
             log.warning("%s failed, the run continues without it: %r", observer, error, exc_info=error)
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """`Guard.watch`: entered for every line of a journal."""
+
+    guard: Guard
+    observer: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.guard.note(self.observer, error)
+        return True

@@ -48,7 +48,8 @@ class RequestTotals:
     _open: dict[int, tuple[RequestCounts, bool]] = field(default_factory=dict)  # number -> its counts, is it a retry
 
     def of(self, model: str, purpose: str) -> RequestCounts:
-        return self.counts.setdefault(model, {}).setdefault(purpose, RequestCounts())
+        own = self.counts.setdefault(model, {})
+        return own[purpose] if purpose in own else own.setdefault(purpose, RequestCounts())
 
     def count(self, record: Mapping[str, Any]) -> None:
         number = record["n"]

@@ -1,7 +1,7 @@
 """The journals of a run: every rollout, every judgement, the end of each group, what was trained."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.observe.guard import Guard
@@ -83,12 +83,12 @@ class Recorder:
         for begins in self._begins.values():
             begins.pop(end.group_id, None)
         with self._guard.watch(self._groups.path.name):
-            self._groups.append(without_unknown({**asdict(end), "early": end.early or None}))
+            self._groups.append(without_unknown({**encode(end), "early": end.early or None}))
 
     def record_training(self, rollouts: Sequence[TrainedRollout]) -> None:
         """Write what a step trained, all lines or none. They hold only known fields: see TrainedRollout."""
         with self._guard.watch(self._trained.path.name):
-            self._trained.extend([without_unknown(asdict(rollout)) for rollout in rollouts])
+            self._trained.extend([without_unknown(encode(rollout)) for rollout in rollouts])
 
     @property
     def _journals(self) -> tuple[Journal, ...]:

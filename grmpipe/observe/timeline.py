@@ -42,7 +42,7 @@ class Timeline:
             if row.num_spans == 1:
                 self._introduce(row)
             start_us, end_us = micros(start_s), micros(max(start_s, end_s))
-            self._put("X", name, row.tid, ts=start_us, dur=round(end_us - start_us, 3), args=args)
+            self._put("X", name, row.tid, ts=start_us, dur=end_us - start_us, args=args)
             self._spill_when_due(end_s)
 
     def flush(self) -> None:
@@ -81,8 +81,8 @@ class Timeline:
         self._file.append(piece)
 
 
-def micros(time_s: float) -> float:
-    return round(time_s * 1e6, 3)
+def micros(time_s: float) -> int:
+    return round(time_s * 1e6)
 
 
 def reopen_array(append_file: AppendFile) -> None:

@@ -11,6 +11,7 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.optimizer import WaitingMoments, make_optimizer, schedule_lr, update
 from grmpipe.types import Metrics
+from models.freed_memory import keep_freed_memory
 from models.lm.checkpoint import ShardedSave, load_sharded
 from models.lm.parallel.ranks import choose_device, join_ranks
 from models.stored_files import StoredFile
@@ -33,6 +34,7 @@ class TrainingRank(ABC):
         self._device = choose_device(device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(1)  # several learners and engines share the cores
+            keep_freed_memory()
         else:
             torch.cuda.set_device(self._device)
         self._meshes = join_ranks(rank, world_size, init_method, self._device, train.parallel)

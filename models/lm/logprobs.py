@@ -48,10 +48,9 @@ def _chunk(logits_RV: Tensor, chosen_R: Tensor, wanted: Wanted) -> tuple[Tensor,
         logits_RV = logits_RV.float()
     if wanted.temperature != 1.0:  # in float32, as engines do: a quotient rounded to bf16 is off by 1 % and more
         logits_RV = logits_RV / wanted.temperature
-    normaliser_R = logits_RV.logsumexp(dim=-1)
-    logprobs_R = logits_RV.gather(-1, chosen_R[:, None]).squeeze(-1) - normaliser_R
+    log_p_RV = logits_RV.log_softmax(dim=-1)  # one kernel each way, unlike logsumexp
+    logprobs_R = log_p_RV.gather(-1, chosen_R[:, None]).squeeze(-1)
     if not wanted.want_entropy:
         return logprobs_R, torch.zeros_like(logprobs_R)
     with torch.set_grad_enabled(wanted.entropy_gradient and torch.is_grad_enabled()):
-        # H = logsumexp(z) - sum softmax(z) z
-        return logprobs_R, normaliser_R - ((logits_RV - normaliser_R[:, None]).exp() * logits_RV).sum(dim=-1)
+        return logprobs_R, -(log_p_RV.exp() * log_p_RV).sum(dim=-1)

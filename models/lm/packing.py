@@ -4,7 +4,7 @@ S: samples, T: packed tokens. The own tokens of samples are end to end. A sample
 parent's own tokens and before them, in the parent's prefix.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -51,9 +51,15 @@ class PaddedRows:
     queries_NQ: Tensor  # int64, places among the packed tokens
     keys_NK: Tensor
     prefix_lengths_N: Tensor | None  # None: no prefixes, and each query sees as many keys as its place says
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # window -> mask: the same in all layers
 
     def make_mask(self, window: int | None) -> Tensor | None:
         """Which keys each query sees: up to its own position, and within the window. None: plain causal attention."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
         if self.prefix_lengths_N is None and (window is None or window >= self.keys_NK.shape[1]):
             return None
         behind_NQK = self._behind_NQK

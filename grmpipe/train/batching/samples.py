@@ -1,5 +1,6 @@
 """From judged groups to training samples: which tokens are trained, and the advantage of each. Pure."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -82,8 +83,8 @@ def select_judged(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
 
 def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingSample, ...]:
     """One sample per segment. `advantages_N`: of the sampled tokens, turn by turn."""
-    ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
-    by_turn = np.split(advantages_N, ends[:-1])
+    ends = [*itertools.accumulate(len(turn.completion.token_ids) for turn in rollout.turns)]
+    by_turn = [advantages_N[start:end] for start, end in itertools.pairwise((0, *ends))]
     samples, first = [], 0
     for segment, turns in enumerate(split_segments(rollout)):
         samples.append(_sample(rollout, segment, turns, by_turn[first : first + len(turns)]))
@@ -146,9 +147,10 @@ def _sample(
     versions: list[VersionSpan] = []
     for (prompt_ids, turn), advantages_N in zip(turns, advantages_by_turn, strict=True):
         start, sampled = len(prompt_ids), turn.completion
-        mask += [0] * (start - len(token_ids)) + make_mask(sampled)
+        own_mask = make_mask(sampled)
+        mask += [0] * (start - len(token_ids)) + own_mask
         logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
-        advantages += [0.0] * (start - len(token_ids)) + (advantages_N * make_mask(sampled)).tolist()
+        advantages += [0.0] * (start - len(token_ids)) + (advantages_N * own_mask).tolist()
         versions += [
             VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
             for span in sampled.versions

@@ -1,0 +1,19 @@
+"""Memory of freed CPU tensors, kept in the process for the next ones. Needs no torch."""
+
+import ctypes
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+KEPT_BYTES = 256 << 20
+LARGEST_BYTES = 32 << 20  # of a tensor; glibc takes no more
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep up to KEPT_BYTES of freed memory. A training step frees all its activations: given back to
+    the system, they cost a page fault for each 4 KiB when the next step needs them. No effect without glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(MMAP_THRESHOLD, LARGEST_BYTES)
+    mallopt(TRIM_THRESHOLD, KEPT_BYTES)
