@@ -15,14 +15,14 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import comb
 from pathlib import Path
 
-from quickstart import ROOT, busy_share_of_cores, machine
+from quickstart import ROOT, busy_share_of_cores, machine, watch
 
 from grmpipe.observe.journal import read_journal
 
@@ -35,8 +35,11 @@ class Measured:
     """The measurements of one run: times in seconds, and what its policy learned."""
 
     command_s: float
+    ready_s: float
+    ready_cpu_s: float  # CPU seconds of all processes until then
     step_mean_s: float
     step_median_s: float
+    step_spread: float  # deviation over mean, without the first eighth of the steps and those after an evaluation
     step_cpu_s: Mapping[str, float]  # role -> CPU seconds of its processes per step
     greedy: float
     sampled: float
@@ -66,26 +69,38 @@ def run_once(checkout: Path, run_dir: Path, seed: int, overrides: Sequence[str])
             f"run_dir={run_dir}",
         ]
         env = os.environ | {"PYTHONPATH": str(checkout), "WANDB_MODE": "offline"}
-        began_s = time.time()
-        done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
-        if done.returncode != 0:
-            sys.exit(f"{' '.join(command)} in {checkout} ended with code {done.returncode}")
-        notes.write_text(json.dumps({"command_s": time.time() - began_s, "busy_share": busy_share}), encoding="utf-8")
-    return read_run(run_dir, **json.loads(notes.read_text(encoding="utf-8")))
+        watched = watch(command, checkout, env)
+        times = {
+            "command_s": watched.ended_s,
+            "ready_s": watched.ready_s,
+            "ready_cpu_s": sum(watched.ready_cpu_s.values()),
+            "busy_share": busy_share,
+        }
+        notes.write_text(json.dumps(times), encoding="utf-8")
+    return read_run(run_dir, json.loads(notes.read_text(encoding="utf-8")))
 
 
-def read_run(run_dir: Path, *, command_s: float, busy_share: float) -> Measured:
+def read_run(run_dir: Path, times: dict[str, float]) -> Measured:
     steps = [record for record in read_journal(run_dir / "metrics.jsonl") if "time/step_s" in record]
+    even = [
+        after
+        for before, after in pairwise(steps[len(steps) // 8 :])
+        if not any(key.startswith("eval/") for key in before)
+    ]
     final = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval"]["final"]
     return Measured(
-        command_s=command_s,
+        **times,
         step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
         step_median_s=statistics.median(step["time/step_s"] for step in steps),
+        step_spread=spread([step["time/step_s"] for step in even]),
         step_cpu_s={role: statistics.fmean(step.get(f"{role}/cpu_s", 0.0) for step in steps) for role in ROLES},
         greedy=final["true_accuracy_greedy"],
         sampled=final["true_accuracy"],
-        busy_share=busy_share,
     )
+
+
+def spread(times_s: Sequence[float]) -> float:
+    return statistics.pstdev(times_s) / statistics.fmean(times_s)
 
 
 def cpu_of(run: Measured, role: str) -> float:
@@ -94,8 +109,11 @@ def cpu_of(run: Measured, role: str) -> float:
 
 ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
     ("command to exit, s", lambda run: run.command_s),
+    ("command to ready, s", lambda run: run.ready_s),
+    ("CPU seconds until ready, all processes", lambda run: run.ready_cpu_s),
     ("one step (mean), s", lambda run: run.step_mean_s),
     ("one step (median), s", lambda run: run.step_median_s),
+    ("a step's standard deviation over its mean", lambda run: run.step_spread),
     ("CPU seconds of a step", lambda run: sum(run.step_cpu_s.values())),
     *((f"of it: {shown}", partial(cpu_of, role=role)) for role, shown in ROLES.items()),
     ("true accuracy, greedy, after", lambda run: run.greedy),
@@ -139,13 +157,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="to be compared with this checkout")
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("overrides", nargs="*", help="of both, such as cluster=inprocess")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--steps", type=int, help="of each run; without it, as many as the quickstart has")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     then = worktree_of(args.commit, folder)
-    overrides = [f"train.num_steps={args.steps}"] if args.steps else []
+    overrides = [*args.overrides, *([f"train.num_steps={args.steps}"] if args.steps else [])]
     pairs = []
     for seed in range(args.pairs):
         sides = {"now": ROOT, "then": then}

@@ -15,6 +15,9 @@ Pause: 32 requests are in flight; a push of all weights through shared memory st
 kept or recomputed. The pause lasts from when the last engine stops until all continue, without the probe.
 
 Writes benchmarks/engines.md.
+
+`--judge runs/quickstart/latest` instead replays the judge's requests of a finished quickstart, with and without drafts
+by n-grams, at several numbers of requests in flight, and prints tokens per CPU second.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from quickstart import ROOT
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -44,6 +48,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from grmpipe.observe.journal import read_journal
 from grmpipe.tiny.tokenizer import build_tokenizer
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.embedded.fused_decoder import FusedDecoder
@@ -51,8 +56,8 @@ from models.engines.engine_kind import EngineSpec
 from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
-from models.settings import EmbeddedConfig, VllmConfig
-from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
+from models.settings import SPECULATIONS, EmbeddedConfig, VllmConfig
+from models.types import Completion, Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 from scheduler.weights.weight_push import SyncConfig, SyncReport
@@ -64,6 +69,7 @@ NUM_REQUESTS = (1, 8, 32, 128)
 VOCAB_SIZE, WINDOW = 512, 512
 PAUSED_MODELS = ((96, 3), (512, 4), (1024, 4))  # hidden size, layers: 0.4 M, 12 M, 47 M parameters
 PAUSED_REQUESTS, LONG_ANSWER = 32, 384
+JUDGED_IN_FLIGHT = (4, 16, 48, 128)
 BUCKET_BYTES = 64 << 20  # the learner's default
 
 
@@ -320,6 +326,58 @@ def pause_rows(scratch: Path, loop: asyncio.AbstractEventLoop) -> list[str]:
     return lines
 
 
+def judge_requests(run_dir: Path) -> list[tuple[int, ...]]:
+    """The prompts of a run's judgements, in the order of its journal."""
+    lines = read_journal(run_dir / "judgements.jsonl")
+    return [tuple(judgement["prompt_ids"]) for line in lines for judgement in line["judgements"]]
+
+
+async def judged(engine: Engine, prompts: Sequence[tuple[int, ...]], in_flight: int) -> list[Completion]:
+    """All answers, in order, with at most so many requests in flight."""
+    places = asyncio.Semaphore(in_flight)
+
+    async def judge(index: int) -> Completion:
+        params = SamplingParams(max_new_tokens=192, seed=index)
+        context = RequestContext(request_id=str(index), group_id="", role="grm")
+        async with places:
+            return await engine.generate(prompts[index], params, context)
+
+    return await asyncio.gather(*map(judge, range(len(prompts))))
+
+
+def speculation_row(
+    prompts: Sequence[tuple[int, ...]], in_flight: int, repeats: int, loop: asyncio.AbstractEventLoop
+) -> str:
+    """Tokens per CPU second. Both ways take turns, and must sample the same tokens. Each turn has other requests: an
+    engine that has answered the same ones would draft too well.
+    """
+    grm = str(ROOT / "grmpipe" / "tiny" / "shipped" / "grm")
+    engines = {
+        w: EmbeddedEngine(EngineSpec(path=grm, role="grm", speculation=w), EmbeddedConfig()) for w in SPECULATIONS
+    }
+    speeds: dict[str, list[float]] = {way: [] for way in engines}
+    answers: dict[str, list[Completion]] = {}
+    for turn in range(repeats + 1):
+        for way in list(engines)[:: 1 if turn % 2 else -1]:
+            cpu_s = time.process_time()
+            some = prompts[turn :: repeats + 1]
+            answers[way] = loop.run_until_complete(judged(engines[way], some, in_flight))
+            speeds[way].append(sum(one.num_tokens for one in answers[way]) / (time.process_time() - cpu_s))
+        assert [one.token_ids for one in answers["none"]] == [one.token_ids for one in answers["ngram"]]
+    for engine in engines.values():
+        engine.close()
+    plain, drafted = speeds["none"][1:], speeds["ngram"][1:]  # the first turn warms up
+    ratio = statistics.median(b / a for a, b in zip(plain, drafted, strict=True))
+    num_drafted, num_accepted = (
+        sum(getattr(one, f"{which}_tokens") for one in answers["ngram"]) for which in ("drafted", "accepted")
+    )
+    num_sampled = sum(one.num_tokens for one in answers["ngram"])
+    return (
+        f"| {in_flight} | {statistics.median(plain):,.0f} | {statistics.median(drafted):,.0f} | {ratio:.2f} | "
+        f"{num_drafted / num_sampled:.2f} | {num_accepted / max(num_drafted, 1):.2f} |"
+    )
+
+
 def table(names: Sequence[str], rounds_by_label: dict[str, list[Round]]) -> list[str]:
     """Median tokens/s by workload and way; and medians, over rounds, of quotients within a round."""
     quotients: dict[str, Callable[[Round], float]] = {
@@ -339,9 +397,16 @@ def table(names: Sequence[str], rounds_by_label: dict[str, list[Round]]) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--judge", type=Path, metavar="RUN_DIR", help="replay a quickstart's judge requests, and stop")
+    args = parser.parse_args()
+    repeats = args.repeats
     torch.set_num_threads(1)
     loop = asyncio.new_event_loop()
+    if args.judge is not None:
+        print("| in flight | none | ngram | ngram / none | drafted / sampled | accepted |", "|---" * 6 + "|", sep="\n")
+        for in_flight in JUDGED_IN_FLIGHT:
+            print(speculation_row(judge_requests(args.judge), in_flight, repeats, loop), flush=True)
+        return
     with tempfile.TemporaryDirectory() as directory:
         save_model(directory)
         ways, notes = open_ways(directory, loop)

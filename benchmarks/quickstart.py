@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -32,11 +34,28 @@ from in_sequence import STEPS_PER_BLOCK, Rounds, measure, stages_in_sequence, ta
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.journal import read_journal
+from scheduler.processes.cpu_time import cpu_seconds
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "quickstart.md"
 PICTURE = ROOT / "docs" / "learning_curve.png"
 SEEDS = (0, 1, 2)
+# Commands that start no run, beside what importing torch takes.
+SHORT: dict[str, Sequence[str]] = {
+    "import torch": ("-c", "import torch"),
+    "a refusal: an unknown key": ("launch.py", "+experiment=quickstart", "train.nmsteps=3"),
+    "task=doctor": ("launch.py", "task=doctor"),
+    "task=plan": ("launch.py", "+experiment=quickstart", "task=plan"),
+}
+# Of a run, by a word of their command lines; the first that is found names it.
+PROCESSES = {
+    "launch.py": "driver",
+    "fork_server": "imports for all workers",
+    "EngineHost": "engines",
+    "MemberHost": "learner",
+    "ray": "Ray itself",
+    "": "others",
+}
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -49,6 +68,7 @@ class Process:
     checked_s: float  # configuration, data and models were checked; nothing was started yet
     ready_s: float  # all parts were running
     ended_s: float
+    ready_cpu_s: Mapping[str, float]  # CPU seconds until all parts were running, by PROCESSES
     busy_share: float  # of the machine's cores, including other processes, just before the start or after the end
     commit_date: str
 
@@ -82,25 +102,56 @@ def run_seed(folder: Path, seed: int) -> Run:
 
 def launch(overrides: Sequence[str], run_dir: Path) -> Process:
     """Run launch.py. Exits if the run fails; its output is on the screen."""
-    command = [sys.executable, "launch.py", "+experiment=quickstart", *overrides]
-    busy_before, began_s, ready_s = busy_share_of_cores(), time.time(), 0.0
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+    busy_before = busy_share_of_cores()
+    watched = watch([sys.executable, "launch.py", "+experiment=quickstart", *overrides], ROOT, os.environ)
+    return Process(
+        checked_s=(run_dir / "config.yaml").stat().st_mtime - watched.began_s,
+        ready_s=watched.ready_s,
+        ended_s=watched.ended_s,
+        ready_cpu_s=watched.ready_cpu_s,
+        busy_share=max(busy_before, busy_share_of_cores()),
+        commit_date=commit_date(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The times of a command of a run: since the epoch, and in seconds since then."""
+
+    began_s: float
+    ready_s: float
+    ended_s: float
+    ready_cpu_s: Mapping[str, float]
+
+
+def watch(command: Sequence[str], checkout: Path, environment: Mapping[str, str]) -> Watched:
+    """Run the command of a run in a checkout. Exits if it fails; its output is on the screen."""
+    began_s, ready_s, ready_cpu_s = time.time(), 0.0, {}
+    env = {**environment, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=checkout, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="")
             if "ready after" in line:
-                ready_s = time.time() - began_s
+                ready_s, ready_cpu_s = time.time() - began_s, cpu_by_process(process.pid)
     if process.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with code {process.returncode}")
-    ended_s = time.time() - began_s
-    return Process(
-        checked_s=(run_dir / "config.yaml").stat().st_mtime - began_s,
-        ready_s=ready_s,
-        ended_s=ended_s,
-        busy_share=max(busy_before, busy_share_of_cores()),
-        commit_date=commit_date(),
-    )
+        sys.exit(f"{' '.join(command)} in {checkout} ended with code {process.returncode}")
+    return Watched(began_s=began_s, ready_s=ready_s, ended_s=time.time() - began_s, ready_cpu_s=ready_cpu_s)
+
+
+def cpu_by_process(root: int) -> dict[str, float]:
+    """CPU seconds of a process and all its descendants that live, by PROCESSES (proc_pid_stat(5))."""
+    found = dict.fromkeys(PROCESSES.values(), 0.0)
+    family = {root}
+    for process in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):  # parents before their children
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+            command = Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
+            if process == root or parent in family:
+                family.add(process)
+                name = next(name for word, name in PROCESSES.items() if word in command)
+                found[name] += cpu_seconds([process])
+    return found
 
 
 def busy_share_of_cores(seconds: float = 2.0) -> float:
@@ -152,6 +203,10 @@ def step_share(metric: str) -> Callable[[Run], float]:
     return lambda run: run.total(metric) / run.total("time/step_s")
 
 
+def ready_cpu(name: str) -> Callable[[Run], float]:
+    return lambda run: run.process.ready_cpu_s[name]
+
+
 LEARNING: tuple[Row, ...] = (
     ("true accuracy at T = 1, before", ".3f", evaluation("initial", "true_accuracy")),
     ("true accuracy at T = 1, after", ".3f", evaluation("final", "true_accuracy")),
@@ -165,6 +220,7 @@ WALL: tuple[Row, ...] = (
     ("start-up: command to ready, s", ".1f", lambda run: run.process.ready_s),
     ("of it: imports, configuration, data and models checked, s", ".1f", lambda run: run.process.checked_s),
     ("of it: processes started, models loaded, s", ".1f", lambda run: run.process.ready_s - run.process.checked_s),
+    *((f"CPU seconds until ready: {name}", ".1f", ready_cpu(name)) for name in PROCESSES.values()),
     ("all steps, s", ".1f", lambda run: run.steps_s),
     ("one step (mean), s", ".3f", lambda run: statistics.fmean(step["time/step_s"] for step in run.steps)),
     ("one step (median), s", ".3f", lambda run: run.median("time/step_s")),
@@ -199,7 +255,7 @@ def table(rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
 # -- report --------------------------------------------------------------------------------------------------------
 
 
-def report(runs: Sequence[Run], rounds: Rounds, busy_share: float) -> list[str]:
+def report(runs: Sequence[Run], rounds: Rounds, busy_share: float, short_commands: Sequence[str]) -> list[str]:
     others = ", ".join(f"{share:.0%}" for share in (*(run.process.busy_share for run in runs), busy_share))
     commits = " and ".join(sorted({run.process.commit_date for run in runs} | {commit_date()}))
     return [
@@ -222,6 +278,10 @@ def report(runs: Sequence[Run], rounds: Rounds, busy_share: float) -> list[str]:
         "",
         *table(WALL, runs),
         "",
+        "Commands that start no run, beside an import of torch (medians):",
+        "",
+        *short_commands,
+        "",
         "Time of the steps by stage. `In flight` is not compute time: on few cores the stages share them.",
         "",
         *table(STAGES, runs),
@@ -238,6 +298,16 @@ def report(runs: Sequence[Run], rounds: Rounds, busy_share: float) -> list[str]:
         "",
         f"In sequence a step is: {stages_in_sequence(rounds)} (medians).",
     ]
+
+
+def time_short_commands(repeats: int = 5) -> list[str]:
+    """A table of the medians of SHORT, in seconds; each repeat runs all of them in turn."""
+    taken: dict[str, list[float]] = {name: [] for name in SHORT}
+    for _, (name, arguments) in itertools.product(range(repeats), SHORT.items()):
+        began_s = time.monotonic()
+        subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True)
+        taken[name].append(time.monotonic() - began_s)
+    return ["| command | s |", "|---|---|", *(f"| {name} | {statistics.median(s):.2f} |" for name, s in taken.items())]
 
 
 def machine() -> str:
@@ -265,13 +335,13 @@ def main() -> None:
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     runs = [run_seed(folder, seed) for seed in SEEDS]
-    busy_before = busy_share_of_cores()
+    short_commands, busy_before = time_short_commands(), busy_share_of_cores()
     with tempfile.TemporaryDirectory() as directory:
         rounds = asyncio.run(measure(quiet(read_yaml(runs[0].run_dir / "config.yaml")), Path(directory), args.rounds))
     busy_share = max(busy_before, busy_share_of_cores())
     plot = [sys.executable, "benchmarks/plot_learning_curve.py", *(str(run.run_dir) for run in runs)]
     subprocess.run([*plot, "--out", str(PICTURE)], cwd=ROOT, check=True)
-    lines = report(runs, rounds, busy_share)
+    lines = report(runs, rounds, busy_share, short_commands)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 

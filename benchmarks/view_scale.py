@@ -2,10 +2,13 @@
 
     python benchmarks/view_scale.py --rollouts 100000 --dir /tmp/view-scale
 
-The lines have the fields and the sizes of a run whose answers have about 400 tokens, and four judgements of 100 each.
+The lines have the fields and the sizes of a run with journals.compact whose answers have about 280 tokens, and four
+judgements of 50 each. A million rollouts need 10.7 GB, and 2 GB for the index. The pages are opened in Chromium if
+there is one.
 """
 
 import argparse
+import asyncio
 import contextlib
 import os
 import random
@@ -14,17 +17,24 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
-from grmpipe.observe.journal import encode_line
-from grmpipe.observe.packed_numbers import pack_numbers
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "tests")]
+
+from browser import CHROMIUM, open_page  # noqa: E402
+
+from grmpipe.observe.journal import encode_line  # noqa: E402
+from grmpipe.observe.packed_numbers import pack_numbers  # noqa: E402
 
 GROUP_SIZE, GROUPS_PER_STEP, VOTES = 8, 16, 4
 ANSWER_TOKENS, CRITIQUE_TOKENS, PROMPT_TOKENS = 280, 50, 60
@@ -167,13 +177,21 @@ def json_line(record: Line) -> bytes:
 
 SERVE = "import sys; from pathlib import Path; from grmpipe.viewer.server import view; view(Path(sys.argv[1]), 0)"
 REPEATS = 5
+COMMON, FREQUENT, SELDOM = word(0), word(100), word(10_000)
 PAGES = {
     "run": "the page of the run",
     "rollouts": "the table, newest first",
+    "rollouts?sort=score%2C+highest": "the table, by score",
     "rollouts?truth=fooled&sort=judge+above+truth": "judge high, truth low, by their difference",
     "rollouts?source=source3&score_from=8&spread_from=1&step_from=10": "by source, score, spread and step",
-    "rollouts?words=balefi": "a word",
-    "rollouts?words=balefi+gohuka&score_to=3": "two words and a score",
+    "rollouts?step_from=20&step_to=20": "the rollouts of a step",
+    "rollouts?cause=timeout": "by a failed judgement",
+    f"rollouts?words={COMMON}": "the most frequent word, in nearly every answer",
+    f"rollouts?words={COMMON}&sort=score%2C+highest": "the same, by score",
+    f"rollouts?words={FREQUENT}": "a frequent word",
+    f"rollouts?words={SELDOM}": "a seldom word",
+    f"rollouts?words={FREQUENT}+{word(200)}&score_to=3": "two words and a score",
+    f"rollouts?words=%22{COMMON}+{word(1)}%22": "a phrase",
     "group?group=g000100": "a group with all critiques",
     "failures": "failed judgements",
 }
@@ -189,9 +207,16 @@ class Served:
         assert self.process.stdout is not None
         address = re.search(r"(http://\S+)/\?token=(\S+)", self.process.stdout.readline())
         assert address, "the viewer didn't start"
-        self.address = address[1]
+        self.address, self.token = address[1], address[2]
         self._opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
         self._opener.open(f"{self.address}/static/style.css?token={address[2]}").read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self.process.wait()
 
     def get(self, path: str) -> bytes:
         return self._opener.open(f"{self.address}/{path}", timeout=600).read()
@@ -210,61 +235,75 @@ class Served:
         while b"100%" not in self.get(f"state/{name}"):
             time.sleep(0.2)
 
-    def seconds(self, path: str) -> float:
-        """The median of several requests."""
-        took = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            self.get(path)
-            took.append(time.perf_counter() - began)
-        return statistics.median(took)
+    async def time_pages(self, run: str, profile: Path) -> AsyncIterator[tuple[str, float, float]]:
+        """Title, seconds and CPU seconds of the server per page, the medians of several; in Chromium where there is
+        one: until the page is complete. The first page is opened once.
+        """
+        async with open_page(profile, width=1280) if CHROMIUM else contextlib.nullcontext() as tab:
+            if tab is not None:
+                await tab.open(f"{self.address}/static/style.css?token={self.token}")
+            for number, (path, title) in enumerate([("run", "the first page after the start"), *PAGES.items()]):
+                page, _, query = path.partition("?")
+                took, cpu = [], []
+                for _ in range(REPEATS if number else 1):
+                    began, cpu_began = time.perf_counter(), self.cpu_s()
+                    if tab is None:
+                        self.get(f"{page}/{run}?{query}")
+                        took.append(time.perf_counter() - began)
+                    else:
+                        await tab.open(f"{self.address}/{page}/{run}?{query}")
+                        took.append(await tab.value("performance.getEntriesByType('navigation')[0].duration") / 1000)
+                    cpu.append(self.cpu_s() - cpu_began)
+                yield title, statistics.median(took), statistics.median(cpu)
 
 
-def measure(run_dir: Path, cache: Path) -> None:
-    """Print a table of what was measured."""
+def measure_index(run_dir: Path, cache: Path) -> None:
+    """Make the index, and print what that took."""
     shutil.rmtree(cache, ignore_errors=True)
     size_mb = sum(path.stat().st_size for path in run_dir.iterdir()) / 1e6
     began = time.perf_counter()
-    served = Served(run_dir, cache)
-    try:
+    with Served(run_dir, cache) as served:
         ready_s, ready_cpu_s = time.perf_counter() - began, served.cpu_s()
         served.wait_for_index(run_dir.name)
-        index_s = time.perf_counter() - began - ready_s
-        cpu_s = served.cpu_s() - ready_cpu_s
-        index_mb = sum(path.stat().st_size for path in cache.rglob("*.sqlite*")) / 1e6
+        index_s, cpu_s = time.perf_counter() - began - ready_s, served.cpu_s() - ready_cpu_s
         print(f"| journals | {size_mb:,.0f} MB |")
         print(f"| until the address is printed | {ready_s:.1f} s |")
         print(f"| index made | {index_s:.1f} s, {size_mb / index_s:.0f} MB/s |")
         print(f"| CPU time of that | {cpu_s:.1f} s, {size_mb / cpu_s:.0f} MB/s |")
-        print(f"| size of the index | {index_mb:,.0f} MB, {index_mb / size_mb:.0%} of the journals |")
-        for path, title in PAGES.items():
-            page, _, query = path.partition("?")
-            print(f"| {title} | {served.seconds(f'{page}/{run_dir.name}?{query}') * 1000:,.0f} ms |", flush=True)
-        print(
-            f"| memory of the server | {served.memory_mb('VmRSS'):.0f} MB, {served.memory_mb('VmHWM'):.0f} MB at most |"
-        )
-    finally:
-        served.process.terminate()
-        served.process.wait()
+        print(f"| memory meanwhile, at most | {served.memory_mb('VmHWM'):.0f} MB |")
+
+
+async def measure_pages(run_dir: Path, cache: Path) -> None:
+    """Open the pages of a run whose index is made."""
     began = time.perf_counter()
-    again = Served(run_dir, cache)
-    try:
-        again.wait_for_index(run_dir.name)
+    with Served(run_dir, cache) as served:
+        served.wait_for_index(run_dir.name)
         print(f"| opened again, until the index is known to be whole | {time.perf_counter() - began:.1f} s |")
-    finally:
-        again.process.terminate()
-        again.process.wait()
+        with tempfile.TemporaryDirectory() as profile:
+            async for title, seconds, cpu_s in served.time_pages(run_dir.name, Path(profile)):
+                print(f"| {title} | {seconds * 1000:,.0f} ms, {cpu_s * 1000:,.0f} ms of CPU |", flush=True)
+        now_mb, most_mb = (served.memory_mb(name) for name in ("VmRSS", "VmHWM"))
+        print(f"| memory of the server | {now_mb:.0f} MB, {most_mb:.0f} MB at most |")
+    where = "Chromium" if CHROMIUM else "HTTP, without a browser"
+    print(f"\nPages through {where}; load of the machine: {os.getloadavg()[0]:.0f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--dir", type=Path, required=True, help="a folder for the run and the index; made if missing")
+    parser.add_argument(
+        "--keep-index", action="store_true", help="measure the pages only, with the index that is there"
+    )
     options = parser.parse_args()
-    run_dir = options.dir / f"scale_{options.rollouts}"
+    run_dir, cache = options.dir / f"scale_{options.rollouts}", options.dir / "cache"
     if not run_dir.exists():
         make_run(run_dir, options.rollouts)
-    measure(run_dir, options.dir / "cache")
+    if not options.keep_index:
+        measure_index(run_dir, cache)
+    index_mb = sum(path.stat().st_size for path in cache.rglob("*.sqlite*")) / 1e6
+    print(f"| size of the index | {index_mb:,.0f} MB |")
+    asyncio.run(measure_pages(run_dir, cache))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.new_project import write_new_project
-from grmpipe.run.doctor.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
 from grmpipe.run.run_watcher import RunWatcher
@@ -193,6 +192,8 @@ def run_in_sweep(run: Callable[[], float | None], key: str) -> float | None:
 def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | None:
     """The objective. Raises ConfigError, RunFailed or RunInterrupted."""
     if config.task == "doctor":  # works without the other imports
+        from grmpipe.run.doctor.doctor import doctor
+
         print(doctor(config.engine.sglang.python))
         if config.cluster.address is not None:
             examine(config, config.cluster.address)

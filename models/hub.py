@@ -4,9 +4,6 @@ import json
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -46,6 +43,9 @@ def _directory(path: str) -> str:
 
 
 def _fetched(path: str, weights: bool) -> str:
+    from huggingface_hub import snapshot_download  # late: a third of a second, which a model in a folder does without
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     patterns = [*SMALL_FILES, "*.safetensors"] if weights else list(SMALL_FILES)
     try:
         return snapshot_download(path, allow_patterns=patterns, etag_timeout=ANSWER_TIMEOUT_S)
@@ -60,6 +60,9 @@ def find_missing_files(path: str) -> str:
     """What a model's files lack on this machine, and what to type; empty if nothing. Fetches nothing."""
     if "://" in path:  # made by the project itself
         return ""
+    from huggingface_hub import snapshot_download  # late, as above
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
         patterns = [*SMALL_FILES, *WEIGHT_FILES]
         directory = Path(

@@ -24,6 +24,7 @@ CHAT_MARKUP = (
 )  # fmt: skip
 INSTALL_PEFT = 'pip install "grmpipe[lora]"'
 CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's
+SPECULATIONS = ("none", "ngram")
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 # engine.vllm.quantization -> vLLM's name of it. Its own `fp8` is for checkpoints in fp8.
 VLLM_QUANTIZATIONS = {
@@ -366,7 +367,14 @@ class EngineConfig:
 
     # Engine of the models that name none: embedded, vllm, sglang or openai.
     kind: str = "embedded"
+    # Speculative decoding by engines of models that judge: none; or ngram: tokens that followed the same ones earlier
+    # are drafted, and verified together. Worth it while an engine decodes few requests at once.
+    speculation: str = "none"
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
+
+    def __post_init__(self) -> None:
+        if self.speculation not in SPECULATIONS:
+            raise ValueError(f"speculation: unknown value {self.speculation!r}; known: {', '.join(SPECULATIONS)}")

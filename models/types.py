@@ -112,6 +112,7 @@ class Completion:
         the text. 0 if there is none, or it wasn't looked for.
     cached_tokens: tokens of the prompt that the engine had cached, and didn't compute; of the first engine, if the
         request migrated.
+    drafted_tokens, accepted_tokens: by speculative decoding, as far as the engine says; accepted ones are in token_ids.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
     """
@@ -126,6 +127,8 @@ class Completion:
     thought_tokens: int = 0
     thought_chars: int = 0
     cached_tokens: int = field(default=0, compare=False)
+    drafted_tokens: int = field(default=0, compare=False)
+    accepted_tokens: int = field(default=0, compare=False)
     inserted: tuple[int, int] | None = None
     stop_text: str = ""
 

@@ -1,12 +1,18 @@
-"""Admission: how many groups may be in flight, and which must be trained now. Pure: a rule over counts and versions.
+"""Admission: how many groups may be in flight, when they open, and which must be trained now. Pure: rules over counts,
+versions and the times of steps.
 
 The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 1) * groups_per_batch groups may have
 been submitted in all, not counting dropped ones. `may_take` enforces the bound on staleness.
 """
 
-from collections import Counter
+import math
+import statistics
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+CYCLES = 3  # in which batches must have bunched before one is held; random lengths seldom do that in each of them
+HEADWAY = 0.95  # of a mean step; at 1 any noise would hold every batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,44 @@ class Admission:
                 return False
             places += self.groups_per_batch
         return True
+
+
+class AdmissionPace:
+    """Keeps the `max_staleness` + 1 batches in flight apart. One that follows too closely, cycle after cycle or because
+    the learner was away, opens later. It only delays, so what bounds staleness stays. As headways of buses are kept:
+    Daganzo 2009, doi:10.1016/j.trb.2009.04.002.
+    """
+
+    def __init__(self, groups_per_batch: int, max_staleness: int) -> None:
+        self._groups_per_batch = groups_per_batch
+        self._batches = max_staleness + 1  # of a cycle, in which each of them is trained once
+        self._steps_s: deque[float] = deque(maxlen=CYCLES * self._batches)
+        self._ended_s = self._opens_s = -math.inf  # the last step, and when the batch opens that it made room for
+        self._num_waited = 0  # batches that may be ready because the learner was away
+
+    def step_ended(self, now_s: float, step_s: float) -> None:
+        """A step of `step_s` seconds ended, and makes room for a batch."""
+        away_s, self._ended_s = now_s - step_s - self._ended_s, now_s  # for an evaluation, say
+        opened_s, self._opens_s = self._opens_s, now_s
+        self._steps_s.append(step_s)
+        if len(self._steps_s) < CYCLES * self._batches:
+            return
+        steps_s, n = list(self._steps_s), self._batches
+        cycles_s = (statistics.fmean(steps_s[begin : begin + n]) for begin in range(0, len(steps_s), n))
+        headway_s = HEADWAY * statistics.median(cycles_s)
+        self._num_waited = n if away_s > headway_s else max(0, self._num_waited - 1)
+        if self._num_waited or max(steps_s[n - 1 :: n]) < headway_s:
+            self._opens_s = max(now_s, opened_s + headway_s)
+
+    def wait_s(self, now_s: float, *, capacity: int, num_open: int) -> float:
+        """Seconds until a group may open; 0: now, infinity: not before there is room. A group isn't held if it replaces
+        a dropped one, or fewer than a batch are open (`num_open`), so that engines never run dry.
+        """
+        if capacity <= 0:
+            return math.inf
+        if capacity > self._groups_per_batch or num_open < self._groups_per_batch:
+            return 0.0
+        return max(0.0, self._opens_s - now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

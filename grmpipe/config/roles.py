@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.yaml_io import overlaid
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
 from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine, EngineSpec
@@ -62,6 +63,7 @@ class ServedRole(ResolvedRole):
     shares_with:  other roles that the same engine of a slot serves, by swapping weights.
     return_routed_experts: whether its engines return the experts of each token, for router replay.
     sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
+    speculation:  where its engines take drafts of tokens from.
     """
 
     model: ModelEntry
@@ -71,6 +73,7 @@ class ServedRole(ResolvedRole):
     shares_with: tuple[str, ...]
     return_routed_experts: bool
     sync: SyncConfig
+    speculation: str
 
     @property
     def sleeps(self) -> bool:
@@ -114,6 +117,7 @@ class ServedRole(ResolvedRole):
             lora=self.model.lora,
             takes_weights=self.takes_weights,
             return_routed_experts=self.return_routed_experts,
+            speculation=self.speculation,
         )
 
 
@@ -188,6 +192,7 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
         shares_with=shares_with,
         return_routed_experts=config.algorithm.router_replay == "rollout" and "policy" in (name, *shares_with),
         sync=resolve_sync(engines[name], config.sync),
+        speculation="none" if name == POLICY else config.engine.speculation,
     )
 
 

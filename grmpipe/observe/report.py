@@ -93,10 +93,10 @@ def render(run: RunFiles) -> str:
     )
     environment.filters |= {"shown": show_text, "short": short, "percent": percent, "failures": failures_text}
     template = environment.get_template("report.html.jinja")
-    return template.render(run=run, never_ended=NEVER_ENDED, **make_parts(run))
+    return template.render(run=run, never_ended=NEVER_ENDED, **make_sections(run))
 
 
-def make_parts(run: RunFiles) -> dict[str, object]:
+def make_sections(run: RunFiles) -> dict[str, object]:
     """What the template shows beside the run itself: charts, bars, tiles, and charts of all metrics by their area."""
     ringing = [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     return {

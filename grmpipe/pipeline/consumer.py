@@ -124,8 +124,11 @@ class Consumer:
         await self._settle()
         sync = await self._learner.push()
         times = {(group.group_id, n): of_one for group in self._buffer.taken for n, of_one in group.times.items()}
+        step_s = self._now() - began
+        if not self._config.deterministic:  # there the learner waits for every group that may be opened
+            self._buffer.pace.step_ended(self._now(), step_s)
         groups = self._buffer.end_step()
-        stalls = self._stalls.close_step(self._now() - began)
+        stalls = self._stalls.close_step(step_s)
         idle_s = max(0.0, stalls.steps_s - (self._playing.busy_s - played_s))
         return StepReport(
             step=self.version,

@@ -23,6 +23,8 @@ class JudgeCounts(Counts):
     forced: int = 0  # of these, judgements whose thought the budget ended
     judge_tokens: int = 0
     kept_tokens: int = 0  # of these, tokens from before a resume
+    drafted_tokens: int = 0  # by speculative decoding
+    accepted_tokens: int = 0  # of these, tokens of a judgement
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
     saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
     audits: int = 0  # rollouts judged in full to check the early stop
@@ -52,6 +54,8 @@ class JudgeCounts(Counts):
         self.counted += len(report.judgements)
         self.forced += sum(judgement.is_forced for judgement in report.judgements)
         self.judge_tokens += sum(completion.num_tokens for completion in generated)
+        self.drafted_tokens += sum(completion.drafted_tokens for completion in generated)
+        self.accepted_tokens += sum(completion.accepted_tokens for completion in generated)
         self.failed.update(failure.cause for failure in report.failures)
         if isinstance(verdict := report.verdict, Verdict):
             self.verdicts += 1
@@ -71,6 +75,8 @@ class JudgeCounts(Counts):
         }
         if self.forced:
             metrics["forced_verdicts"] = float(self.forced)
+        if self.drafted_tokens:
+            metrics |= {"drafted_tokens": float(self.drafted_tokens), "accepted_tokens": float(self.accepted_tokens)}
         return metrics
 
     def mean_scores(self) -> Metrics:

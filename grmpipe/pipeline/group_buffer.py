@@ -1,8 +1,9 @@
 """The one owner of all groups in flight: their states, rollouts and verdicts, and the open batch."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_ledger import GroupLedger
@@ -11,7 +12,7 @@ from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, Rollout
-from scheduler.admission import Admission, Ledger
+from scheduler.admission import Admission, AdmissionPace, Ledger
 
 
 class GroupBuffer:
@@ -54,6 +55,7 @@ class GroupBuffer:
             max_staleness=config.max_staleness,
             last_version=config.num_steps,
         )
+        self.pace = AdmissionPace(config.groups_per_batch, config.max_staleness)
         self._config = config
         self._journal = journal
         self._on_change = on_change
@@ -72,9 +74,13 @@ class GroupBuffer:
         return self.admission.capacity(self.version, len(self.groups))
 
     async def until_room(self) -> None:
-        while self.capacity <= 0:
+        """Return once a group may be opened: there is room, and the pace doesn't hold it."""
+        now = asyncio.get_running_loop().time
+        while held_s := self.pace.wait_s(now(), capacity=self.capacity, num_open=self.untaken.count(*OPEN)):
             self._room.clear()
-            await self._room.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if held_s == math.inf else held_s):
+                    await self._room.wait()
 
     def open(self, prompt_index: int, prompt: Prompt) -> tuple[Group, RecoveredGroup]:
         """Open a group for the next prompt, or reopen one. Returns it and its work from before a resume, if any.
@@ -233,6 +239,7 @@ class GroupBuffer:
             self._room.set()
         if before in OPEN and group.state not in OPEN:
             self.news.set()
+            self._room.set()
         self._on_change(self.untaken.supply())
 
     def _resample(self, group: Group) -> bool:

@@ -15,8 +15,8 @@ The loops run concurrently until `train` is done:
 
 admit   consumes      prompts: first those whose groups a resume reopens, then the next of the data
         produces      ROLLING_OUT groups: their siblings for play, the groups themselves for expire
-        waits for     a judge that is fit; room; a policy that is fit; a place in play's inbox
-        unblocked by  the judge's monitor; a step or a dropped group; the rollout gate; a rollout's end
+        waits for     a judge that is fit; room; the pace of batches; a policy that is fit; a place in play's inbox
+        unblocked by  the judge's monitor; a step or a dropped group; time; the rollout gate; a rollout's end
 play    consumes      siblings of open groups, up to `rollout_concurrency` at once
         produces      rollouts, and with each what can be judged now, for judge
         waits for     the policy's engines

@@ -4,11 +4,13 @@ groups.jsonl says which groups each step trained, in the order in which they wer
 siblings, judgements.jsonl their verdicts.
 """
 
+import io
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from grmpipe.config.io.rejudged_config import REJUDGED
 from grmpipe.observe.journal import decode_line, read_thinning
@@ -20,23 +22,41 @@ T = TypeVar("T")
 Places = dict[str, dict[int, int]]  # group_id -> sibling -> offset of its line in bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedGroups:
-    """Recorded groups with the verdicts of one file of judgements. Lines are read by their offsets: journals exceed the
-    memory.
+class JournalLines:
+    """The lines of a journal, read by their offsets: it may exceed the memory. They are those of the file as it was
+    when it was opened, since a run that goes on may thin its journals.
     """
 
-    rollouts: Path
-    judgements: Path
-    rollout_places: Places
-    verdict_places: Places
+    def __init__(self, path: Path, wanted: Collection[str] | None = None) -> None:
+        """wanted: groups; None: all. A file that isn't there has no lines."""
+        self.path = path
+        self._file = path.open("rb") if path.exists() else io.BytesIO()
+        weakref.finalize(self, self._file.close)
+        self.places = find_places(self._file, path, wanted)
+
+    def read(self, group_id: str, sibling: int, decode: Callable[[Record], T]) -> T:
+        """A line, decoded. ValueError names one that can't be read."""
+        place = self.places[group_id][sibling]
+        self._file.seek(place)
+        record = decode_line(self._file.readline(), f"{self.path}, byte {place}")
+        try:
+            return decode(record)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}, byte {place}: not a line of this journal ({error!r})") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroups:
+    """Recorded groups with the verdicts of one file of judgements."""
+
+    rollouts: JournalLines
+    judgements: JournalLines
 
     def group(self, group_id: str) -> JudgedGroup:
         """A group with its verdicts. ValueError names the line that can't be read."""
-        rollouts = self.rollout_places[group_id]
-        recorded = [read(self.rollouts, rollouts[sibling], decode_recorded) for sibling in sorted(rollouts)]
-        places = self.verdict_places.get(group_id, {})
-        reports = {sibling: read(self.judgements, place, decode_report) for sibling, place in places.items()}
+        siblings, judged = sorted(self.rollouts.places[group_id]), self.judgements.places.get(group_id, {})
+        recorded = [self.rollouts.read(group_id, sibling, decode_recorded) for sibling in siblings]
+        reports = {sibling: self.judgements.read(group_id, sibling, decode_report) for sibling in judged}
         verdicts = {sibling: report.verdict for sibling, report in reports.items()}
         # A GRM in training may judge a group again: verdicts of its older version were void when the group ended.
         newest = max((verdict.grm_version for verdict in verdicts.values() if isinstance(verdict, Verdict)), default=0)
@@ -49,12 +69,12 @@ class RecordedGroups:
 
     def reports(self) -> Iterator[JudgeReport]:
         """The reports of all groups, one in memory at a time. Of two on the same rollout the later."""
-        for places in self.verdict_places.values():
-            yield from (read(self.judgements, place, decode_report) for place in places.values())
+        for group_id, siblings in self.judgements.places.items():
+            yield from (self.judgements.read(group_id, sibling, decode_report) for sibling in siblings)
 
     def are_judged(self, group_id: str) -> bool:
         """Whether all rollouts of a group were judged: they have a verdict, or its failure."""
-        return self.rollout_places[group_id].keys() <= self.verdict_places.get(group_id, {}).keys()
+        return self.rollouts.places[group_id].keys() <= self.judgements.places.get(group_id, {}).keys()
 
     def have_verdicts(self, group_id: str) -> bool:
         """Whether all rollouts of a group have a verdict that didn't fail."""
@@ -70,11 +90,11 @@ class RecordedRun:
 
     @property
     def rollouts(self) -> Path:
-        return self.groups.rollouts
+        return self.groups.rollouts.path
 
     @property
     def group_size(self) -> int:
-        return len(self.groups.rollout_places[self.steps[0][0].group_id])
+        return len(self.groups.rollouts.places[self.steps[0][0].group_id])
 
     @property
     def groups_per_batch(self) -> int:
@@ -108,12 +128,7 @@ def open_recorded(rollouts: Path) -> RecordedRun:
         )
     steps = read_trained_steps(rollouts.with_name("groups.jsonl"))
     trained = {end.group_id for ends in steps for end in ends}
-    groups = RecordedGroups(
-        rollouts=rollouts,
-        judgements=judgements,
-        rollout_places=places_in(rollouts, trained),
-        verdict_places=places_in(judgements, trained),
-    )
+    groups = RecordedGroups(rollouts=JournalLines(rollouts, trained), judgements=JournalLines(judgements, trained))
     run = RecordedRun(groups=groups, steps=steps)
     check_whole(run)
     if judgements.parent != rollouts.parent:
@@ -147,29 +162,28 @@ def journals_at(path: Path) -> tuple[Path, Path]:
     return rollouts, rollouts.with_name(JUDGEMENTS)
 
 
-def places_in(path: Path, wanted: Collection[str] | None = None) -> Places:
-    """The offsets of the wanted lines, by default of all. Of two lines for the same rollout the later counts."""
+def find_places(file: BinaryIO, path: Path, wanted: Collection[str] | None) -> Places:
+    """The offsets of the wanted lines. Of two lines for the same rollout the later counts."""
     places: Places = {}
     begin = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                record = decode_line(line, f"{path}:{number}")
-                group_id, sibling = record.get("group_id"), record.get("sibling")
-                if not isinstance(group_id, str) or not isinstance(sibling, int):
-                    raise ValueError(f"{path}:{number}: has no group_id and sibling; is it the journal of a run?")
-                if wanted is None or group_id in wanted:
-                    places.setdefault(group_id, {})[sibling] = begin
-            begin += len(line)
+    for number, line in enumerate(file, start=1):
+        if line.endswith(b"\n"):
+            record = decode_line(line, f"{path}:{number}")
+            group_id, sibling = record.get("group_id"), record.get("sibling")
+            if not isinstance(group_id, str) or not isinstance(sibling, int):
+                raise ValueError(f"{path}:{number}: has no group_id and sibling; is it the journal of a run?")
+            if wanted is None or group_id in wanted:
+                places.setdefault(group_id, {})[sibling] = begin
+        begin += len(line)
     return places
 
 
 def check_whole(run: RecordedRun) -> None:
     """Raise ValueError if a trained group lacks a sibling."""
-    siblings: Sequence[int] = range(len(run.groups.rollout_places.get(run.steps[0][0].group_id, ())))
+    siblings: Sequence[int] = range(len(run.groups.rollouts.places.get(run.steps[0][0].group_id, ())))
     for number, ends in enumerate(run.steps, start=1):
         for end in ends:
-            held = sorted(run.groups.rollout_places.get(end.group_id, ()))
+            held = sorted(run.groups.rollouts.places.get(end.group_id, ()))
             if not held or held != list(siblings):
                 raise ValueError(
                     f"{run.rollouts} lacks rollouts of group {end.group_id}, which was trained in step {number}: it "
@@ -183,7 +197,7 @@ def check_all_judged(run: RecordedRun) -> None:
     judged = sum(run.groups.are_judged(group_id) for group_id in trained)
     if judged < len(trained):
         raise ValueError(
-            f"{run.groups.judgements} has the verdicts of {judged} of {len(trained)} trained groups; judge all of "
+            f"{run.groups.judgements.path} has the verdicts of {judged} of {len(trained)} trained groups; judge all of "
             "them, without rejudge.sample and rejudge.steps"
         )
 
@@ -193,14 +207,3 @@ def in_time(verdict: Verdict | Failed | None, grm_version: int) -> Verdict | Fai
     if verdict is None or (isinstance(verdict, Verdict) and verdict.grm_version != grm_version):
         return Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline")
     return verdict
-
-
-def read(path: Path, place: int, decode: Callable[[Record], T]) -> T:
-    """One line at an offset, decoded."""
-    with path.open("rb") as file:
-        file.seek(place)
-        record = decode_line(file.readline(), f"{path}, byte {place}")
-    try:
-        return decode(record)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}, byte {place}: not a line of this journal ({error!r})") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from grmpipe.config.rejudge import RejudgeConfig
 from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
-from grmpipe.run_dir.recorded_run import RecordedGroups, places_in, read
+from grmpipe.run_dir.recorded_run import JournalLines, RecordedGroups
 from grmpipe.types import Prompt
 from models.seeds import is_drawn
 
@@ -29,13 +29,11 @@ class StoredGroups:
 
     @property
     def num_rollouts(self) -> int:
-        return sum(len(self.run.rollout_places[group_id]) for group_id in self.steps)
+        return sum(len(self.run.rollouts.places[group_id]) for group_id in self.steps)
 
     def read_new_verdicts(self, run_dir: Path) -> RecordedGroups:
         """The same groups with the new verdicts in a directory."""
-        judgements = run_dir / JUDGEMENTS
-        places = places_in(judgements, self.steps.keys()) if judgements.exists() else {}
-        return replace(self.run, judgements=judgements, verdict_places=places)
+        return replace(self.run, judgements=JournalLines(run_dir / JUDGEMENTS, self.steps.keys()))
 
 
 def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups:
@@ -46,28 +44,23 @@ def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups
     if not rollouts.exists():
         raise ValueError(f"there is no {rollouts}; give the directory of a run that has stored rollouts")
     trained = {} if not groups.exists() else {end.group_id: end.step for end in load_group_ends(groups)}
-    places = places_in(rollouts)
+    lines = JournalLines(rollouts)
     steps = {
         group_id: trained.get(group_id)
-        for group_id in places
+        for group_id in lines.places
         if chosen.wants(trained.get(group_id)) and is_drawn(seed, f"rejudge/{group_id}", chosen.sample)
     }
     if not steps:
         raise ValueError(f"{rollouts} has no group for rejudge.steps={chosen.steps} and rejudge.sample={chosen.sample}")
-    first = {group_id: min(places[group_id].values()) for group_id in steps}
+    first = {group_id: min((at, sibling) for sibling, at in lines.places[group_id].items()) for group_id in steps}
     in_order = sorted(steps, key=lambda group_id: (steps[group_id] is None, steps[group_id] or 0, first[group_id]))
-    lines = ((group_id, read(rollouts, first[group_id], decode_recorded)) for group_id in in_order)
-    found = {group_id: line.prompt for group_id, line in lines if line.thinned != TEXT}
+    firsts = ((group_id, lines.read(group_id, first[group_id][1], decode_recorded)) for group_id in in_order)
+    found = {group_id: line.prompt for group_id, line in firsts if line.thinned != TEXT}
     if not found:
         raise ValueError(f"{rollouts} holds no text of these groups: journals.keep dropped it; choose other steps")
     return StoredGroups(
         steps={group_id: steps[group_id] for group_id in found},
         prompts=tuple({prompt.prompt_id: prompt for prompt in found.values()}.values()),
         num_without_text=len(in_order) - len(found),
-        run=RecordedGroups(
-            rollouts=rollouts,
-            judgements=judgements,
-            rollout_places=places,
-            verdict_places=places_in(judgements) if judgements.exists() else {},
-        ),
+        run=RecordedGroups(rollouts=lines, judgements=JournalLines(judgements)),
     )

@@ -38,6 +38,7 @@ class EngineSpec:
     lora:          adapters that pushes update, if they aren't merged into the weights.
     takes_weights: whether weights are pushed to it; False leaves out what only pushes need.
     return_routed_experts: whether its completions have the experts of their tokens; for mixtures of experts only.
+    speculation:   where drafts of tokens come from that it verifies together: none or ngram.
     """
 
     path: str
@@ -50,6 +51,7 @@ class EngineSpec:
     lora: LoraConfig = field(default_factory=LoraConfig)
     takes_weights: bool = True
     return_routed_experts: bool = False
+    speculation: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from models.lm.flops import FULL, ModelFlops
+from models.model_files import PlainConfig
 from models.settings import CHUNK_LOGITS, KEEP_ALL, Activations, LoraConfig, ModelShape
 
 if TYPE_CHECKING:
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
 # Bytes per logit of a chunk in the backward pass: as computed, as float32, its gradient twice.
 BYTES_PER_CHUNK_LOGIT = {"float32": 16, "bfloat16": 14, "float16": 14}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHAPE_IN_CONFIG = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+}
+# Dense families -> weights of a layer besides those of its matrices and its two norms.
+VECTORS_OF_LAYER: dict[str, Callable[[ModelShape], int]] = {
+    "llama": lambda shape: 0,
+    "mistral": lambda shape: 0,
+    "qwen2": lambda shape: (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,  # biases of q, k and v
+    "qwen3": lambda shape: 2 * shape.head_dim,  # norms of queries and keys
+}
 BYTES_OF_ADAM = 8  # two moments of a trained value, in float32
 
 
@@ -187,7 +204,11 @@ class Heads:
 
 def read_heads(path: str) -> Heads:
     """The heads of the model in a directory."""
-    from transformers import AutoConfig  # late: seconds, which a checked run without GPUs does without
+    config = PlainConfig.read(path)
+    query, key = (config.values.get(f"num_{kind}_heads") if config else None for kind in ("attention", "key_value"))
+    if query and key:
+        return Heads(query=query, key=key)
+    from transformers import AutoConfig  # late: seconds, which the usual families do without
 
     text = AutoConfig.from_pretrained(path).get_text_config()
     return Heads(
@@ -197,6 +218,29 @@ def read_heads(path: str) -> Heads:
 
 def read_footprint(path: str) -> Footprint:
     """The footprint of the model in a directory. Raises OSError if there is no config at `path`."""
+    config = PlainConfig.read(path)
+    plain = read_plain_footprint(config) if config is not None else None
+    return plain or measure_outline(path)
+
+
+def read_plain_footprint(config: PlainConfig) -> Footprint | None:
+    """The footprint of a dense model of a plain family. None if its config leaves a size to transformers."""
+    values = config.values
+    sizes: dict[str, Any] = {field: values.get(name) for field, name in SHAPE_IN_CONFIG.items()}
+    tied, vectors = values.get("tie_word_embeddings"), VECTORS_OF_LAYER.get(values["model_type"])
+    slides = values.get("sliding_window") is not None and set(values.get("layer_types") or "?") != {"full_attention"}
+    biased = values.get("attention_bias") or values.get("mlp_bias")
+    if vectors is None or slides or biased or not isinstance(tied, bool):
+        return None
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return None
+    shape = ModelShape(**sizes, context_tokens=config.context_tokens, tied=tied)
+    found = footprint_of_shape(shape)
+    return replace(found, num_parameters=found.num_parameters + shape.num_layers * vectors(shape))
+
+
+def measure_outline(path: str) -> Footprint:
+    """The footprint of any model, made without its numbers. Takes seconds, mostly of imports."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -47,7 +47,7 @@ def split_rows(tensor: Tensor, dtype: str, at_a_time: int) -> Iterator[Rows]:
     """A tensor in parts of about `at_a_time` entries, so that no rank holds it whole. Each shard of the first dimension
     adds as many entries to a part, at least one: their numbers have gaps.
     """
-    parts = _parts_of_first(tensor)
+    parts = _num_first_shards(tensor)
     each = len(tensor) // parts  # entries of one rank
     step = max(1, at_a_time // parts)
     for first in range(0, each, step):
@@ -58,10 +58,10 @@ def split_rows(tensor: Tensor, dtype: str, at_a_time: int) -> Iterator[Rows]:
 
 def has_even_rows(tensor: Tensor) -> bool:
     """Whether every rank has as many entries of the first dimension, if ranks shard it."""
-    return len(tensor) % _parts_of_first(tensor) == 0
+    return len(tensor) % _num_first_shards(tensor) == 0
 
 
-def _parts_of_first(tensor: Tensor) -> int:
+def _num_first_shards(tensor: Tensor) -> int:
     """The number of shards along the first dimension."""
     if not isinstance(tensor, DTensor):
         return 1

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from scheduler.processes import fork_client
 
+END_S = 5.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # what Ray sets for a worker with at most one core; here libraries read it first
 _command: ContextVar[str | None] = ContextVar("command", default=None)
 
@@ -43,29 +44,43 @@ def fork_workers(modules: Sequence[str]) -> Iterator[None]:
     if sys.platform != "linux" or os.environ.get("OMP_NUM_THREADS", "1") != "1" or _ray_runs():
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="grmpipe-fork-") as folder, _listen(Path(folder) / "line") as listener:
+    with tempfile.TemporaryDirectory(prefix="grmpipe-fork-") as folder:
+        path = Path(folder) / "line"
+        if (listener := _listen(path)) is None:
+            yield
+            return
         ours, theirs = socket.socketpair()
-        files = [listener.fileno(), theirs.fileno()]
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, *map(str, files), *modules],
-            env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=files,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # a library that can't be imported is reported by the worker that needs it
-            start_new_session=True,  # a Ctrl-C is the driver's
-        )
-        listener.close()
-        theirs.close()
-        command = [sys.executable, "-I", "-S", fork_client.__file__, str(Path(folder) / "line")]
-        reset = _command.set(shlex.join(command))
+        with listener, theirs:
+            server = _start(modules, [listener.fileno(), theirs.fileno()])
+        reset = _command.set(shlex.join([sys.executable, "-I", "-S", fork_client.__file__, str(path)]))
         try:
             yield
         finally:
             _command.reset(reset)
             ours.close()
-            server.terminate()  # only while it imports
-            server.wait()
+            _end(server)
+
+
+def _start(modules: Sequence[str], files: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, *map(str, files), *modules],
+        env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        pass_fds=files,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # a library that can't be imported is reported by the worker that needs it
+        start_new_session=True,  # a Ctrl-C is the driver's
+    )
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """Wait for a server whose control socket is closed. One that imports ends at once."""
+    server.terminate()
+    try:
+        server.wait(END_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def worker_command() -> str | None:
@@ -79,9 +94,14 @@ def _ray_runs() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _listen(path: Path) -> socket.socket:
+def _listen(path: Path) -> socket.socket | None:
+    """None where the temporary folder's path is too long for a socket."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        return None
     listener.listen(socket.SOMAXCONN)
     return listener
 
@@ -157,6 +177,7 @@ def become_worker(files: Sequence[int], arguments: list[str], environment: dict[
 def main(listener: str, control: str, *modules: str) -> None:
     for module in modules:
         importlib.import_module(module)
+    os.close(os.pidfd_open(os.getpid()))  # a kernel without it forks nothing
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page that it looks at
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on the control socket's end is what ends it

@@ -43,6 +43,8 @@ class Continuation:
             versions=join_spans(last.model, _stretches(parts), last.version),
             experts_TLK=_joined_experts(parts),
             cached_tokens=parts[0].cached_tokens,
+            drafted_tokens=sum(part.drafted_tokens for part in parts),
+            accepted_tokens=sum(part.accepted_tokens for part in parts),
         )
 
 

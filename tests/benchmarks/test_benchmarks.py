@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +30,9 @@ from scheduler.events import NoEvents  # noqa: E402
 from scheduler.weights.weight_sync import SyncReport  # noqa: E402
 
 PROCESS = quickstart.Process(
-    checked_s=4.0, ready_s=10.0, ended_s=100.0, busy_share=0.02, commit_date="2026-01-01 00:00"
-)
+    checked_s=4.0, ready_s=10.0, ended_s=100.0, busy_share=0.02, commit_date="2026-01-01 00:00",
+    ready_cpu_s=dict.fromkeys(quickstart.PROCESSES.values(), 2.0),
+)  # fmt: skip
 FLOW = FlowConfig(
     num_steps=2, groups_per_batch=3, group_size=2, min_valid_siblings=2, max_staleness=0, group_deadline_s=9.0,
     rollout_concurrency=99, judge_concurrency=99, seed=0,
@@ -138,6 +142,21 @@ def test_shares_leave_out_the_time_of_evaluations(tmp_path: Path) -> None:
     assert rows["of it: processes started, models loaded, s"] == "6.0"
 
 
+def test_cpu_seconds_are_told_by_process_of_the_whole_family() -> None:
+    idle = "import sys, time; print(sys.argv[1], flush=True); time.sleep(60)"
+    busy = "import subprocess, sys, time\nwhile time.process_time() < 0.5: pass\n"
+    child = f"subprocess.run([sys.executable, '-c', {idle!r}, 'ray::EngineHost'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", busy + child, "launch.py"], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = quickstart.cpu_by_process(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert found["driver"] >= 0.4 > found["engines"] >= 0
+    assert found["learner"] == found["Ray itself"] == 0
+
+
 def test_a_finished_run_is_used_again_and_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "seed1")
     (tmp_path / "seed1.process.json").write_text(json.dumps(dataclasses.asdict(PROCESS)))
@@ -206,10 +225,11 @@ def test_report_lists_each_stage_of_the_baseline() -> None:
 def test_the_report_holds_every_table_and_names_no_path(tmp_path: Path) -> None:
     run = quickstart.read_run(write_run(tmp_path / "seed0"), PROCESS)
     rounds = [{way: steps(1.0) for way in in_sequence.WAYS}]
-    text = "\n".join(quickstart.report([run], rounds, 0.5))
+    text = "\n".join(quickstart.report([run], rounds, 0.5, ["| task=plan | 3.00 |"]))
     for label, _, _ in (*quickstart.LEARNING, *quickstart.WALL, *quickstart.STAGES):
         assert f"| {label} |" in text
     assert "../docs/learning_curve.png" in text
+    assert "| task=plan | 3.00 |" in text
     assert str(tmp_path) not in text
 
 
@@ -231,8 +251,8 @@ def test_the_interval_leaves_out_as_many_extremes_as_95_percent_admit() -> None:
 def test_a_commit_is_compared_pair_by_pair() -> None:
     def measured(step_s: float) -> against_commit.Measured:
         return against_commit.Measured(
-            command_s=60.0, step_mean_s=step_s, step_median_s=step_s, step_cpu_s=1.0, greedy=0.8, sampled=0.8,
-            busy_share=0.02,
+            command_s=60.0, ready_s=8.0, ready_cpu_s=16.0, step_mean_s=step_s, step_median_s=step_s,
+            step_spread=0.3, step_cpu_s=dict.fromkeys(against_commit.ROLES, 1.0), greedy=0.8, sampled=0.8, busy_share=0.02,
         )  # fmt: skip
 
     lines = against_commit.report(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from viewed_run import thin_run
 
 from grmpipe.cli import compose
 from grmpipe.config.run_config import ConfigError
@@ -78,7 +79,7 @@ def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Cal
 def test_a_killed_rejudging_continues_and_another_question_needs_another_name(
     recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = rejudge("whole", "judge=rule")
+    whole = rejudge("unthinned", "judge=rule")
     killed = rejudge("killed", "judge=rule")
     lines = (killed.run_dir / "judgements.jsonl").read_text().splitlines(keepends=True)
     (killed.run_dir / "judgements.jsonl").write_text("".join(lines[:6]) + lines[6][:40])  # one group, half of another
@@ -112,6 +113,18 @@ def test_a_sample_is_the_same_by_seed_and_steps_choose_trained_groups(
     half = groups(rejudge("half", "judge=rule", "rejudge.sample=0.5"))
     every = {line["group_id"] for line in recorded.lines("rollouts")}
     assert half < every and half == groups(rejudge("half_again", "judge=rule", "rejudge.sample=0.5"))
+
+
+@pytest.mark.long  # tests/grmpipe/run_dir/test_thinning.py has what it reads
+def test_a_thinned_run_is_judged_again_with_the_same_figures(
+    recorded: Any, rejudge: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = rejudge("unthinned", "judge=rule")
+    run_dir = shutil.copytree(recorded.run_dir, tmp_path / "thinned")
+    thin_run(run_dir, None)
+    run_task(compose(None, ["task=rejudge", f"run_dir={run_dir}", "judge=rule"]))
+    summary = json.loads((run_dir / "rejudged" / "again" / "summary.json").read_text())
+    assert summary["eval"]["final"] == whole.summary["eval"]["final"] and "sign_changes" in summary["eval"]["final"]
 
 
 class GoingOn:

@@ -58,7 +58,7 @@ def test_a_name_that_the_hub_refuses_is_wrong_everywhere(monkeypatch: pytest.Mon
         response = httpx.Response(404, request=httpx.Request("GET", "https://hub/api"))
         raise RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=response)
 
-    monkeypatch.setattr("models.hub.snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(ValueError, match=r"^path: no directory 'Some/Typo', and the hub refuses it \(404") as told:
         find_files("Some/Typo", weights=False)
     assert not isinstance(told.value, NotHere)
@@ -66,7 +66,7 @@ def test_a_name_that_the_hub_refuses_is_wrong_everywhere(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("path", ["./nope", "/nope", "nope", "a/b/c"])
 def test_a_path_that_can_be_no_hub_name_is_never_looked_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("models.hub.snapshot_download")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     with pytest.raises(ValueError, match=f"^path: no directory '{path}'; give") as told:
         find_files(path, weights=False)
     assert not isinstance(told.value, NotHere)

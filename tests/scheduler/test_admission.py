@@ -4,11 +4,12 @@ events.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 
-from scheduler.admission import Admission, Ledger
+from scheduler.admission import Admission, AdmissionPace, Ledger
 
 
 def test_capacity_follows_the_published_formula() -> None:
@@ -60,3 +61,50 @@ def test_a_lost_group_is_noticed() -> None:
     Ledger(submitted=6, trained=4, dropped=Counter(stale=1), in_flight=1)
     with pytest.raises(AssertionError, match="submitted 6"):
         Ledger(submitted=6, trained=4, dropped=Counter(stale=1), in_flight=0)
+
+
+def pace_after(steps_s: list[float], max_staleness: int = 1) -> AdmissionPace:
+    """The pace of batches of 4 groups at the end of these steps, the last of which ends at 100 s."""
+    pace = AdmissionPace(groups_per_batch=4, max_staleness=max_staleness)
+    for number, step_s in enumerate(steps_s, 1):
+        pace.step_ended(100.0 - sum(steps_s[number:]), step_s)
+    return pace
+
+
+def test_a_batch_that_follows_too_closely_in_each_cycle_is_held_for_the_rest_of_a_mean_step() -> None:
+    assert pace_after([3.0, 1.0] * 3).wait_s(100.0, capacity=4, num_open=4) == pytest.approx(0.95 * 2.0 - 1.0)
+    assert pace_after([4.0, 1.0, 1.0] * 3, 2).wait_s(100.0, capacity=4, num_open=8) == pytest.approx(0.95 * 2.0 - 1.0)
+    assert pace_after([3.0, 1.0] * 3).wait_s(101.0, capacity=4, num_open=4) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "max_staleness"),
+    [
+        ([3.0, 1.0] * 2, 1),  # too few to know
+        ([1.0, 3.0] * 3, 1),  # the close one is the other one
+        ([3.0, 1.0, 1.0, 3.0, 3.0, 1.0], 1),  # random lengths
+        ([2.0] * 6, 1),
+        ([3.0, 1.0] * 3, 0),
+        ([60.0, 0.8, *[0.8] * 4], 1),  # one that waited for an engine's replacement says nothing about the others
+    ],
+)
+def test_no_batch_is_held_for_one_close_follower_or_a_single_long_step(
+    steps_s: list[float], max_staleness: int
+) -> None:
+    assert pace_after(steps_s, max_staleness).wait_s(100.0, capacity=4, num_open=4) == 0.0
+
+
+def test_batches_that_became_ready_while_the_learner_was_away_are_followed_one_headway_apart() -> None:
+    pace = pace_after([2.0] * 6)
+    waits_s = []
+    for now_s in (130.25, 130.5, 134.5, 136.5, 137.5):  # an evaluation of 30 s; two batches are ready at its end
+        pace.step_ended(now_s, {130.25: 0.25, 130.5: 0.25, 134.5: 4.0, 136.5: 2.0, 137.5: 1.0}[now_s])
+        waits_s.append(pace.wait_s(now_s, capacity=4, num_open=4))
+    assert waits_s == [0.0, pytest.approx(0.95 * 2.0 - 0.25), 0.0, 0.0, 0.0]
+
+
+def test_a_held_batch_opens_as_groups_of_the_batch_before_end_and_replacements_open_at_once() -> None:
+    pace = pace_after([3.0, 1.0] * 3)
+    assert pace.wait_s(100.0, capacity=4, num_open=3) == 0.0
+    assert pace.wait_s(100.0, capacity=5, num_open=4) == 0.0
+    assert pace.wait_s(200.0, capacity=0, num_open=3) == math.inf

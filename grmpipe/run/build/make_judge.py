@@ -22,7 +22,7 @@ from grmpipe.validate.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeParts:
+class JudgeResources:
     """What judges are made of.
 
     grms: role -> the model that generative judges ask. meta_rm: for their votes.
@@ -35,44 +35,44 @@ class JudgeParts:
     scalars: Mapping[str, ScalarModel] = field(default_factory=dict)
 
 
-def make_judge(parts: JudgeParts) -> Judge:
+def make_judge(resources: JudgeResources) -> Judge:
     """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
-    config = parts.prepared.config
-    return compose(config, config.rewards, make_judges(parts, config.judging.judges))
+    config = resources.prepared.config
+    return compose(config, config.rewards, make_judges(resources, config.judging.judges))
 
 
-def make_watchers(parts: JudgeParts) -> dict[str, Judge]:
+def make_watchers(resources: JudgeResources) -> dict[str, Judge]:
     """The judges and compositions that only watch, by name."""
-    config, found = parts.prepared.config, dict[str, Judge]()
+    config, found = resources.prepared.config, dict[str, Judge]()
     for name in config.watchers:
-        judges = make_judges(parts, {one: config.judges[one] for one in config.rewards.list_judges(name)})
+        judges = make_judges(resources, {one: config.judges[one] for one in config.rewards.list_judges(name)})
         found[name] = (
             compose(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
         )
     return found
 
 
-def make_judges(parts: JudgeParts, judges: Mapping[str, JudgeConfig]) -> dict[str, Judge]:
-    return {name: JUDGES[judge.kind](parts, judge) for name, judge in judges.items()}
+def make_judges(resources: JudgeResources, judges: Mapping[str, JudgeConfig]) -> dict[str, Judge]:
+    return {name: JUDGES[judge.kind](resources, judge) for name, judge in judges.items()}
 
 
 def compose(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge]) -> Judge:
     return compose_judge(rewards, judges, config.judges, config.seed, min_group_std=config.algorithm.min_group_std)
 
 
-def generative_judge(parts: JudgeParts, judge: JudgeConfig) -> Judge:
-    prepared = parts.prepared
+def generative_judge(resources: JudgeResources, judge: JudgeConfig) -> Judge:
+    prepared = resources.prepared
     return GenerativeJudge(
-        parts.grms[judge.model], judge, prepared.config.seed, parts.meta_rm, prepared.policy.renderer.decode
+        resources.grms[judge.model], judge, prepared.config.seed, resources.meta_rm, prepared.policy.renderer.decode
     )
 
 
-JUDGES: dict[str, Callable[[JudgeParts, JudgeConfig], Judge]] = {
+JUDGES: dict[str, Callable[[JudgeResources, JudgeConfig], Judge]] = {
     "generative": generative_judge,
-    "scalar": lambda parts, judge: PointwiseAdapter(ScalarJudge(parts.scalars[judge.model], judge)),
-    "rule": lambda parts, judge: PointwiseAdapter(RuleJudge(judge.rule, judge.scale, judge.key)),
-    "function": lambda parts, judge: FunctionJudge(judge),
-    "env": lambda parts, judge: PointwiseAdapter(EnvRewardJudge(judge.env_reward)),
-    "label": lambda parts, judge: PointwiseAdapter(LabelReward(find_rule(judge))),
-    "custom": lambda parts, judge: load_custom_judge(judge),
+    "scalar": lambda resources, judge: PointwiseAdapter(ScalarJudge(resources.scalars[judge.model], judge)),
+    "rule": lambda resources, judge: PointwiseAdapter(RuleJudge(judge.rule, judge.scale, judge.key)),
+    "function": lambda resources, judge: FunctionJudge(judge),
+    "env": lambda resources, judge: PointwiseAdapter(EnvRewardJudge(judge.env_reward)),
+    "label": lambda resources, judge: PointwiseAdapter(LabelReward(find_rule(judge))),
+    "custom": lambda resources, judge: load_custom_judge(judge),
 }

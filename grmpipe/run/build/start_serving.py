@@ -12,7 +12,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.observe.progress import Describe, time_text
 from grmpipe.run.build.engines import ServingEngines, start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
-from grmpipe.run.build.make_judge import JudgeParts, make_judge, make_watchers
+from grmpipe.run.build.make_judge import JudgeResources, make_judge, make_watchers
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
@@ -50,14 +50,14 @@ class Serving:
 
     def judge_for(self, prepared: Prepared) -> Judge:
         """The judge under a run's configuration."""
-        return make_judge(self._parts_for(prepared))
+        return make_judge(self._resources_for(prepared))
 
     def watchers_for(self, prepared: Prepared) -> dict[str, Judge]:
         """The judges that only watch, by name."""
-        return make_watchers(self._parts_for(prepared))
+        return make_watchers(self._resources_for(prepared))
 
-    def _parts_for(self, prepared: Prepared) -> JudgeParts:
-        return JudgeParts(prepared=prepared, grms=self.grms, meta_rm=self.meta_rm, scalars=self.scalars.by_role)
+    def _resources_for(self, prepared: Prepared) -> JudgeResources:
+        return JudgeResources(prepared=prepared, grms=self.grms, meta_rm=self.meta_rm, scalars=self.scalars.by_role)
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the task's own work."""

@@ -1,9 +1,11 @@
 """Reports what is installed, what is missing, and what to type."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 from pathlib import Path
+from types import ModuleType
 
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
@@ -62,10 +64,14 @@ def tracker_line(tracker: TrackerConfig) -> str:
 
 def gpus() -> str:
     try:
-        import torch
+        build = torch_build()
     except ImportError:
         return "unknown without torch"
-    count = torch.cuda.device_count()
+    count = 0
+    if not (build.cuda is None and build.hip is None):  # a torch for CPUs sees no GPU: its import would take seconds
+        import torch
+
+        count = torch.cuda.device_count()
     if not count:
         return "0; placements with resource=gpu are refused"
     name, memory_gb = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 1e9
@@ -79,10 +85,22 @@ def gpus() -> str:
 def cuda() -> str:
     """The CUDA version that torch was built for, and that of the driver."""
     try:
-        import torch
+        build = torch_build()
     except ImportError:
         return "unknown without torch"
-    return cuda_mismatch(torch.__version__, torch.version.cuda, driver_version())
+    return cuda_mismatch(build.__version__, build.cuda, driver_version())
+
+
+def torch_build() -> ModuleType:
+    """torch.version, without the rest of torch. Raises ImportError."""
+    package = importlib.util.find_spec("torch")
+    file = Path(package.origin).with_name("version.py") if package is not None and package.origin else None
+    spec = importlib.util.spec_from_file_location("torch_version", file) if file is not None else None
+    if spec is None or spec.loader is None:
+        raise ImportError("torch is not installed")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    return build
 
 
 def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None) -> str:

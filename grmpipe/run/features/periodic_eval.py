@@ -146,25 +146,12 @@ class PeriodicEval(RunFeature):
         ]
         self.seen = [(one.prompt, one.rollout) for one in firsts]
         log.info("held-out at step %d: %s", step, evaluated.metrics)
-        on_anchors = self._on_anchors(evaluated.rollouts)
+        on_anchors = select_answers(evaluated.rollouts, self._evaluator.prompts[: self._anchors])
         if self._evaluator.compares and not self._evaluator.start:
-            on_anchors = self._keep_start(on_anchors)
+            on_anchors = keep_start(on_anchors, self._evaluator, self._start)
         if (found := read_anchor(step, on_anchors)) is not None:
             self._sound_alarm(found)
         return evaluated.metrics
-
-    def _on_anchors(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
-        """The answers to the anchors, which every evaluation asks for."""
-        anchors = {prompt.prompt_id for prompt in self._evaluator.prompts[: self._anchors]}
-        return [one for one in judged if one.prompt.prompt_id in anchors]
-
-    def _keep_start(self, judged: Sequence[JudgedRollout]) -> list[JudgedRollout]:
-        """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
-        alike = dict.fromkeys((REWARD, *get_members(self._evaluator.judge)), 0.5)
-        self._evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
-        records = ({"prompt_id": one.prompt.prompt_id, **encode_rollout(one.rollout)} for one in judged)
-        replace_journal(self._start, records)
-        return [replace(one, rewards=alike) for one in judged]
 
     def _sound_alarm(self, found: AnchorReading) -> None:
         self.readings.append(found)
@@ -172,6 +159,20 @@ class PeriodicEval(RunFeature):
         if alarm is not None and not self.ringing:
             self.new_alarms = [*self.new_alarms, alarm]
         self.ringing = alarm is not None
+
+
+def select_answers(judged: Sequence[JudgedRollout], anchors: Sequence[Prompt]) -> list[JudgedRollout]:
+    """The answers to the anchors, which every evaluation asks for."""
+    wanted = {prompt.prompt_id for prompt in anchors}
+    return [one for one in judged if one.prompt.prompt_id in wanted]
+
+
+def keep_start(judged: Sequence[JudgedRollout], evaluator: Evaluator, path: Path) -> list[JudgedRollout]:
+    """Keep the answers of the first evaluation. Returns them with the rewards that they have beside themselves."""
+    alike = dict.fromkeys((REWARD, *get_members(evaluator.judge)), 0.5)
+    evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
+    replace_journal(path, ({"prompt_id": one.prompt.prompt_id, **encode_rollout(one.rollout)} for one in judged))
+    return [replace(one, rewards=alike) for one in judged]
 
 
 def prefix_names(metrics: Metrics) -> Metrics:

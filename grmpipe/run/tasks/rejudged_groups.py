@@ -21,7 +21,7 @@ Advantages = Mapping[RolloutKey, float]  # mean over the trained tokens
 
 def read_compared(stored: StoredGroups, again: RecordedGroups, config: RunConfig) -> Iterator[ComparedGroup]:
     """The groups that were judged again, step by step: a batch is in memory at a time."""
-    judged = [group_id for group_id in stored.steps if group_id in again.verdict_places]
+    judged = [group_id for group_id in stored.steps if group_id in again.judgements.places]
     for step, group_ids in itertools.groupby(judged, key=stored.steps.__getitem__):
         if step is not None:
             yield from compare_batch(step, stored.run, again, list(group_ids), config)

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from models.seeds import derive_seed
 
 
-def shuffle_into_parts(group_ids: Iterable[str], parts: int, seed: int, version: int) -> list[set[str]]:
-    """Nearly equal parts, none empty, shuffled with `seed` for the batch after `version`.
+def shuffle_into_updates(group_ids: Iterable[str], num_updates: int, seed: int, version: int) -> list[set[str]]:
+    """Nearly equal sets, none empty, shuffled with `seed` for the batch after `version`.
 
     The order of the ids doesn't matter: groups arrive by length, and the longest would always come last, when the
     weights have moved most.
     """
     ids = sorted(set(group_ids))
     random.Random(derive_seed(seed, f"updates after version {version}")).shuffle(ids)
-    parts = min(parts, len(ids))
-    return [set(ids[part::parts]) for part in range(parts)]
+    num_updates = min(num_updates, len(ids))
+    return [set(ids[update::num_updates]) for update in range(num_updates)]

@@ -14,7 +14,7 @@ from grmpipe.config.critic import CriticConfig, critic_train
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import Kl
 from grmpipe.train.batching.samples import compute_rewards, select_judged
-from grmpipe.train.batching.splitting import shuffle_into_parts
+from grmpipe.train.batching.splitting import shuffle_into_updates
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import ValuePacker, ValueRound, ValueSample, value_samples
 from grmpipe.train.critic.values import ValueCache
@@ -116,7 +116,7 @@ class Critic:
         """Train in several updates, split by groups at random. Returns the metrics of the last update."""
         metrics: Metrics = {}
         ids = {sample.group_id for sample in self._samples}
-        for chosen in shuffle_into_parts(ids, self._updates, self._seed, self.version):
+        for chosen in shuffle_into_updates(ids, self._updates, self._seed, self.version):
             packer = ValuePacker(self._max_tokens, self.ranks.dp_size)
             samples = [sample for sample in self._samples if sample.group_id in chosen]
             for round_ in packer.add(samples) + packer.flush():

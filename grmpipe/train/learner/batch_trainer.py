@@ -17,7 +17,7 @@ from grmpipe.train.batching.samples import (
     to_samples,
     without_finite_advantages,
 )
-from grmpipe.train.batching.splitting import shuffle_into_parts
+from grmpipe.train.batching.splitting import shuffle_into_updates
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
@@ -183,7 +183,7 @@ class BatchTrainer:
         ids = [group.group_id for group in groups]
         parts = [
             [sample for sample in samples if sample.group_id in some]
-            for some in shuffle_into_parts(ids, self._updates, self._seed, self._version)
+            for some in shuffle_into_updates(ids, self._updates, self._seed, self._version)
         ]
         packed = [self._pack(part) for part in parts]
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from models.engines.embedded.decoder import Decoder
 from models.engines.embedded.grammar import Grammar, Matcher
 from models.engines.embedded.kv_slots import KvSlots
+from models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
 from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
 from models.engines.embedded.prompt_packing import bin_by_length
 from models.engines.embedded.sampling import draw, uniforms
@@ -58,6 +59,7 @@ class Row:
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None  # of the pattern that constrains it
+    draft: RowDraft | None = None
     experts_TLK: np.ndarray | None = None  # of all fed tokens, once it has left; None if not recorded
 
     @property
@@ -88,8 +90,12 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Columns:
-    """The running rows as tensors, rebuilt when the rows change. `top_p_B` is None if no row uses it."""
+    """The running rows as tensors, rebuilt when the rows change. `top_p_B` is None if no row uses it.
 
+    num_attended: positions up to the furthest pending token.
+    """
+
+    num_attended: int
     pending_B: Tensor
     positions_B: Tensor
     seeds_B: Tensor
@@ -99,12 +105,36 @@ class Columns:
     @staticmethod
     def of(rows: Sequence[Row], device: torch.device) -> Columns:
         top_p = [row.params.top_p for row in rows]
+        positions = [row.position for row in rows]
         return Columns(
+            num_attended=1 + max(positions),
             pending_B=torch.tensor([row.pending_id for row in rows], device=device),
-            positions_B=torch.tensor([row.position for row in rows], device=device),
+            positions_B=torch.tensor(positions, device=device),
             seeds_B=torch.tensor([row.params.seed for row in rows], device=device),
             temperature_B=torch.tensor([row.params.temperature for row in rows], device=device),
             top_p_B=torch.tensor(top_p, device=device) if min(top_p) < 1 else None,
+        )
+
+    def append_drafts(self, drafts: Sequence[Sequence[int]], width: int) -> Columns:
+        """Rows of `width` tokens, flattened: the pending token, its draft, and the last of them again as padding."""
+        device = self.pending_B.device
+        ends_B1 = torch.tensor([[len(draft)] for draft in drafts], device=device)
+        index_BQ = torch.arange(width, device=device).minimum(ends_B1)
+        drafted = torch.tensor([[*draft, *[0] * (width - 1 - len(draft))] for draft in drafts], device=device)
+        fed_BQ = torch.cat([self.pending_B[:, None], drafted], 1).gather(1, index_BQ)
+        return Columns(
+            num_attended=self.num_attended + width - 1,
+            pending_B=fed_BQ.flatten(),
+            positions_B=(self.positions_B[:, None] + index_BQ).flatten(),
+            seeds_B=self.seeds_B.repeat_interleave(width),
+            temperature_B=self.temperature_B.repeat_interleave(width),
+            top_p_B=None if self.top_p_B is None else self.top_p_B.repeat_interleave(width),
+        )
+
+    def advance(self, token_ids_B: Tensor) -> Columns:
+        """After one more token of each row."""
+        return replace(
+            self, num_attended=self.num_attended + 1, pending_B=token_ids_B, positions_B=self.positions_B + 1
         )
 
 
@@ -129,14 +159,16 @@ class RunningBatch:
         max_rows: int,
         prefill_tokens: int,
         grammar: Grammar | None = None,
+        ngrams: NgramTable | None = None,
     ) -> None:
+        """ngrams: for drafts, which make no difference to the tokens; None: there are none."""
         self.version = 0
         self.num_sampled_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_cached_tokens = 0  # of prompts: those that weren't prefilled, because a slot had them
         self._decoder, self._slots, self._endings = decoder, slots, endings
         self._model_name, self._seed = model_name, seed
-        self._grammar = grammar
+        self._grammar, self._ngrams = grammar, ngrams
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._arrivals = itertools.count()
         self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
@@ -184,17 +216,12 @@ class RunningBatch:
     def step(self) -> Changes:
         """Let rows join, sample a token for every row, remove finished rows."""
         self._join()
-        token_ids, logprobs = self._sample()
-        self.num_sampled_tokens += len(token_ids)
+        drafts = self._draft()
         begun, finished = [], []
-        for row, token_id, logprob in zip(self._running, token_ids, logprobs, strict=True):
-            row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
-            if row.matcher is not None:
-                row.matcher.consume_token(token_id)
-            if len(row.token_ids) == 1:
+        for row, draft, sampled in zip(self._running, drafts, self._sample(drafts), strict=True):
+            if not row.token_ids:
                 begun.append(row)
-            row.finish_reason = self._endings.finish_reason(row.token_ids, row.params)
+            self._extend(row, draft, sampled)
             if row.finish_reason is not None:
                 finished.append(row)
         if finished:
@@ -234,21 +261,38 @@ class RunningBatch:
             versions=join_spans(self._model_name, stretches, latest),
             experts_TLK=row.experts_TLK,
             cached_tokens=row.num_cached,
+            drafted_tokens=row.draft.num_drafted if row.draft else 0,
+            accepted_tokens=row.draft.num_accepted if row.draft else 0,
         )
 
-    def _sample(self) -> tuple[list[int], list[float]]:
-        rows = self._running
+    def _draft(self) -> list[list[int]]:
+        """What each row may sample next, where a pass over a few more tokens costs little more."""
+        longest = MAX_FED_TOKENS // len(self._running) - 1
+        if self._ngrams is None or longest < 1:
+            return [[]] * len(self._running)
+        return [
+            row.draft.propose(min(longest, row.params.max_new_tokens - len(row.token_ids) - 1)) if row.draft else []
+            for row in self._running
+        ]
+
+    def _sample(self, drafts: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
+        """Of each row the next token, with its log-prob, and what would follow it if the draft came true. Every
+        position has its own random number, the same without a draft.
+        """
         if self._columns is None:
-            self._columns = Columns.of(rows, self._slots.shape.device)
-        columns = self._columns
-        num_attended = 1 + max(row.position for row in rows)
-        logits_BV = self._decoder.decode(columns.pending_B, columns.positions_B, num_attended)
-        self._hold_to_patterns(logits_BV)
-        uniforms_B = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
-        token_ids_B, logprobs_B = draw(logits_BV, columns.temperature_B, columns.top_p_B, uniforms_B)
-        columns.pending_B = token_ids_B
-        columns.positions_B = columns.positions_B + 1
-        return token_ids_B.tolist(), logprobs_B.tolist()
+            self._columns = Columns.of(self._running, self._slots.shape.device)
+        columns, width = self._columns, 1 + max(map(len, drafts))
+        if width > 1:
+            columns = columns.append_drafts(drafts, width)
+        by_row = (len(drafts), width)
+        fed_BQ, positions_BQ = columns.pending_B.view(by_row), columns.positions_B.view(by_row)
+        logits_BQV = self._decoder.verify(fed_BQ, positions_BQ, columns.num_attended)
+        self._hold_to_patterns(logits_BQV[:, 0])
+        uniforms_P = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
+        token_ids_P, logprobs_P = draw(logits_BQV.flatten(0, 1), columns.temperature_B, columns.top_p_B, uniforms_P)
+        self._columns = columns.advance(token_ids_P) if width == 1 else None
+        sampled = list(zip(token_ids_P.tolist(), logprobs_P.tolist(), strict=True))
+        return [sampled[start : start + width] for start in range(0, len(sampled), width)]
 
     def _hold_to_patterns(self, logits_BV: Tensor) -> None:
         """Tokens that would leave a row's pattern get -inf, in place: log-probs are those of what is left."""
@@ -258,6 +302,22 @@ class RunningBatch:
             forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
             forbidden_BV[[*matchers]] = ~self._grammar.mask_next_tokens([*matchers.values()]).to(logits_BV.device)
             logits_BV.masked_fill_(forbidden_BV, -torch.inf)
+
+    def _extend(self, row: Row, draft: Sequence[int], sampled: Sequence[tuple[int, float]]) -> None:
+        """Append the first sampled token, and each further one while those before it are the draft's, up to an end."""
+        num_new = 0
+        for token_id, logprob in sampled:
+            row.token_ids.append(token_id)
+            row.logprobs.append(logprob)
+            num_new += 1
+            if row.matcher is not None:
+                row.matcher.consume_token(token_id)
+            row.finish_reason = self._endings.finish_reason(row.token_ids, row.params)
+            if row.finish_reason is not None or num_new > len(draft) or token_id != draft[num_new - 1]:
+                break
+        self.num_sampled_tokens += num_new
+        if row.draft is not None:
+            row.draft.settle(len(draft), row.token_ids[-num_new:])
 
     def _join(self) -> None:
         """New rows in their order, while there are rows and budget. The first is never over budget."""
@@ -282,6 +342,8 @@ class RunningBatch:
             row.prompt_epoch = self._weights_epoch
             row.version_starts.append((self.version, 0))
             row.siblings.running.append(row)
+            if self._ngrams is not None and row.matcher is None:
+                row.draft = self._ngrams.follow(row.siblings.prompt_ids)
             joining.append(self._waiting.pop(0))
         if joining:
             longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)

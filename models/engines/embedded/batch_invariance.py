@@ -54,6 +54,10 @@ class BatchInvariantDecoder:
         idle = (0, rows - num_rows)
         return self._decoder.decode(F.pad(token_ids_B, idle), F.pad(positions_B, idle), tokens)[:num_rows]
 
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+        columns = zip(token_ids_BQ.unbind(1), positions_BQ.unbind(1), strict=True)
+        return torch.stack([self.decode(*column, num_attended) for column in columns], 1)
+
     def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
         """Padding repeats the last token."""
         count, tokens = whole_blocks(len(token_ids_P), ROW_BLOCK), whole_blocks(num_attended, TOKEN_BLOCK)

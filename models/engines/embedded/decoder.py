@@ -1,4 +1,4 @@
-"""The decoder of a running batch: prefills prompts, decodes one token per row.
+"""The decoder of a running batch: prefills prompts, decodes one token per row, or verifies several.
 
 B: rows that decode, N: prompts, T: positions, Q: query positions, G: KV heads, D: head, V: vocabulary.
 """
@@ -40,6 +40,12 @@ class Decoder(Protocol):
         """
         ...
 
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+        """Feed each row several tokens, which see each other by position. Returns logits_BQV of what follows each. A
+        row with fewer tokens repeats its last one, position included.
+        """
+        ...
+
     def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
         """Compute keys and values of one row's tokens, each as `decode` does it. They see each other by position."""
         ...
@@ -77,10 +83,13 @@ class ModuleDecoder:
         self._call(token_ids_NQ, positions_NQ, places_NQ, rows_N, seen_N1QT)
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        num_rows, device = len(token_ids_B), token_ids_B.device
-        places_B = torch.arange(num_rows, device=device) * self._slots.tokens_per_row + positions_B
-        seen_B11T = (torch.arange(num_attended, device=device) <= positions_B[:, None])[:, None, None]
-        return self._call(token_ids_B[:, None], positions_B[:, None], places_B, slice(num_rows), seen_B11T)[:, 0]
+        return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended)[:, 0]
+
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+        num_rows, device = len(token_ids_BQ), token_ids_BQ.device
+        places_BQ = torch.arange(num_rows, device=device)[:, None] * self._slots.tokens_per_row + positions_BQ
+        seen_B1QT = (torch.arange(num_attended, device=device) <= positions_BQ[..., None])[:, None]
+        return self._call(token_ids_BQ, positions_BQ, places_BQ, slice(num_rows), seen_B1QT, logits_to_keep=0)
 
     def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
         device = token_ids_P.device
@@ -90,27 +99,34 @@ class ModuleDecoder:
         self._call(token_ids_P[:, None], positions_P[:, None], places_P, rows_P, seen_P11T)
 
     def _call(
-        self, token_ids_NQ: Tensor, positions_NQ: Tensor, places: Tensor, rows: slice | Tensor, seen_NHQT: Tensor
+        self,
+        token_ids_NQ: Tensor,
+        positions_NQ: Tensor,
+        places: Tensor,
+        rows: slice | Tensor,
+        seen_NHQT: Tensor,
+        logits_to_keep: int = 1,
     ) -> Tensor:
+        """logits_to_keep: of each row's last tokens; 0: of all."""
         num_rows, num_queries = token_ids_NQ.shape
         seen_NHQT = seen_NHQT.expand(num_rows, 1, num_queries, -1)
         for layer in self._layers:
             layer.aim(places.flatten(), rows, seen_NHQT.shape[-1])
         if self._routers is None:
-            return self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
+            return self._logits(token_ids_NQ, positions_NQ, seen_NHQT, logits_to_keep)
         with self._routers.record_routing() as recording:
-            logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
+            logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT, logits_to_keep)
         self._slots.write_experts(places.flatten(), recording.experts_TLK)
         return logits
 
-    def _logits(self, token_ids_NQ: Tensor, positions_NQ: Tensor, seen_NHQT: Tensor) -> Tensor:
+    def _logits(self, token_ids_NQ: Tensor, positions_NQ: Tensor, seen_NHQT: Tensor, logits_to_keep: int) -> Tensor:
         logits = self._model(
             input_ids=token_ids_NQ,
             position_ids=positions_NQ,
             attention_mask=seen_NHQT,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=logits_to_keep,
         ).logits
         assert isinstance(logits, Tensor)
         return logits

@@ -10,6 +10,7 @@ from models.engines.embedded.batch import Row, RunningBatch
 from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
+from models.engines.embedded.ngrams import NgramTable
 from models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
 from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
@@ -60,8 +61,10 @@ class EmbeddedWorker:
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
         self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
         max_rows, prefill_tokens = config.max_batch_rows, config.prefill_tokens_per_step
+        # A batch-invariant decoder has a pass for each token.
+        ngrams = NgramTable() if spec.speculation == "ngram" and not config.batch_invariant else None
         self._batch = RunningBatch(
-            decoder, slots, endings, spec.role, spec.seed, max_rows, prefill_tokens, self.grammar
+            decoder, slots, endings, spec.role, spec.seed, max_rows, prefill_tokens, self.grammar, ngrams
         )
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)

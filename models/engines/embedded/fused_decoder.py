@@ -1,7 +1,8 @@
 """A decoder for models like Llama and Qwen, with fused projections and few calls per layer. Shares the module's
 weights.
 
-B: rows that decode, P: packed prompt tokens, C: hidden, H: query heads, G: KV heads, D: head, V: vocabulary.
+B: rows that decode, W: tokens of each, P: packed tokens, C: hidden, H: query heads, G: KV heads, R: query heads of a
+KV head, D: head, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -208,36 +209,44 @@ class FusedDecoder:
         self._slots.write(len(self._layers) - 1, packed.places_P, self._keys_and_values(qkv_PC))
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        x_BC = self._feed(token_ids_B, positions_B, slice(len(token_ids_B)), num_attended)
-        return F.linear(self._norm(x_BC), self._head)
+        return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended)[:, 0]
+
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+        num_rows, width = token_ids_BQ.shape
+        x_PC = self._feed(token_ids_BQ.flatten(), positions_BQ.flatten(), slice(num_rows), num_attended, width)
+        return F.linear(self._norm(x_PC), self._head).unflatten(0, (num_rows, width))
 
     def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
         self._feed(token_ids_P, positions_P, slice(row, row + 1), num_attended)
 
-    def _feed(self, token_ids_B: Tensor, positions_B: Tensor, rows: slice, num_attended: int) -> Tensor:
-        """Feed one token to each of these rows, or all tokens to a single one. Returns the last hidden states."""
-        slots, num_tokens = self._slots, len(token_ids_B)
-        angles = self._angles_at(positions_B)
-        rows_B = torch.arange(rows.start or 0, rows.stop, device=token_ids_B.device)
-        places_B = rows_B * slots.tokens_per_row + positions_B
-        seen_BT = torch.arange(num_attended, device=token_ids_B.device) <= positions_B[:, None]
-        mask_B11T = torch.where(seen_BT, 0.0, -torch.inf).to(slots.shape.dtype)[:, None, None]
+    def _feed(self, token_ids_P: Tensor, positions_P: Tensor, rows: slice, num_attended: int, width: int = 1) -> Tensor:
+        """Feed `width` tokens to each of these rows, or all tokens to a single one. Returns the last hidden states."""
+        slots, num_calls = self._slots, len(token_ids_P) // width
+        angles = self._angles_at(positions_P)
+        rows_B = torch.arange(rows.start or 0, rows.stop, device=token_ids_P.device)
+        places_P = rows_B.repeat_interleave(width) * slots.tokens_per_row + positions_P
+        seen_PT = torch.arange(num_attended, device=token_ids_P.device) <= positions_P[:, None]
+        mask_PT = torch.where(seen_PT, 0.0, -torch.inf).to(slots.shape.dtype)
+        mask_B1QT = mask_PT.unflatten(0, (num_calls, 1, width))
+        if width > 1:
+            mask_B1QT = mask_B1QT.repeat_interleave(self._num_heads // self._num_kv_heads, 2)
 
-        def attend(index: int, qkv_BC: Tensor) -> Tensor:
-            slots.write(index, places_B, self._keys_and_values(qkv_BC))
+        def attend(index: int, qkv_PC: Tensor) -> Tensor:
+            slots.write(index, places_P, self._keys_and_values(qkv_PC))
             keys_BGTD, values_BGTD = slots.read(index, rows, num_attended)
-            if len(keys_BGTD) < num_tokens:
-                keys_BGTD, values_BGTD = (x.expand(num_tokens, -1, -1, -1) for x in (keys_BGTD, values_BGTD))
-            # The query heads of a KV head take the place of query positions: no key or value is repeated.
-            query_BGQD = self._queries(qkv_BC).unflatten(1, (self._num_kv_heads, -1))
-            out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B11T)
-            return out_BGQD.flatten(1)
+            if len(keys_BGTD) < num_calls:
+                keys_BGTD, values_BGTD = (x.expand(num_calls, -1, -1, -1) for x in (keys_BGTD, values_BGTD))
+            # The query heads of a KV head are further query positions: no key or value is repeated.
+            heads_BWGRD = self._queries(qkv_PC).unflatten(1, (self._num_kv_heads, -1)).unflatten(0, (-1, width))
+            query_BGQD = heads_BWGRD.transpose(1, 2).flatten(2, 3)
+            out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B1QT)
+            return out_BGQD.unflatten(2, (width, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
 
-        x_BC = F.embedding(token_ids_B, self._embedding)
+        x_PC = F.embedding(token_ids_P, self._embedding)
         for index, layer in enumerate(self._layers):
-            x_BC = self._attention(layer, x_BC, angles, partial(attend, index))
-            x_BC = layer.mlp(x_BC)
-        return x_BC
+            x_PC = self._attention(layer, x_PC, angles, partial(attend, index))
+            x_PC = layer.mlp(x_PC)
+        return x_PC
 
     def _attention(self, layer: Layer, x_PC: Tensor, angles: Angles, attend: Attend) -> Tensor:
         return x_PC + layer.out(attend(self._rotated_qkv(layer, x_PC, angles)))

@@ -27,6 +27,7 @@ from models.settings import SglangConfig
 LAST_LINES = 15
 POLL_S, ANSWER_S = 0.2, 10.0
 KV_TOKENS_ON_A_CPU = 65_536  # otherwise SGLang takes a share of the machine's memory
+DRAFT_TOKENS = 5  # verified in one pass, the next token included
 SPARE_TOKENS = 8  # SGLang keeps a few of its window
 FIRST_VERSION = "0"  # name of the weights that a server is started with
 
@@ -227,6 +228,10 @@ def _defaults(start: SglangStart) -> dict[str, Any]:
         "schedule-low-priority-values-first": True,
         "disable-priority-preemption": True,
     }
+    if start.spec.speculation == "ngram":
+        if start.spec.device == "cpu":
+            raise ValueError("engine.speculation: SGLang drafts by n-grams on GPUs only; type engine.speculation=none")
+        flags |= {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": DRAFT_TOKENS}
     if start.spec.device == "cpu":
         rows = start.config.max_batch_rows * (start.context_tokens + SPARE_TOKENS)
         flags |= {

@@ -22,6 +22,11 @@ class SglangKind(EngineKind[SglangConfig]):
         from models.engines.sglang.sglang_engine import SglangEngine
 
         if self.joined:
+            if spec.speculation != "none":
+                raise ValueError(
+                    "engine.speculation: a joined SGLang server speculates as it was started; type "
+                    "engine.speculation=none, and start it with --speculative-algorithm NGRAM"
+                )
             return SglangEngine.join(self.options.urls[rank], spec, self.options)
         return SglangEngine.start(spec, self.options)
 

@@ -25,6 +25,7 @@ WEIGHT_BACKEND, ADAPTER_BACKEND = "grmpipe", "grmpipe_adapters"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
 CPU_KV_CACHE_MB = 256
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 6}
 CPU_STEP_TOKENS = 4096
 CPU_BLOCK_SIZE = 32  # in tokens; vLLM's default of 128 on CPUs shares no shorter prompt
 FIRST_AND_LAST = 1 << 30  # tokens per output: the first at once, the rest at the end
@@ -43,6 +44,7 @@ INSTEAD = {
     "enable_sleep_mode": "engine.vllm.sleep_mode",
     "enable_return_routed_experts": "algorithm.router_replay",
     "enable_lora": "policy.lora.sync or grm.lora.sync",
+    "speculative_config": "engine.speculation",
     "max_lora_rank": "policy.lora.rank or grm.lora.rank",
     "lora_target_modules": "policy.lora.target_modules or grm.lora.target_modules",
     "tensor_parallel_size": "placement.roles.<role>.slots_per_replica",
@@ -149,6 +151,8 @@ def make_arguments(start: VllmStart) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if spec.speculation == "ngram":
+        arguments["speculative_config"] = dict(NGRAMS)
     if config.quantization != "none":
         arguments["quantization"] = VLLM_QUANTIZATIONS[config.quantization]
     if spec.takes_weights:

@@ -151,6 +151,14 @@ def test_an_option_of_a_role_is_checked_like_any_other(options: dict, message: s
         check(run)
 
 
+def test_engines_of_judges_speculate_and_those_of_the_policy_do_not() -> None:
+    with pytest.raises(ConfigError, match="engine.speculation: unknown value 'ngrams'; known: none, ngram"):
+        config(engine={"speculation": "ngrams"})
+    run = config(engine={"speculation": "ngram"}, grm={"path": "tiny://grm"})
+    speculations = [served(role, run).engine_spec("m", seed=0).speculation for role in ("policy", "grm")]
+    assert speculations == ["none", "ngram"]
+
+
 def test_a_mixed_run_has_two_kinds_of_options() -> None:
     run = config(policy={"engine": "vllm"}, grm={"path": "tiny://grm", "engine": "embedded"})
     assert [type(role.engine.options) for role in roles_of(run).served.values()] == [VllmConfig, EmbeddedConfig]

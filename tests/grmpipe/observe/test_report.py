@@ -430,7 +430,7 @@ def test_a_summary_with_a_field_of_a_wrong_type_gives_a_page_without_that_field(
                 part = part[name]
             part[path[-1]] = wrong
             (tmp_path / "summary.json").write_text(json.dumps(record))
-            report_room.make_parts(read_run(tmp_path))
+            report_room.make_sections(read_run(tmp_path))
         if len(path) == 1:
             assert write_report(tmp_path), path
 

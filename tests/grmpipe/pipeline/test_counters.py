@@ -10,7 +10,17 @@ import pytest
 from grmpipe.pipeline.counters import Counters, FlowCounters
 from grmpipe.pipeline.interfaces import UncountedWork
 from grmpipe.pipeline.step_metrics import flow_metrics
-from grmpipe.types import CascadeEvent, Failed, Judgement, JudgeReport, Rollout, StopAudit, Turn, Verdict
+from grmpipe.types import (
+    CascadeEvent,
+    Failed,
+    FailedJudgement,
+    Judgement,
+    JudgeReport,
+    Rollout,
+    StopAudit,
+    Turn,
+    Verdict,
+)
 from models.types import Completion, VersionSpan
 
 VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
@@ -54,6 +64,17 @@ def test_saved_tokens_and_errors_of_early_stops_are_counted_and_survive_a_checkp
     counters.close_step()
     restored = Counters.restore(counters.total.to_dict())
     assert (restored.judging.saved_tokens, restored.judging.audits, restored.judging.audit_error) == (40, 2, 1.5)
+
+
+def test_drafted_and_accepted_tokens_of_judgements_are_metrics_where_an_engine_drafts() -> None:
+    counters = FlowCounters()
+    counters.step.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),)))
+    assert "judge/drafted_tokens" not in flow_metrics(counters.step, seconds=1.0)
+    drafted = dataclasses.replace(completion(7), drafted_tokens=6, accepted_tokens=4)
+    failed = FailedJudgement(stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=drafted)
+    counters.step.report(JudgeReport(verdict=VERDICT, failures=(failed, failed)))
+    metrics = flow_metrics(counters.step, seconds=1.0)
+    assert (metrics["judge/drafted_tokens"], metrics["judge/accepted_tokens"]) == (12, 8)
 
 
 def test_without_an_early_stop_nothing_is_said_of_one() -> None:

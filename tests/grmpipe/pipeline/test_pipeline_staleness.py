@@ -33,3 +33,14 @@ def test_a_rollout_that_spans_a_sync_knows_both_versions() -> None:
     spans = [r.turns[0].completion.versions for r in bench.journal.rollouts]
     assert any(len(stretch) > 1 for stretch in spans)
     assert all(a.end == b.start and a.version < b.version for s in spans for a, b in pairwise(s))
+
+
+def test_when_groups_of_a_deterministic_run_open_depends_on_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    paced: list[float] = []
+    monkeypatch.setattr(
+        "scheduler.admission.AdmissionPace.step_ended", lambda pace, now_s, step_s: paced.append(step_s)
+    )
+    Bench(flow(deterministic=True, num_steps=3)).run()
+    assert paced == []
+    Bench(flow(num_steps=3)).run()
+    assert len(paced) == 3

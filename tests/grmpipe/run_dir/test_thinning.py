@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.journals import JournalsConfig
+from grmpipe.config.rejudge import RejudgeConfig
 from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_journal, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder, load_rollouts, load_verdicts
+from grmpipe.observe.run_files import pick_rollouts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recorded_run import open_recorded
 from grmpipe.run_dir.recovery import find_kept
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.run_dir.stored_groups import open_stored
 from grmpipe.run_dir.thinning import DRAFT, ThinningJob, plan_thinning, thin_journal
 from grmpipe.types import (
     Failed,
@@ -305,3 +308,35 @@ def test_a_failed_verdict_keeps_its_cause(tmp_path: Path) -> None:
     thin(tmp_path, recorder, JournalsConfig(keep="1e-9"))
     reports = [found for _, found in load_verdicts(tmp_path / JUDGEMENTS)]
     assert reports[2].verdict == Failed(stage="judge", cause="timeout", attempts=2)
+
+
+def test_judging_again_reads_what_a_run_that_goes_on_thins_meanwhile(recorder: Recorder, tmp_path: Path) -> None:
+    started(recorder, tmp_path)
+    stored = open_stored(tmp_path, RejudgeConfig(), seed=0)
+    thin(tmp_path, recorder, SHARE)
+    assert [stored.run.group(name).rollouts[0] for name in stored.steps] == [rollout(index, 0) for index in range(9)]
+
+
+def test_judging_again_counts_the_groups_whose_text_is_gone_and_takes_the_others(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    started(recorder, tmp_path)
+    thin(tmp_path, recorder, SHARE)
+    stored = open_stored(tmp_path, RejudgeConfig(), seed=0)
+    assert stored.num_without_text + len(stored.steps) == 9 and stored.num_without_text >= 2
+    for name in stored.steps:
+        group = stored.run.group(name)
+        assert group.rollouts[0].answer == f"answer {int(name[1:])}.0" and group.prompt == prompt(int(name[1:]))
+    gone = Recorder(tmp_path / "gone")
+    write(gone, *range(4))
+    checkpoint(tmp_path / "gone", gone, step=4, in_flight=0)
+    thin(tmp_path / "gone", gone, JournalsConfig(keep="1e-9"))
+    with pytest.raises(ValueError, match=r"holds no text of these groups: journals\.keep dropped it"):
+        open_stored(tmp_path / "gone", RejudgeConfig(steps=[1, 2]), seed=0)
+
+
+def test_the_report_shows_rollouts_that_have_their_text(recorder: Recorder, tmp_path: Path) -> None:
+    started(recorder, tmp_path)
+    thin(tmp_path, recorder, JournalsConfig(keep="1e-9"))
+    shown = pick_rollouts(tmp_path)
+    assert shown and all(one.rollout.answer for one in shown)

@@ -69,7 +69,8 @@ def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
         "sys.argv = ['launch.py', '+experiment=quickstart', 'placement.roles.grm.pool=nowhere']\n"
         f"try: runpy.run_path({str(ROOT / 'launch.py')!r}, run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 2\n"
-        "assert not {'torch', 'transformers', 'ray'} & set(sys.modules), 'a slow import came first'\n"
+        "slow = {'torch', 'transformers', 'ray', 'wandb', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not slow, f'slow imports came first: {slow}'\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -95,6 +96,23 @@ def test_a_run_is_checked_without_torch_and_without_transformers_models(tmp_path
         cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_plan_and_doctor_need_neither_torch_nor_transformers_models(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from grmpipe.cli import compose, run_task\n"
+        "run_task(compose('quickstart', ['task=plan']))\n"
+        "run_task(compose(overrides=['task=doctor']))\n"
+        "slow = {'torch', 'transformers.modeling_utils', 'ray', 'wandb'}\n"
+        "print(sorted(slow & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stderr.endswith("[]\n"), done.stderr
+    assert all(word in done.stdout for word in ("judging 0", "GPUs"))
 
 
 class TwoMachines(InProcessCluster):

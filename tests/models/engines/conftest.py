@@ -62,11 +62,12 @@ OpenEngine = Callable[..., EmbeddedEngine]
 
 @pytest.fixture
 def open_engine(model_path: str) -> Iterator[OpenEngine]:
-    """Opens engines by the fields of EmbeddedConfig; closes them after the test."""
+    """Opens engines by their speculation and the fields of EmbeddedConfig; closes them after the test."""
     opened: list[EmbeddedEngine] = []
 
-    def open_one(path: str | Path = model_path, **options: int) -> EmbeddedEngine:
-        opened.append(EmbeddedEngine(EngineSpec(path=str(path), role="policy"), EmbeddedConfig(**options)))
+    def open_one(path: str | Path = model_path, speculation: str = "none", **options: int) -> EmbeddedEngine:
+        spec = EngineSpec(path=str(path), role="policy", speculation=speculation)
+        opened.append(EmbeddedEngine(spec, EmbeddedConfig(**options)))
         return opened[-1]
 
     yield open_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from transformers import (
     AutoModelForCausalLM,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -23,11 +26,12 @@ from transformers import (
 from grmpipe.tiny.resolve import SHIPPED
 from models.lm.activations import checkpoint_layers
 from models.lm.causal_lm import ONE_LOAD_AT_A_TIME, compute_packed_logprobs, load_causal_lm
-from models.lm.footprint import footprint_of_shape, read_footprint
+from models.lm.footprint import footprint_of_shape, measure_outline, read_footprint, read_plain_footprint
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.parallel.ranks import choose_device, join_ranks
 from models.lm.parallelize import decoder_layers, load_parallel
+from models.model_files import PlainConfig
 from models.settings import KEEP_ALL, Activations, LoraConfig, ModelShape
 
 POLICY = str(SHIPPED / "policy")
@@ -67,6 +71,31 @@ def test_a_directory_is_measured_as_the_model_in_it() -> None:
     assert footprint.weight_bytes("float32") == sum(p.nbytes for p in model.parameters())
     in_layers = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters())
     assert footprint.num_root_parameters == pytest.approx(model.num_parameters() - in_layers, rel=0.01)
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_config_of_a_plain_family_gives_the_sizes_of_its_model(
+    family: type[PretrainedConfig], tied: bool, tmp_path: Path
+) -> None:
+    sizes = {**SMALL, "head_dim": 16, "tie_word_embeddings": tied, "sliding_window": None}
+    family(**sizes).save_pretrained(tmp_path)
+    config = PlainConfig.read(str(tmp_path))
+    assert config is not None
+    assert read_plain_footprint(config) == measure_outline(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"attention_bias": True}, {"sliding_window": 8, "use_sliding_window": True}, {"num_key_value_heads": None}],
+)
+def test_a_config_that_says_more_or_less_is_left_to_transformers(changed: dict[str, object], tmp_path: Path) -> None:
+    Qwen3Config(**{**SMALL, "tie_word_embeddings": True}).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    values = {**json.loads(file.read_text()), "layer_types": None, **changed}
+    file.write_text(json.dumps(values))
+    config = PlainConfig.read(str(tmp_path))
+    assert config is not None and read_plain_footprint(config) is None
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
@@ -212,7 +241,7 @@ def test_a_footprint_is_not_taken_while_another_thread_loads_a_model() -> None:
     """Both set the process's default dtype for a moment: parameters of the other model would get it."""
     with ThreadPoolExecutor(1) as thread:
         with ONE_LOAD_AT_A_TIME:
-            taken = thread.submit(read_footprint, POLICY)
+            taken = thread.submit(measure_outline, POLICY)
             with pytest.raises(TimeoutError):
                 taken.result(timeout=1.0)
         assert taken.result().num_parameters > 0

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_a_run_that_is_refused_does_not_wait_for_the_imports(tmp_path: Path, mon
         assert worker_command() is not None
     assert time.monotonic() - began < 30
     assert worker_command() is None
+
+
+def test_in_a_folder_whose_path_is_too_long_for_a_socket_workers_start_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with fork_workers([MODULE]):
+        assert worker_command() is None
 
 
 def test_with_more_threads_workers_start_as_ray_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 
 import pytest
 from configs import judge_config, with_sections
@@ -43,7 +43,7 @@ from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from models.settings import ModelConfig
-from models.types import Message, RequestContext, SamplingParams
+from models.types import EngineSpeed, Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[4]
@@ -173,6 +173,37 @@ def test_policy_and_learner_on_one_slot_take_turns_and_so_need_longer() -> None:
     one, two = (simulated(12, costs=slow, staleness=1, placement=placement) for placement in (together, apart))
     assert one.step_s > 1.2 * two.step_s
     assert one.busy["policy"] + one.busy["learner"] <= 1.0 + 1e-9
+
+
+# Decoding that costs little more with more rows, as on a GPU: two batches that are in flight together stay together.
+BATCHED = EngineSpeed(step_s=0.012, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=256)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "critique", "token_s"),
+    [(40, 40, 1.6e-5), (120, 20, 1.6e-5), (20, 120, 1.6e-5), (40, 40, 5e-4)],
+    ids=["balanced", "slow policy", "slow judge", "slow learner"],
+)
+def test_batches_that_bunch_are_kept_apart_and_no_throughput_is_lost(
+    rollout: int, critique: int, token_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = LearnerSpeed(token_s=token_s, step_s=0.02)
+    costs = replace(COSTS, engines=dict.fromkeys(COSTS.engines, BATCHED), learner=learner, sync_s=0.05)
+
+    def late_steps(**changes) -> list[float]:
+        run = simulated(
+            28, costs, seats(policy=1, grm=1), lengths=always(rollout), critiques=always(critique), **changes
+        )
+        assert run.max_staleness == 1
+        assert run.dropped == {}
+        return [step.step_s for step in run.steps[16:26]]
+
+    even = late_steps(staleness=1)
+    monkeypatch.setattr("scheduler.admission.AdmissionPace.step_ended", lambda *_: None)
+    bunched = late_steps(staleness=1)
+    assert pstdev(even) < 0.15 * fmean(even)
+    assert fmean(even) < 1.01 * fmean(bunched)
+    assert pstdev(bunched) > 0.3 * fmean(bunched), "the sawtooth isn't there"
 
 
 def test_elastic_slots_move_and_nothing_is_lost() -> None:

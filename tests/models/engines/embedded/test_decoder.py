@@ -84,6 +84,22 @@ def test_logits_of_prefill_and_decoding_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama with biases", "qwen 3", "gpt 2"])
+@torch.no_grad()
+def test_logits_of_several_tokens_at_once_are_the_models_own(name: str) -> None:
+    """The second row has fewer tokens than the first."""
+    model = random_model(name)
+    texts = [torch.randint(64, (length,)).tolist() for length in (14, 6)]
+    decoder, slots = open_decoder(model, max_rows=2, max_tokens=64)
+    slots.reserve(2, 32)
+    decoder.prefill([ids[: len(ids) - num_fed] for ids, num_fed in zip(texts, (4, 2), strict=True)], range(2))
+    fed_BQ = torch.tensor([texts[0][-4:], [*texts[1][-2:], *texts[1][-1:] * 2]])
+    logits_BQV = decoder.verify(fed_BQ, torch.tensor([[10, 11, 12, 13], [4, 5, 5, 5]]), 14)
+    for ids, logits_QV in zip(texts, (logits_BQV[0], logits_BQV[1, :2]), strict=True):
+        expected = model(torch.tensor([ids])).logits[0, -len(logits_QV) :]
+        torch.testing.assert_close(logits_QV, expected, atol=1e-4, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_fused_weights_are_the_modules_own_memory() -> None:
     model = random_model("qwen 3")

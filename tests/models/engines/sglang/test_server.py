@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.server import SglangServer, SglangStart, make_arguments, make_environment
+from models.engines.sglang.sglang_kind import SglangKind
 from models.settings import SglangConfig
 
 # Answers /health, shows its key in its log as SGLang does, has a child, and takes --crash, --mute and --odd.
@@ -228,6 +230,17 @@ def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
 def test_server_options_that_the_run_sets_itself_are_refused_with_the_key_to_set(option: str, instead: str) -> None:
     with pytest.raises(ValueError, match=rf"engine\.sglang\.options: '{option}' .*{instead}"):
         make_arguments(start_of(options={option: 1}))
+
+
+def test_speculation_by_ngrams_is_a_flag_of_a_server_on_a_gpu_and_refused_elsewhere() -> None:
+    spec = EngineSpec(path="m", role="grm", device="cuda", speculation="ngram")
+    arguments = make_arguments(SglangStart(spec=spec, config=SglangConfig(), context_tokens=64))
+    assert arguments[arguments.index("--speculative-algorithm") + 1] == "NGRAM"
+    on_cpu = SglangStart(spec=replace(spec, device="cpu"), config=SglangConfig(), context_tokens=64)
+    with pytest.raises(ValueError, match=r"^engine\.speculation: .*engine\.speculation=none"):
+        make_arguments(on_cpu)
+    with pytest.raises(ValueError, match=r"^engine\.speculation: .*NGRAM"):
+        SglangKind(SglangConfig(urls=["http://127.0.0.1:1"])).make(spec, 0)
 
 
 def test_another_interpreter_does_not_find_our_packages() -> None:

@@ -42,6 +42,14 @@ def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
     assert own > make_arguments(start_of(VllmConfig(), adapters=adapters)).keys() > {"enable_lora"}
 
 
+def test_speculation_by_ngrams_is_vllms_own() -> None:
+    drafting = VllmStart(
+        spec=EngineSpec(path="m", role="grm", speculation="ngram"), config=VllmConfig(), context_tokens=128
+    )
+    assert make_arguments(drafting)["speculative_config"]["method"] == "ngram"
+    assert "speculative_config" not in make_arguments(start_of(VllmConfig()))
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -54,6 +62,7 @@ def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
         ("nnodes", "an engine is on one machine"),
         ("dtype", "policy.dtype"),
         ("logprobs_mode", "leave it out"),
+        ("speculative_config", "engine.speculation"),
         ("max_lora_rank", "policy.lora.rank"),
     ],
 )
