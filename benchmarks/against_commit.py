@@ -39,9 +39,7 @@ class Measured:
     ready_cpu_s: float  # CPU seconds of all processes until then
     step_mean_s: float
     step_median_s: float
-    step_spread: (
-        float  # standard deviation over mean, without the first eighth of the steps and those after an evaluation
-    )
+    step_spread: float  # deviation over mean, without the first eighth of the steps and those after an evaluation
     step_cpu_s: Mapping[str, float]  # role -> CPU seconds of its processes per step
     greedy: float
     sampled: float
