@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from grmpipe.viewer.figures import run_figures
+from grmpipe.viewer.figures import keep_figures
 from grmpipe.viewer.index import IndexProgress
 from grmpipe.viewer.runs import ViewedRun
 
@@ -59,8 +59,8 @@ class Indexer:
                 print(f"grmpipe: index of {run.name}: {progress.share:.0%}", file=sys.stderr, flush=True)
             if self._stopping.is_set():
                 return
-        if first == self.progress.get(run.name) is not None:  # nothing new: what the first page shows can be got ready
-            run_figures(run.index, run.index.progress())
+        if first == self.progress.get(run.name) is not None:  # nothing new: there is time for what the first page shows
+            keep_figures(run.index, run.index.progress())
         if said > began and first is not None:
             read_mb, took_s = (self.progress[run.name].done - first.done) / 1e6, time.monotonic() - began
             print(f"grmpipe: index of {run.name}: {read_mb:.0f} MB in {took_s:.1f} s", file=sys.stderr, flush=True)

@@ -29,7 +29,9 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, unifo
     if top_p_B is not None:
         logits_BV = keep_top_p(logits_BV, top_p_B.masked_fill(greedy_B, 1.0))
     logprobs_BV = logits_BV.log_softmax(-1)
-    drawn_B = torch.where(greedy_B, logprobs_BV.argmax(-1), _invert_cdf(logprobs_BV.exp(), uniforms_B))
+    drawn_B = _invert_cdf(logprobs_BV.exp(), uniforms_B)
+    if greedy_B.any():  # argmax takes longer than all else here
+        drawn_B = torch.where(greedy_B, logprobs_BV.argmax(-1), drawn_B)
     return drawn_B, logprobs_BV.gather(-1, drawn_B[:, None])[:, 0]
 
 

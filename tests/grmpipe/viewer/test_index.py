@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from viewed_run import SCRIPT, answer, by_judges, evaluate, report, write_run
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Prompt
 from grmpipe.viewer import queries
-from grmpipe.viewer.figures import choices, counts, failures_by_judge, means_around, truth_by_reward
+from grmpipe.viewer.figures import (
+    choices,
+    counts,
+    failures_by_judge,
+    keep_figures,
+    means_around,
+    run_figures,
+    truth_by_reward,
+)
 from grmpipe.viewer.index import IndexProgress, RunIndex
 from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
 from models.types import Message
@@ -278,3 +287,17 @@ def test_a_filter_reads_the_table_once_in_its_order(tmp_path: Path) -> None:
     with contextlib.closing(index.read()) as connection:
         plan = connection.execute(f"EXPLAIN QUERY PLAN {queries.select_ids(wanted)}", {**asdict(wanted), "limit": 9})
         assert [row["detail"] for row in plan] == ["SCAN r"]
+
+
+def test_kept_figures_are_read_again_until_the_index_grows(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    index = RunIndex(run_dir)
+    state = follow(index)
+    asked = run_figures(index, state)
+    keep_figures(index, state)
+    run_figures.cache_clear()
+    with contextlib.closing(sqlite3.connect(index.path)) as connection, connection:
+        connection.execute("UPDATE rollouts SET reward = 0")  # so that asking again would show
+    assert run_figures(index, state) == asked
+    add_rollout(run_dir, "more")
+    assert run_figures(index, follow(index)).counts == {"": 4}

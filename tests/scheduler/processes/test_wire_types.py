@@ -140,12 +140,12 @@ class Rank:
 
 
 class Train:
-    parts: ClassVar = {"rank": Rank}
+    components: ClassVar = {"rank": Rank}
 
     def stop(self) -> None: ...
 
 
-def test_methods_of_a_part_are_called_by_its_name_and_their_own() -> None:
+def test_methods_of_a_component_are_called_by_its_name_and_their_own() -> None:
     calls = Dialect.of(Train).calls
     assert calls == {"stop": types_of_call(Train.stop), "rank.step": types_of_call(Rank.step)}
 
