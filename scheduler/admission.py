@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CYCLES = 3  # in which batches must have bunched before one is held; random lengths seldom do that in each of them
+STEADY = 1.25  # the slowest of these cycles to the fastest; above it lengths are so random that holding only delays
 HEADWAY = 0.95  # of a mean step; at 1 any noise would hold every batch
 
 
@@ -79,10 +80,11 @@ class AdmissionPace:
         if len(self._steps_s) < CYCLES * self._batches:
             return
         steps_s, n = list(self._steps_s), self._batches
-        cycles_s = (statistics.fmean(steps_s[begin : begin + n]) for begin in range(0, len(steps_s), n))
+        cycles_s = [statistics.fmean(steps_s[begin : begin + n]) for begin in range(0, len(steps_s), n)]
         headway_s = HEADWAY * statistics.median(cycles_s)
         self._num_waited = n if away_s > headway_s else max(0, self._num_waited - 1)
-        if self._num_waited or max(steps_s[n - 1 :: n]) < headway_s:
+        bunches = max(steps_s[n - 1 :: n]) < headway_s and max(cycles_s) < STEADY * min(cycles_s)
+        if self._num_waited or bunches:
             self._opens_s = max(now_s, opened_s + headway_s)
 
     def wait_s(self, now_s: float, *, capacity: int, num_open: int) -> float:

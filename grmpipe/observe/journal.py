@@ -207,7 +207,7 @@ def read_thinning(path: Path) -> Thinning:
     if not path.exists():
         return Thinning()
     with path.open("rb") as file:
-        first = file.readline()
+        first = file.readline(64 * BLOCK_BYTES)  # a device may have no end of a line
     if f'"{THINNING}":{{'.encode() not in first:
         return Thinning()
     try:

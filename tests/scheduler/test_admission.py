@@ -84,6 +84,7 @@ def test_a_batch_that_follows_too_closely_in_each_cycle_is_held_for_the_rest_of_
         ([1.0, 3.0] * 3, 1),  # the close one is the other one
         ([3.0, 1.0, 1.0, 3.0, 3.0, 1.0], 1),  # random lengths
         ([2.0] * 6, 1),
+        ([3.0, 1.0, 6.0, 1.0, 3.0, 1.0], 1),  # cycles that differ
         ([3.0, 1.0] * 3, 0),
         ([60.0, 0.8, *[0.8] * 4], 1),  # one that waited for an engine's replacement says nothing about the others
     ],

@@ -175,13 +175,13 @@ def test_rows_that_wait_for_their_next_turn_are_no_part_of_the_batch(
 ) -> None:
     """Decoding gets the running rows only, however many are parked."""
     played(ask, prompt_of, engine, 20, 1, True)
-    decode, sizes = engine._worker._batch._decoder.decode, set()
+    verify, sizes = engine._worker._batch._decoder.verify, set()
 
-    def seen(token_ids_B: Any, positions_B: Any, num_attended: int) -> Any:
-        sizes.add(len(token_ids_B))
-        return decode(token_ids_B, positions_B, num_attended)
+    def seen(token_ids_BQ: Any, positions_BQ: Any, num_attended: int) -> Any:
+        sizes.add(len(token_ids_BQ))
+        return verify(token_ids_BQ, positions_BQ, num_attended)
 
-    engine._worker._batch._decoder.decode = seen  # type: ignore[method-assign]
+    engine._worker._batch._decoder.verify = seen  # type: ignore[method-assign]
     asyncio.run(ask(engine, prompt_of(9)))
     assert engine.stats().parked == 20
     assert sizes == {1}

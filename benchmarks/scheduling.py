@@ -1,0 +1,99 @@
+"""The scheduler on the virtual clock: overlap against its lower bound, and how even steps are.
+
+    python benchmarks/scheduling.py     # minutes; prints the tables of benchmarks/scheduling.md
+
+Real parts throughout: pipeline, admission, groups, routers, judge with its parser, packer, weight sync. Only engines
+and learner take time instead of working.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from configs import judge_config, run_config
+from simulated_workload import always, seats, workload
+
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.simulate.simulated_answers import Lengths, lognormal
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
+from grmpipe.capacity.simulate.workload import Workload
+from grmpipe.config.data import RolloutConfig
+from grmpipe.config.train import TrainConfig
+from models.types import EngineSpeed
+from scheduler.placement import Placement
+
+# A row's time doesn't depend on the rest of its batch.
+APART = EngineSpeed(step_s=2e-3, row_s=0.0, cached_token_s=0.0, prefill_token_s=5e-6, max_rows=32)
+OVERLAP = Costs(
+    engines={"policy": APART, "grm": replace(APART, step_s=5e-3, max_rows=16)},
+    learner=LearnerSpeed(token_s=3e-5, step_s=0.1),
+    sync_s=0.05,
+)
+# Weights are read in every decoding step, so that twice the rows cost far less than twice the time.
+BATCHED = EngineSpeed(step_s=0.012, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=256)
+LINEAR = replace(BATCHED, step_s=5.8e-4, row_s=6.8e-5)
+# name -> engines, seconds of the learner for a token, lengths of rollouts and of judgements
+EVEN: Mapping[str, tuple[EngineSpeed, float, Lengths, Lengths]] = {
+    "balanced": (BATCHED, 1.6e-5, always(40), always(40)),
+    "bound by the policy": (BATCHED, 1.6e-5, always(120), always(20)),
+    "bound by the judge": (BATCHED, 1.6e-5, always(20), always(120)),
+    "bound by the learner": (BATCHED, 8e-5, always(40), always(40)),
+    "balanced, time linear in rows": (LINEAR, 1.6e-5, always(40), always(40)),
+    "balanced, log-normal": (BATCHED, 1.6e-5, lognormal(33, 0.6), lognormal(38, 0.3)),
+    "bound by the policy, log-normal": (BATCHED, 1.6e-5, lognormal(100, 0.8), lognormal(20, 0.3)),
+    "bound by the judge, log-normal": (BATCHED, 1.6e-5, lognormal(20, 0.6), lognormal(100, 0.5)),
+}
+
+
+def make_load(
+    groups: int, size: int, judgements: int, staleness: int, rollout: Lengths, judgement: Lengths
+) -> Workload:
+    config = run_config(
+        train=TrainConfig(groups_per_batch=groups, group_size=size, max_staleness=staleness, micro_batch_tokens=4096),
+        rollout=RolloutConfig(max_new_tokens=4096, min_tokens_per_s=1, group_deadline_s=1e5, max_concurrency=1 << 20),
+        judge=judge_config(num_judgements=judgements, max_new_tokens=4096, min_tokens_per_s=1, timeout_s=1e5),
+    )
+    return replace(workload(lengths=rollout, critiques=judgement), config=config)
+
+
+def run(load: Workload, placement: Placement, costs: Costs, *, paced: bool, num_steps: int) -> SimulatedRun:
+    held = nullcontext() if paced else patch("scheduler.admission.AdmissionPace.step_ended", lambda *_: None)
+    with held:
+        return simulate(load, placement, costs, num_steps)
+
+
+def show_overlap() -> None:
+    print("| judges | staleness | times the bound | without the pace |\n|---|---|---|---|")
+    for judges in (5, 6):
+        load = make_load(8, 8, 4, 1, lognormal(250, 0.6), lognormal(120, 0.3))
+        placement = seats(policy=2, grm=judges)
+        on, off = (run(load, placement, OVERLAP, paced=paced, num_steps=30) for paced in (True, False))
+        print(f"| {judges} | 1 | {on.times_bound:.3f} | {off.times_bound:.3f} |", flush=True)
+
+
+def show_evenness() -> None:
+    print("| load | s per step | spread | s without the pace | spread |\n|---|---|---|---|---|")
+    for name, (speed, token_s, rollout, judgement) in EVEN.items():
+        learner = LearnerSpeed(token_s=token_s, step_s=0.02)
+        costs = Costs(engines={"policy": speed, "grm": speed}, learner=learner, sync_s=0.05)
+        cells = []
+        for paced in (True, False):
+            done = run(
+                make_load(8, 4, 1, 1, rollout, judgement), seats(policy=1, grm=1), costs, paced=paced, num_steps=120
+            )
+            times_s = [step.step_s for step in done.steps[16:118]]
+            mean_s = statistics.fmean(times_s)
+            cells.append(f"{mean_s:.3f} | {statistics.pstdev(times_s) / mean_s:.2f}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    show_evenness()
+    show_overlap()
