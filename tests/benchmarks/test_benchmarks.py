@@ -252,7 +252,8 @@ def test_a_commit_is_compared_pair_by_pair() -> None:
     def measured(step_s: float) -> against_commit.Measured:
         return against_commit.Measured(
             command_s=60.0, ready_s=8.0, ready_cpu_s=16.0, step_mean_s=step_s, step_median_s=step_s,
-            step_spread=0.3, step_cpu_s=dict.fromkeys(against_commit.ROLES, 1.0), greedy=0.8, sampled=0.8, busy_share=0.02,
+            step_spread=0.3, step_cpu_s=dict.fromkeys(against_commit.ROLES, 1.0), greedy=0.8, sampled=0.8,
+            busy_share=0.02,
         )  # fmt: skip
 
     lines = against_commit.report(
