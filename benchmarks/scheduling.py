@@ -1,6 +1,6 @@
 """The scheduler on the virtual clock: overlap against its lower bound, and how even steps are.
 
-    python benchmarks/scheduling.py     # minutes; prints the tables of benchmarks/scheduling.md
+    python benchmarks/scheduling.py     # minutes; prints the first tables of benchmarks/scheduling.md
 
 Real parts throughout: pipeline, admission, groups, routers, judge with its parser, packer, weight sync. Only engines
 and learner take time instead of working.
@@ -8,6 +8,7 @@ and learner take time instead of working.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Mapping
@@ -95,5 +96,6 @@ def show_evenness() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     show_evenness()
     show_overlap()
