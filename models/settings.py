@@ -362,19 +362,15 @@ def _check_markup(pattern: str) -> None:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Bounded):
     """Options by engine, for all roles with that engine."""
 
     # Engine of the models that name none: embedded, vllm, sglang or openai.
     kind: str = "embedded"
     # Speculative decoding by engines of models that judge: none; or ngram: tokens that followed the same ones earlier
     # are drafted, and verified together. Worth it while an engine decodes few requests at once.
-    speculation: str = "none"
+    speculation: str = one_of(SPECULATIONS, "none")
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
-
-    def __post_init__(self) -> None:
-        if self.speculation not in SPECULATIONS:
-            raise ValueError(f"speculation: unknown value {self.speculation!r}; known: {', '.join(SPECULATIONS)}")

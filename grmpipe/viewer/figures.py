@@ -60,7 +60,6 @@ def run_figures(index: RunIndex, state: IndexProgress) -> RunFigures:
         )
 
 
-@functools.lru_cache(maxsize=8)
 def keep_figures(index: RunIndex, state: IndexProgress) -> None:
     """Keep them in the index for the next viewer: of a million rollouts they take seconds. Raises sqlite3.Error."""
     kept = msgspec.json.encode(run_figures(index, state)).decode()

@@ -20,6 +20,7 @@ class Indexer:
         self.progress: dict[str, IndexProgress] = {}  # by the run's name
         self.problems: dict[str, str] = {}
         self._runs: dict[str, ViewedRun] = {}
+        self._kept: dict[str, IndexProgress] = {}  # by the run's name: the state whose figures are in its index
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="viewer-index", daemon=True)
 
@@ -60,7 +61,13 @@ class Indexer:
             if self._stopping.is_set():
                 return
         if first == self.progress.get(run.name) is not None:  # nothing new: there is time for what the first page shows
-            keep_figures(run.index, run.index.progress())
+            self._keep_figures(run)
         if said > began and first is not None:
             read_mb, took_s = (self.progress[run.name].done - first.done) / 1e6, time.monotonic() - began
             print(f"grmpipe: index of {run.name}: {read_mb:.0f} MB in {took_s:.1f} s", file=sys.stderr, flush=True)
+
+    def _keep_figures(self, run: ViewedRun) -> None:
+        state = run.index.progress()
+        if self._kept.get(run.name) != state:
+            keep_figures(run.index, state)
+            self._kept[run.name] = state

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from viewed_run import answer, write_run
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Prompt
 from grmpipe.viewer import indexer as indexer_module
+from grmpipe.viewer.index import IndexProgress, RunIndex
 from grmpipe.viewer.indexer import Indexer
 from grmpipe.viewer.runs import find_runs
 
@@ -41,6 +44,35 @@ def test_the_indexer_follows_a_run_in_progress(tmp_path: Path, monkeypatch: pyte
     finally:
         indexer.stop()
     assert indexer.problems == {}
+
+
+def test_the_figures_of_runs_that_stand_still_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(indexer_module, "PAUSE_S", 0.01)
+    first, *others = (tmp_path / "runs" / f"run{n}" for n in range(9))
+    write_run(first)
+    for other in others:
+        shutil.copytree(first, other)
+    runs = find_runs(tmp_path / "runs")
+    looks: Counter[Path] = Counter()
+    kept: Counter[Path] = Counter()
+    follow = RunIndex.follow
+
+    def counted_follow(index: RunIndex) -> Iterator[IndexProgress]:
+        looks[index.path] += 1
+        return follow(index)
+
+    monkeypatch.setattr(RunIndex, "follow", counted_follow)
+    monkeypatch.setattr(indexer_module, "keep_figures", lambda index, state: kept.update([index.path]))
+    indexer = Indexer()
+    indexer.start()
+    try:
+        for run in runs.values():
+            indexer.watch(run)
+        wait_until(lambda: len(kept) == 9 and min(looks.values()) > 6)
+    finally:
+        indexer.stop()
+    assert set(kept.values()) == {1}
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
