@@ -147,6 +147,20 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What a model gives to the last N tokens of a sequence, at temperature 1. Natural logs.
+
+    logprobs_N:      float32, of each token, given all tokens before it.
+    top_ids_NK:      int32, the K most likely tokens in its place, the likeliest first; None: not asked for.
+    top_logprobs_NK: float32, their log-probs.
+    """
+
+    logprobs_N: np.ndarray
+    top_ids_NK: np.ndarray | None = None
+    top_logprobs_NK: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
     """The caller's context of a request. `request_id` is idempotent: the first answer counts, a retry reuses its
     seed.
