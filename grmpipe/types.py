@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from models.types import Completion, Message, ToolCall, VersionSpan
+from models.types import Completion, Message, TokenScores, ToolCall, VersionSpan
 
 InfraCause = Literal["timeout", "refused", "died"]
 DataCause = Literal["unparseable", "truncated", "too_long", "undecided", "abstained", "out_of_range"]
@@ -204,6 +204,18 @@ class RewardSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherScores:
+    """What a teacher gives to the tokens of a rollout's completions.
+
+    by_turn: one entry per turn, with a row per token of its completion. Rows of tokens that weren't sampled mean
+             nothing.
+    """
+
+    teacher: str
+    by_turn: tuple[TokenScores, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The result of the vote over judgements.
 
@@ -216,6 +228,7 @@ class Verdict:
     score_std: of the votes: their population standard deviation in score units (0 for a single vote).
     grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
     absent:    members of a jury that gave no verdict, although enough others did.
+    teacher:   the log-probs of the policy's teacher, where one teaches.
     """
 
     rewards: tuple[RewardSpan, ...]
@@ -226,6 +239,7 @@ class Verdict:
     grm_version: int = 0
     absent: tuple[str, ...] = ()
     normalised: tuple[RewardSpan, ...] = ()
+    teacher: TeacherScores | None = field(default=None, compare=False)
 
     @property
     def outcome(self) -> float:
@@ -391,6 +405,7 @@ class TrainingSample:
     num_turns:        turns of the rollout that it holds.
     experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
                       None if unknown for all tokens.
+    teacher:          of a rollout that a teacher scored, its log-probs; zeros where loss_mask is 0.
     """
 
     group_id: str
@@ -403,6 +418,7 @@ class TrainingSample:
     versions: tuple[VersionSpan, ...]
     num_turns: int = 1
     experts_TLK: np.ndarray | None = field(default=None, compare=False)
+    teacher: TokenScores | None = field(default=None, compare=False)
 
     def of_completions(self) -> np.ndarray:
         """[T] bool: the tokens of completions, among which a thinking budget may have inserted some. Rewards, values

@@ -9,9 +9,8 @@ from grmpipe.config.grm import GrmConfig
 from grmpipe.config.journals import JournalsConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
-from grmpipe.config.rejudge import RejudgeConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, SimulateConfig
+from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, RejudgeConfig, SimulateConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from models.settings import EngineConfig, ModelConfig

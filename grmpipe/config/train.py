@@ -14,6 +14,7 @@ from grmpipe.config.algorithm_tables import (
     estimator_named,
     loss_named,
 )
+from grmpipe.config.distill import DistillConfig
 from grmpipe.config.keys.path_table import PathTable
 from models.bounds import Bounded, above, at_least, between_0_and_1, one_of
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
@@ -118,6 +119,10 @@ class AlgorithmConfig(KindSettings, Bounded):
     # [updates] Optimizer steps on each batch; above 1 training starts only when the batch is complete.
     updates_per_batch: int = at_least(1, 1)
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
+
+    # Distillation.
+
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self) -> None:
         self._check_names()

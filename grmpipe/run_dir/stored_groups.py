@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grmpipe.config.rejudge import RejudgeConfig
+from grmpipe.config.task_settings import RejudgeConfig
 from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.run_dir.recorded_run import JournalLines, RecordedGroups

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.journals import JournalsConfig
-from grmpipe.config.rejudge import RejudgeConfig
+from grmpipe.config.task_settings import RejudgeConfig
 from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_journal, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder, load_rollouts, load_verdicts

@@ -1,0 +1,53 @@
+"""Settings of distillation: the models that teach the policy, and how it follows them. Frozen, checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from models.bounds import Bounded, at_least, between_0_and_1, one_of
+
+DEFAULT = "default"  # in place of a source: for prompts of all others
+FORMS = ("loss", "advantage")
+
+
+@dataclass(frozen=True)
+class DistillConfig(Bounded):
+    """On-policy distillation (GKD, arXiv 2306.13649): the policy follows what other models give to its own tokens."""
+
+    # Source of prompts -> name of the model that teaches it (models.<name>); `default`: of all other sources.
+    teachers: dict[str, str] = field(default_factory=dict)
+    # Divergence to the teacher: 1 is the reverse KL(policy || teacher), 0 the forward KL(teacher || policy), between
+    # them the generalized Jensen-Shannon divergence, as GKDConfig's beta in TRL.
+    beta: float = between_0_and_1(1.0)
+    # Most likely tokens of the teacher that are compared, all others as one; 0: only the sampled token, for beta=1.
+    top_k: int = at_least(0, 0)
+    # What the divergence is: a term of the loss, or an advantage of each token, -log(pi / teacher), added to that of
+    # the rewards.
+    form: str = one_of(FORMS, "loss")
+    coefficient: float = at_least(0, 1.0)  # Weight of the divergence beside the rewards.
+    # A rollout that its teacher couldn't score leaves its group like one without a verdict; false: it is trained on its
+    # rewards alone.
+    required: bool = True
+    # Share of the last scores of a teacher above which the run pauses, then stops.
+    max_failure_rate: float = between_0_and_1(0.2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_k == 0 and self.beta < 1:
+            raise ValueError(
+                f"top_k: beta={self.beta:g} needs the teacher's most likely tokens, and top_k=0 asks for none; type "
+                "algorithm.distill.top_k=16, or algorithm.distill.beta=1"
+            )
+        if self.form == "advantage" and (self.top_k or self.beta < 1):
+            raise ValueError(
+                "form: an advantage is that of the sampled token, by the reverse KL; type algorithm.distill.top_k=0 "
+                "and algorithm.distill.beta=1, or algorithm.distill.form=loss"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.teachers)
+
+    def find_teacher(self, source: str) -> str | None:
+        """The model that teaches the prompts of a source; None: none does."""
+        teachers: Mapping[str, str] = self.teachers
+        return teachers.get(source, teachers.get(DEFAULT))
