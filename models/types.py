@@ -73,8 +73,21 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """What to score of a prompt: its tokens from `start` on (1 or more), and the `top_k` most likely ones in the place
+    of each.
+    """
+
+    start: int
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch."""
+    """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch.
+
+    scoring: the prompt is scored instead, and no completion is kept; see `scoring_params`.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -83,6 +96,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression that the whole text must match; not every engine can
     thinking: ThinkingBudget | None = None  # for a ReasoningEngine; others ignore it
+    scoring: Scoring | None = None
+
+
+def scoring_params(start: int, top_k: int = 0) -> SamplingParams:
+    """The parameters of a request that scores its prompt from token `start` on. Its completion has no tokens, and
+    `scores`, by the weights of its only version.
+    """
+    return SamplingParams(max_new_tokens=1, scoring=Scoring(start=start, top_k=top_k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +114,20 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What a model gives to the last N tokens of a sequence, at temperature 1. Natural logs.
+
+    logprobs_N:      float32, of each token, given all tokens before it.
+    top_ids_NK:      int32, the K most likely tokens in its place, the likeliest first; None: not asked for.
+    top_logprobs_NK: float32, their log-probs.
+    """
+
+    logprobs_N: np.ndarray
+    top_ids_NK: np.ndarray | None = None
+    top_logprobs_NK: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +150,7 @@ class Completion:
     drafted_tokens, accepted_tokens: by speculative decoding, as far as the engine says; accepted ones are in token_ids.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
+    scores:    of the prompt, for a request that asked for them and wasn't aborted.
     """
 
     token_ids: tuple[int, ...]
@@ -131,6 +167,7 @@ class Completion:
     accepted_tokens: int = field(default=0, compare=False)
     inserted: tuple[int, int] | None = None
     stop_text: str = ""
+    scores: TokenScores | None = field(default=None, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -144,20 +181,6 @@ class Completion:
     @property
     def oldest_version(self) -> int:
         return min(span.version for span in self.versions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenScores:
-    """What a model gives to the last N tokens of a sequence, at temperature 1. Natural logs.
-
-    logprobs_N:      float32, of each token, given all tokens before it.
-    top_ids_NK:      int32, the K most likely tokens in its place, the likeliest first; None: not asked for.
-    top_logprobs_NK: float32, their log-probs.
-    """
-
-    logprobs_N: np.ndarray
-    top_ids_NK: np.ndarray | None = None
-    top_logprobs_NK: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

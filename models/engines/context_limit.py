@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.chat.renderer import Renderer
-from models.types import EngineRefused, SamplingParams
+from models.types import EngineRefused, SamplingParams, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,10 @@ class ContextLimit:
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises EngineRefused for a request that can't be served."""
+        if params.scoring is not None:
+            self.check_text(prompt_ids)
+            check_scoring(len(prompt_ids), params.scoring)
+            return
         if len(prompt_ids) + params.max_new_tokens > self.tokens:
             raise EngineRefused(
                 f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the context window "
@@ -52,3 +56,9 @@ class ContextLimit:
         """Check the ids: an invalid one would end the engine for all its requests."""
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise EngineRefused(f"expected one or more ids from 0 to {self.vocab_size - 1}")
+
+
+def check_scoring(num_tokens: int, scoring: Scoring) -> None:
+    """Raises EngineRefused for tokens that can't be scored: nothing predicts the first, none comes after the last."""
+    if not 1 <= scoring.start < num_tokens:
+        raise EngineRefused(f"of {num_tokens} tokens those from {scoring.start} on can't be scored")

@@ -79,9 +79,9 @@ class PartialRequest:
 
 def can_be_continued(params: SamplingParams) -> bool:
     """Whether a request can be split: not with a stop string, which may cross the border, or a grammar, which would
-    restart.
+    restart; nor one that scores its prompt, in a single pass.
     """
-    return not params.stop and params.pattern is None
+    return not params.stop and params.pattern is None and params.scoring is None
 
 
 def _stretches(parts: Sequence[Completion]) -> Iterator[tuple[int, int, int]]:

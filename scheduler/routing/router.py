@@ -150,7 +150,7 @@ class Router:
                 partial.go_on(part, self._continuation)
                 continue
             whole = partial.whole(part, self._continuation)
-            if whole.finish_reason != "abort":
+            if whole.finish_reason != "abort" and params.scoring is None:
                 self.load.rates.record_end(whole.num_tokens)
                 self._estimate.record_end(whole.num_tokens)
                 if context.trajectory_id:

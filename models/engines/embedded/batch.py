@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,8 +25,16 @@ from models.engines.embedded.prompt_packing import bin_by_length
 from models.engines.embedded.sampling import draw, uniforms
 from models.engines.embedded.slot_places import SlotPlaces
 from models.engines.stop_conditions import StopConditions
-from models.types import Completion, FinishReason, SamplingParams
+from models.lm.score import Scored
+from models.types import Completion, FinishReason, SamplingParams, TokenScores
 from models.version_spans import join_spans
+
+ScoreSequences = Callable[[Sequence[Scored]], list[TokenScores]]
+
+
+def refuse_to_score(sequences: Sequence[Scored]) -> list[TokenScores]:
+    """The default for `score`, of a batch that only samples."""
+    raise AssertionError("this batch only samples")
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +69,7 @@ class Row:
     matcher: Matcher | None = None  # of the pattern that constrains it
     draft: RowDraft | None = None
     experts_TLK: np.ndarray | None = None  # of all fed tokens, once it has left; None if not recorded
+    scores: TokenScores | None = None  # of its prompt
 
     @property
     def position(self) -> int:
@@ -160,8 +169,11 @@ class RunningBatch:
         prefill_tokens: int,
         grammar: Grammar | None = None,
         ngrams: NgramTable | None = None,
+        score: ScoreSequences = refuse_to_score,
     ) -> None:
-        """ngrams: for drafts, which make no difference to the tokens; None: there are none."""
+        """ngrams: for drafts, which make no difference to the tokens; None: there are none. score: gives the scores of
+        sequences, in one forward pass.
+        """
         self.version = 0
         self.num_sampled_tokens = 0
         self.num_prefilled_tokens = 0
@@ -173,6 +185,8 @@ class RunningBatch:
         self._arrivals = itertools.count()
         self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
         self._waiting: list[Row] = []  # sorted
+        self._to_score: list[Row] = []  # sorted
+        self._score_sequences = score
         self._running: list[Row] = []
         self._places = SlotPlaces(slots, decoder.row_block)
         self.parked = self._places.parked
@@ -181,7 +195,7 @@ class RunningBatch:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._to_score)
 
     @property
     def num_running(self) -> int:
@@ -202,7 +216,7 @@ class RunningBatch:
         if params.pattern is not None:
             assert self._grammar is not None
             row.matcher = self._grammar.start(params.pattern)
-        insort(self._waiting, row)
+        insort(self._waiting if params.scoring is None else self._to_score, row)
         return row
 
     def abort(self, row: Row) -> None:
@@ -210,12 +224,15 @@ class RunningBatch:
         if row.index >= 0:
             self._drop_running([row])
         else:
-            self._waiting.remove(row)
+            (self._waiting if row.params.scoring is None else self._to_score).remove(row)
         self._finish(row, "abort")
 
     def step(self) -> Changes:
-        """Let rows join, sample a token for every row, remove finished rows."""
+        """Score, let rows join, sample a token for every row, remove finished rows."""
+        scored = self._score()
         self._join()
+        if not self._running:
+            return Changes(begun=(), finished=tuple(scored))
         drafts = self._draft()
         begun, finished = [], []
         for row, draft, sampled in zip(self._running, drafts, self._sample(drafts), strict=True):
@@ -228,7 +245,7 @@ class RunningBatch:
             self._drop_running(finished)
             for row in finished:
                 self._finish(row, row.finish_reason)
-        return Changes(begun=tuple(begun), finished=tuple(finished))
+        return Changes(begun=tuple(begun), finished=(*scored, *finished))
 
     def weights_changed(self) -> None:
         """Mark cached keys and values of running rows as those of older weights: new rows must not copy them."""
@@ -263,7 +280,22 @@ class RunningBatch:
             cached_tokens=row.num_cached,
             drafted_tokens=row.draft.num_drafted if row.draft else 0,
             accepted_tokens=row.draft.num_accepted if row.draft else 0,
+            scores=row.scores,
         )
+
+    def _score(self) -> list[Row]:
+        """Score the next prompts, as many as may be prefilled in a step and are of like length."""
+        if not self._to_score:
+            return []
+        taken = first_alike([len(row.siblings.prompt_ids) for row in self._to_score], self._prefill_tokens)
+        rows, self._to_score = self._to_score[:taken], self._to_score[taken:]
+        asked = [Scored(row.siblings.prompt_ids, row.params.scoring) for row in rows if row.params.scoring is not None]
+        for row, scores in zip(rows, self._score_sequences(asked), strict=True):
+            row.scores = scores
+            row.version_starts.append((self.version, 0))
+            self._finish(row, "stop")
+        self.num_prefilled_tokens += sum(len(row.siblings.prompt_ids) for row in rows)
+        return rows
 
     def _draft(self) -> list[list[int]]:
         """What each row may sample next, where a pass over a few more tokens costs little more."""
@@ -416,6 +448,18 @@ def _prefilled_together(ends: Sequence[int], starts: Sequence[int]) -> list[list
             alike = [some[i] for i in whole]
             parts += [[alike[i] for i in part] for part in bin_by_length([ends[i] - starts[i] for i in alike])]
     return parts
+
+
+def first_alike(lengths: Sequence[int], budget: int) -> int:
+    """How many of the first sequences go through the model together: padded to the longest within the budget, and none
+    shorter than half of it. At least one.
+    """
+    longest = shortest = lengths[0]
+    for num_before, length in enumerate(lengths):
+        longest, shortest = max(longest, length), min(shortest, length)
+        if num_before and (longest * (num_before + 1) > budget or 2 * shortest < longest):
+            return num_before
+    return len(lengths)
 
 
 def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:

@@ -2,8 +2,7 @@
 
 import time
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from models.chat.renderer import Renderer
 from models.engines.embedded.batch import Row, RunningBatch
@@ -15,12 +14,21 @@ from models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
 from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import load_causal_lm
-from models.lm.logprobs import Wanted, compute_chosen_logprobs
 from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
+from models.lm.score import Scored, score_sequences
 from models.settings import EmbeddedConfig
-from models.types import EngineDied, GroupLink, ModelFiles, RequestContext, SamplingParams, WeightBucket, WeightReceipt
+from models.types import (
+    EngineDied,
+    GroupLink,
+    ModelFiles,
+    RequestContext,
+    SamplingParams,
+    Scoring,
+    WeightBucket,
+    WeightReceipt,
+)
 from models.weights.inbox import WeightInbox
 
 
@@ -64,8 +72,9 @@ class EmbeddedWorker:
         # A batch-invariant decoder has a pass for each token.
         ngrams = NgramTable() if spec.speculation == "ngram" and not config.batch_invariant else None
         self._batch = RunningBatch(
-            decoder, slots, endings, spec.role, spec.seed, max_rows, prefill_tokens, self.grammar, ngrams
-        )
+            decoder, slots, endings, spec.role, spec.seed, max_rows, prefill_tokens, self.grammar, ngrams,
+            score=partial(score_sequences, self._model),
+        )  # fmt: skip
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)
         self._offloaded_weights = OffloadedMemory()
@@ -205,10 +214,8 @@ class EmbeddedWorker:
 
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         self._refuse_in_its_sleep()
-        token_ids_1T = torch.tensor([token_ids], device=self._model.device)
-        logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
-        logprobs_T, _ = compute_chosen_logprobs(logits_TV[:-1], Wanted(chosen_R=token_ids_1T[0, 1:]))
-        return tuple(logprobs_T.tolist())
+        (scores,) = score_sequences(self._model, [Scored(token_ids, Scoring(start=1))])
+        return tuple(scores.logprobs_N.tolist())
 
     def fail_all(self, death: EngineDied) -> None:
         """Fail all waiters."""

@@ -130,6 +130,8 @@ class SglangEngine:
         self._http.refuse_the_dead()
         self._window.check_request(ids, params)
         await self._confirm_model()
+        if params.scoring is not None:
+            return await self._generation.score(ids, params.scoring, context.priority)
         return await self._generation.generate(ids, params, context, on_first_token)
 
     async def abort(self, request_id: str) -> None:

@@ -16,10 +16,24 @@ from typing import Any
 from models.chat.renderer import Renderer
 from models.engines.request_gates import AdmissionGate
 from models.engines.sglang.http_client import SglangHttp, parse_error
-from models.engines.sglang.sglang_requests import SglangRequest, make_body, make_completion
+from models.engines.sglang.sglang_requests import (
+    SglangRequest,
+    make_body,
+    make_completion,
+    make_scoring_body,
+    read_prompt_scores,
+)
 from models.engines.shared_requests import SharedRequests
 from models.engines.stop_conditions import StopConditions
-from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    RequestContext,
+    SamplingParams,
+    Scoring,
+    VersionSpan,
+)
 
 ABORT_GRACE_S = 2.0  # for the server's answer to an abort: it has all tokens
 
@@ -82,6 +96,22 @@ class SglangGeneration:
             lambda: SglangRequest(prompt_ids, params, context.priority),
             self._answer,
             on_first_token,
+        )
+
+    async def score(self, prompt_ids: tuple[int, ...], scoring: Scoring, priority: int) -> Completion:
+        """Score a prompt, once no pause holds it."""
+        await self.going.pass_through(priority)
+        self._http.refuse_the_dead()
+        version = list(self._versions.values())[-1]
+        answer = await self._http.post("/generate", make_scoring_body(prompt_ids, scoring.top_k))
+        span = VersionSpan(model=self._model_name, version=version, start=0, end=0)
+        return Completion(
+            token_ids=(),
+            logprobs=(),
+            text="",
+            finish_reason="stop",
+            versions=(span,),
+            scores=read_prompt_scores(answer, scoring),
         )
 
     async def abort(self, request_id: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from models.engines.shared_requests import SharedRequest
 from models.seeds import derive_seed
 from models.types import (
@@ -13,6 +15,8 @@ from models.types import (
     EngineDied,
     EngineRefused,
     FinishReason,
+    Scoring,
+    TokenScores,
     VersionSpan,
     ignore_first_token,
 )
@@ -108,18 +112,32 @@ def make_body(
     return body
 
 
-def make_scoring_body(token_ids: Sequence[int]) -> Json:
-    """The body for /generate that returns only the log-probs of its input. Nothing is taken from the prefix cache."""
+def make_scoring_body(token_ids: Sequence[int], top_k: int = 0) -> Json:
+    """The body for /generate that returns only the log-probs of its input, with those of the `top_k` most likely tokens
+    in the place of each. Nothing is taken from the prefix cache.
+    """
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": 0,
-    }
+    } | ({"top_logprobs_num": top_k} if top_k else {})
 
 
 def read_scores(answer: Json) -> tuple[float, ...]:
     return tuple(float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:])
+
+
+def read_prompt_scores(answer: Json, scoring: Scoring) -> TokenScores:
+    logprobs_N = np.array(read_scores(answer)[scoring.start - 1 :], np.float32)
+    if not scoring.top_k:
+        return TokenScores(logprobs_N=logprobs_N)
+    top = answer["meta_info"]["input_top_logprobs"][scoring.start :]
+    return TokenScores(
+        logprobs_N=logprobs_N,
+        top_ids_NK=np.array([[token_id for _, token_id, *_ in likely] for likely in top], np.int32),
+        top_logprobs_NK=np.array([[logprob for logprob, *_ in likely] for likely in top], np.float32),
+    )
 
 
 def read_finish_reason(ticket: SglangRequest) -> FinishReason:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from models.checksum import checksum
 from models.engines.simulated.simulated_batch import SimulatedBatch, SimulatedRow
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
@@ -23,6 +25,8 @@ from models.types import (
     InlineBytes,
     RequestContext,
     SamplingParams,
+    Scoring,
+    TokenScores,
     VersionSpan,
     WeightBucket,
     WeightReceipt,
@@ -33,11 +37,12 @@ from models.version_spans import join_spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """One scripted answer: its ids and text."""
+    """One scripted answer: its ids and text; or the scores of a prompt, which take the time of one token."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason = "stop"
+    scores: TokenScores | None = None
 
 
 # Writes an answer. May raise EngineRefused, or EngineDied for a request that kills the engine.
@@ -111,7 +116,10 @@ class SimulatedEngine:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        script = self._author(prompt_ids, params, context)
+        if params.scoring is None:
+            script = self._author(prompt_ids, params, context)
+        else:
+            script = Script(token_ids=(0,), text="", scores=score_as_minus_one(len(prompt_ids), params.scoring))
         self._check_alive()
         if not script.token_ids:
             return self._completion(script, join_spans(self.model_name, (), self.version), 0)
@@ -259,13 +267,16 @@ class SimulatedEngine:
         self, script: Script, spans: tuple[VersionSpan, ...], num_tokens: int, cached_tokens: int = 0
     ) -> Completion:
         whole = num_tokens == len(script.token_ids)
+        if script.scores is not None:
+            spans, num_tokens = join_spans(self.model_name, (), spans[-1].version), 0
         return Completion(
-            token_ids=script.token_ids if whole else script.token_ids[:num_tokens],
+            token_ids=script.token_ids if num_tokens == len(script.token_ids) else script.token_ids[:num_tokens],
             logprobs=minus_ones(num_tokens),
             text=script.text if whole else "",
             finish_reason=script.finish_reason if whole else "abort",
             versions=spans,
             cached_tokens=cached_tokens,
+            scores=script.scores if whole else None,
         )
 
     def _spans(self, row: SimulatedRow, num_tokens: int) -> tuple[VersionSpan, ...]:
@@ -288,6 +299,16 @@ class SimulatedEngine:
 def rows_apart(tokens_per_s: float) -> EngineSpeed:
     """A speed with the same rate for every row, however many there are."""
     return EngineSpeed(step_s=1 / tokens_per_s, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=1 << 30)
+
+
+def score_as_minus_one(num_tokens: int, scoring: Scoring) -> TokenScores:
+    """The scores of a prompt of this length: every token, and every likely one in its place, has log-prob -1."""
+    num_scored, top_k = num_tokens - scoring.start, scoring.top_k
+    return TokenScores(
+        logprobs_N=np.full(num_scored, -1.0, np.float32),
+        top_ids_NK=np.zeros((num_scored, top_k), np.int32) if top_k else None,
+        top_logprobs_NK=np.full((num_scored, top_k), -1.0, np.float32) if top_k else None,
+    )
 
 
 @lru_cache(maxsize=1 << 14)

@@ -55,6 +55,7 @@ class VllmEngine:
             spec.role,
             renderer,
             seed=spec.seed,
+            window=self._window.tokens,
             expert_layers=experts,
             with_adapter=adapters is not None,
         )
@@ -128,7 +129,7 @@ class VllmEngine:
             raise RuntimeError("a paused engine can't score")
         if len(ids) == 1:
             return ()
-        return await self._process.call(self._generation.score(ids, self._window.tokens))
+        return await self._process.call(self._generation.score(ids))
 
     async def sleep(self) -> int:
         self._process.refuse_the_dead()

@@ -1,9 +1,12 @@
 """Requests in flight at one AsyncLLM: sent, withdrawn, aborted, scored. Knows weights only by version."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from models.chat.renderer import Renderer
 from models.engines.shared_requests import SharedRequests
@@ -17,10 +20,14 @@ from models.engines.vllm.vllm_requests import (
     make_scoring,
     read_experts,
     read_finish_reason,
+    read_prompt_scores,
     read_scores,
     read_spans,
 )
-from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
+from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, Scoring
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 FIRST_OF_ALL = -(1 << 62)  # a priority before all others
 
@@ -29,6 +36,7 @@ class VllmGeneration:
     """The requests of one AsyncLLM.
 
     version:       of the weights, for tokens whose version vLLM doesn't say.
+    window:        the most tokens of a request.
     expert_layers: layers whose experts completions have.
     """
 
@@ -39,6 +47,7 @@ class VllmGeneration:
         renderer: Renderer,
         *,
         seed: int,
+        window: int,
         expert_layers: Sequence[int],
         with_adapter: bool,
     ) -> None:
@@ -47,7 +56,7 @@ class VllmGeneration:
         self._process, self._model_name = process, model_name
         self._endings = StopConditions(renderer.decode, renderer.stop_token_ids)
         self._stop_token_ids, self._seed = renderer.stop_token_ids, seed
-        self._expert_layers = expert_layers
+        self._window, self._expert_layers = window, expert_layers
         self._adapter = adapter_request() if with_adapter else None
         self._requests: SharedRequests[VllmRequest] = SharedRequests()
         self._scores = itertools.count()
@@ -74,19 +83,26 @@ class VllmGeneration:
             with contextlib.suppress(EngineDied):  # its waiters then get the death
                 await self._process.call(self._process.llm.abort(request_id))
 
-    async def score(self, ids: tuple[int, ...], window: int) -> tuple[float, ...]:
-        """vLLM computes scored prompts completely: it reads no cached prefix. window: the most tokens of a request."""
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        await self._process.ready()
+        output, last = await self._scored(ids, f"score-{next(self._scores)}", FIRST_OF_ALL)
+        return read_scores(output, last)
+
+    async def _scored(
+        self, ids: tuple[int, ...], name: str, priority: int, top_k: int = 0
+    ) -> tuple[RequestOutput, tuple[int, ...]]:
+        """vLLM's output for scored tokens, and the last one if it isn't in the prompt. It computes scored prompts
+        completely: it reads no cached prefix.
+        """
         from vllm.inputs.engine import tokens_input
 
-        await self._process.ready()
         # vLLM reserves a place for a new token: a prompt that fills the window is scored without its last token.
-        prompt, last = (ids, ()) if len(ids) < window else (ids[:-1], ids[-1:])
+        prompt, last = (ids, ()) if len(ids) < self._window else (ids[:-1], ids[-1:])
         tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
-        name = f"score-{next(self._scores)}"
         async for output in self._process.llm.generate(
-            tokens, make_scoring(last), name, lora_request=self._adapter, priority=FIRST_OF_ALL
+            tokens, make_scoring(last, top_k), name, lora_request=self._adapter, priority=priority
         ):
-            return read_scores(output, last)
+            return output, last
         raise AssertionError("vLLM ended a request without an output")
 
     async def forget_cached_prompts(self, recompute: bool) -> None:
@@ -136,6 +152,8 @@ class VllmGeneration:
         if ticket.aborted:
             return VllmSample(finish_reason="abort")
         ticket.renewed = False
+        if ticket.params.scoring is not None:
+            return await self._score_prompt(ticket, ticket.params.scoring)
         sampled = VllmSample()
         prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
         sampling = make_sampling(ticket.params, self._seed, self._stop_token_ids)
@@ -146,6 +164,15 @@ class VllmGeneration:
             if sampled.token_ids:
                 ticket.begin()
         return sampled
+
+    async def _score_prompt(self, ticket: VllmRequest, scoring: Scoring) -> VllmSample:
+        ids, window = ticket.prompt_ids, self._window
+        if len(ids) == window and scoring.top_k:
+            raise EngineRefused(f"vLLM gives likely tokens for prompts of at most {window - 1} tokens, got {len(ids)}")
+        output, last = await self._scored(ids, ticket.request_id, ticket.priority, scoring.top_k)
+        if output.outputs[0].finish_reason == "abort":
+            return VllmSample(finish_reason="abort")
+        return VllmSample(finish_reason="stop", scores=read_prompt_scores(output, last, scoring))
 
     def _completion(self, ticket: VllmRequest, sampled: VllmSample) -> Completion:
         text, stop_text = self._endings.cut_text(sampled.token_ids, ticket.params.stop)
@@ -158,4 +185,5 @@ class VllmGeneration:
             versions=read_spans(sampled, self._model_name, self.version),
             experts_TLK=read_experts(sampled, self._expert_layers),
             cached_tokens=sampled.num_cached_tokens,
+            scores=sampled.scores,
         )

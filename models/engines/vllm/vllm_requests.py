@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from models.engines.shared_requests import SharedRequest
-from models.types import EngineRefused, FinishReason, SamplingParams, VersionSpan
+from models.types import EngineRefused, FinishReason, SamplingParams, Scoring, TokenScores, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -41,6 +41,7 @@ class VllmSample:
     finish_reason: str | None = None
     spans: Sequence[WeightVersionSpan] = ()
     num_cached_tokens: int = 0
+    scores: TokenScores | None = None
     experts_TLK: np.ndarray | None = None  # by layer of the model, including layers without experts
 
     def add(self, output: RequestOutput) -> None:
@@ -89,8 +90,10 @@ def make_sampling(params: SamplingParams, seed: int, stop_token_ids: Sequence[in
         raise EngineRefused(f"vLLM refuses {params}: {error}") from error
 
 
-def make_scoring(last: Sequence[int]) -> VllmSampling:
-    """Parameters for the log-probs of a prompt at temperature 1, and of `last` as the token after it."""
+def make_scoring(last: Sequence[int], top_k: int = 0) -> VllmSampling:
+    """Parameters for the log-probs of a prompt at temperature 1, with the `top_k` most likely tokens in the place of
+    each; and of `last` as the token after it, without any other.
+    """
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
@@ -98,7 +101,7 @@ def make_scoring(last: Sequence[int]) -> VllmSampling:
         max_tokens=1,
         temperature=1.0,
         seed=0,  # unseeded requests would use a generator that all of them share
-        prompt_logprobs=0,
+        prompt_logprobs=top_k,
         logprob_token_ids=list(last) or None,
         flat_logprobs=True,
         detokenize=False,
@@ -116,6 +119,20 @@ def read_scores(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]
         assert isinstance(after, FlatLogprobs)
         scores.append(after.logprobs[after.token_ids.index(last[0], 1)])  # entry 0 is the sampled token
     return tuple(scores)
+
+
+def read_prompt_scores(output: RequestOutput, last: Sequence[int], scoring: Scoring) -> TokenScores:
+    """vLLM gives each prompt token but the first an entry, followed by those of the likeliest in its place."""
+    from vllm.logprobs import FlatLogprobs
+
+    if not scoring.top_k:
+        return TokenScores(logprobs_N=np.array(read_scores(output, last)[scoring.start - 1 :], np.float32))
+    prompt = output.prompt_logprobs
+    assert isinstance(prompt, FlatLogprobs)
+    by_token = (-1, 1 + scoring.top_k)
+    logprobs = np.array(prompt.logprobs, np.float32).reshape(by_token)[scoring.start - 1 :]
+    ids = np.array(prompt.token_ids, np.int32).reshape(by_token)[scoring.start - 1 :]
+    return TokenScores(logprobs_N=logprobs[:, 0], top_ids_NK=ids[:, 1:], top_logprobs_NK=logprobs[:, 1:])
 
 
 def refuse_what_cannot_run(params: SamplingParams) -> None:

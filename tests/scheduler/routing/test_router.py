@@ -14,6 +14,7 @@ from models.types import (
     EngineRefused,
     RequestContext,
     SamplingParams,
+    scoring_params,
 )
 from scheduler.routing.expected_load import SIBLINGS_AHEAD
 from scheduler.routing.router import Router
@@ -171,6 +172,19 @@ def test_requests_of_a_dead_engine_are_sampled_elsewhere_once_with_the_same_seed
         assert sorted(b.asked) == sorted((f"r{number}", number) for number in range(8))
         assert list(router.members.alive) == ["policy-1"]
         assert spans.seen.count(("policy-0", "died")) == 1
+
+    asyncio.run(main())
+
+
+def test_prompts_on_a_dead_engine_are_scored_elsewhere_and_no_length_is_learned_from_them() -> None:
+    async def main() -> None:
+        router, a, _, _ = two(tokens_per_s=200)
+        contexts = [RequestContext(request_id=f"s{n}", group_id=f"g{n}", role="policy") for n in range(8)]
+        scored = [asyncio.create_task(router.generate((1, 2, 3), scoring_params(1), one)) for one in contexts]
+        await asyncio.sleep(0.001)
+        a.die("out of memory")
+        assert [len(one.scores.logprobs_N) for one in await asyncio.gather(*scored) if one.scores] == [2] * 8
+        assert router._estimate.new_tokens(SamplingParams(max_new_tokens=64)) == 64
 
     asyncio.run(main())
 

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from models.types import Completion, EngineRefused, VersionSpan
+from models.types import Completion, EngineRefused, Scoring, VersionSpan
 
 WINDOW = 128
 STOP = 256  # <|im_end|>, after 256 bytes
@@ -223,6 +224,57 @@ def test_a_score_is_transformers_log_prob_of_every_token_but_the_first(
         assert scored == pytest.approx(expected, abs=1e-4)
     assert beside.logprobs == pytest.approx(plain.logprobs(prompt_of(20), beside, 0.7), abs=1e-4)
     assert run(engine.score(prompt_of(1))) == ()
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_prompt_is_scored_beside_sampling_with_the_likeliest_tokens_of_transformers(
+    engine: Any, run: Any, prompt_of: Any, plain: Any, ask: Any, top_k: int
+) -> None:
+    lengths = (9, 33, 70, WINDOW - bool(top_k))
+
+    async def beside_sampling() -> tuple[list[Completion], Completion]:
+        asked = asyncio.create_task(ask(engine, prompt_of(20), "beside", max_new_tokens=60, temperature=0.7))
+        scoring = Scoring(start=7, top_k=top_k)
+        scored = (ask(engine, prompt_of(n), f"scored{n}", max_new_tokens=1, scoring=scoring) for n in lengths)
+        return await asyncio.gather(*scored), await asked
+
+    completions, beside = run(beside_sampling())
+    for length, completion in zip(lengths, completions, strict=True):
+        ids, scores = prompt_of(length), completion.scores
+        logprobs_NV = plain.logits(ids)[6:-1].log_softmax(-1)
+        expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_NV, ids[7:], strict=True)]
+        assert scores.logprobs_N == pytest.approx(expected, abs=1e-4)
+        assert (completion.token_ids, completion.finish_reason) == ((), "stop")
+        assert completion.versions == (VersionSpan(model="policy", version=0, start=0, end=0),)
+        if not top_k:
+            assert scores.top_ids_NK is None
+            continue
+        best = logprobs_NV.topk(top_k)
+        assert scores.top_logprobs_NK == pytest.approx(best.values.numpy(), abs=1e-4)
+        at_their_ids = logprobs_NV.gather(-1, torch.from_numpy(scores.top_ids_NK).long())
+        assert scores.top_logprobs_NK == pytest.approx(at_their_ids.numpy(), abs=1e-4)
+    assert beside.logprobs == pytest.approx(plain.logprobs(prompt_of(20), beside, 0.7), abs=1e-4)
+
+
+def test_a_score_waits_for_the_end_of_a_pause(engine: Any, run: Any, prompt_of: Any, ask: Any) -> None:
+    async def paused() -> tuple[bool, Completion]:
+        await engine.pause()
+        scoring = asyncio.create_task(ask(engine, prompt_of(30), "s", max_new_tokens=1, scoring=Scoring(start=20)))
+        await asyncio.sleep(0.2)
+        waited = not scoring.done()
+        await engine.resume()
+        return waited, await scoring
+
+    waited, completion = run(paused())
+    assert waited and len(completion.scores.logprobs_N) == 10
+
+
+@pytest.mark.parametrize("start", [0, 30])
+def test_nothing_is_scored_that_nothing_predicts_or_that_does_not_come(
+    engine: Any, run: Any, prompt_of: Any, ask: Any, start: int
+) -> None:
+    with pytest.raises(EngineRefused, match="can't be scored"):
+        run(ask(engine, prompt_of(30), max_new_tokens=1, scoring=Scoring(start=start)))
 
 
 def test_a_pattern_is_kept_to_or_refused(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:

@@ -11,10 +11,12 @@ from models.engines.sglang.sglang_requests import (
     SglangSample,
     make_body,
     make_completion,
+    make_scoring_body,
     make_spans,
     read_finish_reason,
+    read_prompt_scores,
 )
-from models.types import EngineDied, EngineRefused, SamplingParams, VersionSpan
+from models.types import EngineDied, EngineRefused, SamplingParams, Scoring, VersionSpan
 
 
 def ticket_of(**params: Any) -> SglangRequest:
@@ -117,3 +119,17 @@ def test_a_request_that_the_server_ended_by_itself_is_no_completion(status: int 
         read_finish_reason(ticket)
     ticket.aborted = True
     assert read_finish_reason(ticket) == "abort"
+
+
+def test_scores_of_a_prompt_are_read_from_the_first_wanted_token_on() -> None:
+    body = make_scoring_body((5, 6, 7), top_k=2)
+    assert body["top_logprobs_num"] == 2 and "top_logprobs_num" not in make_scoring_body((5, 6, 7))
+    meta = {
+        "input_token_logprobs": [(None, 5, None), (-1.0, 6, None), (-2.0, 7, None)],
+        "input_top_logprobs": [None, [(-0.5, 8, None), (-1.0, 6, None)], [(-0.25, 9, None), (-2.0, 7, None)]],
+    }
+    scores = read_prompt_scores({"meta_info": meta}, Scoring(start=2, top_k=2))
+    assert scores.logprobs_N.tolist() == [-2.0]
+    assert scores.top_ids_NK is not None and scores.top_ids_NK.tolist() == [[9, 7]]
+    assert scores.top_logprobs_NK is not None and scores.top_logprobs_NK.tolist() == [[-0.25, -2.0]]
+    assert read_prompt_scores({"meta_info": meta}, Scoring(start=1)).logprobs_N.tolist() == [-1.0, -2.0]

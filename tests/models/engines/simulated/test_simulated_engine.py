@@ -16,7 +16,15 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.simulated.simulated_batch import PREFILL_TOKENS_PER_STEP
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.engines.simulated.simulated_rate import SharedDevice
-from models.types import Completion, EngineDied, EngineRefused, EngineSpeed, RequestContext, SamplingParams
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    EngineSpeed,
+    RequestContext,
+    SamplingParams,
+    scoring_params,
+)
 
 T = TypeVar("T")
 SPEED = EngineSpeed(step_s=0.01, row_s=0.001, cached_token_s=1e-6, prefill_token_s=1e-4, max_rows=4)
@@ -447,3 +455,17 @@ def test_an_engines_least_work_leaves_out_what_was_computed_again() -> None:
     roomy, narrow = (replace(SPEED, step_s=0.0, cached_token_s=0.0, kv_tokens=room) for room in (0, 70))
     (_, least), (worked, least_again) = (least_s(speed, requests, num_rows=2) for speed in (roomy, narrow))
     assert worked > least_again == pytest.approx(least)
+
+
+def test_a_scored_prompt_takes_the_time_of_its_prefill_and_one_step() -> None:
+    async def score() -> tuple[Completion, float]:
+        engine = SimulatedEngine("m", write, speed=replace(SPEED, prefill_token_s=0.001, request_s=0.0))
+        context = RequestContext(request_id="r", group_id="g", role="m")
+        completion = await engine.generate(tuple(range(500)), scoring_params(start=400, top_k=3), context)
+        return completion, engine.busy_s
+
+    completion, busy_s = run_virtually(score)
+    assert (completion.token_ids, completion.finish_reason) == ((), "stop")
+    assert completion.scores is not None and completion.scores.top_ids_NK is not None
+    assert len(completion.scores.logprobs_N) == 100 and completion.scores.top_ids_NK.shape == (100, 3)
+    assert 0.5 < busy_s < 0.6
