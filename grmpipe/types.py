@@ -431,6 +431,22 @@ class TrainingSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherEntries:
+    """What teachers give to the entries of a micro-batch. E: entries, K: likely tokens.
+
+    taught_E:        float32, 1 for entries that are trained and that a teacher scored, 0 elsewhere.
+    logprobs_E:      float32, of the sampled token.
+    top_ids_EK, top_logprobs_EK: int64 and float32, the teacher's most likely tokens; None: only the sampled token is
+                     compared.
+    """
+
+    taught_E: np.ndarray
+    logprobs_E: np.ndarray
+    top_ids_EK: np.ndarray | None = None
+    top_logprobs_EK: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Samples packed end to end for one forward pass, and the entries of its loss. T: packed tokens, S: samples, E:
     entries, R: rollouts, L: layers with experts, K: experts per token.
@@ -454,6 +470,7 @@ class MicroBatch:
     sampler_logprobs_E: np.ndarray  # float32
     advantages_E: np.ndarray  # float32
     versions_E: np.ndarray  # int32, version that sampled the token; -1 if none did
+    teacher: TeacherEntries | None = None
     experts_TLK: np.ndarray | None = None  # int16, to replay; -1: chosen by the learner's own router
 
 

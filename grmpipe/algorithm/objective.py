@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.corrections import check_tensor, correction, interpolate_proximal, kept, log_ratio, measure_drift
+from grmpipe.algorithm.distillation import Taught, distillation_loss
 from grmpipe.algorithm.losses import Aggregation, Scored, find_loss, kl, policy_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, PROXIMALS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
@@ -23,6 +24,7 @@ class TokenLogprobs:
     sampler_T: Tensor  # as the engine reported them
     reference_T: Tensor | None  # of the frozen reference, if there is one
     ages_T: Tensor  # batches trained since the token was sampled
+    taught: Taught | None = None  # by teachers, if any scored these tokens
 
 
 # log pi_prox, the policy that the loss's ratio is taken against, without gradient.
@@ -68,7 +70,8 @@ def sum_loss(
     sequence_lengths_S: Tensor,
     algorithm: AlgorithmConfig,
 ) -> SummedLoss:
-    """sum of weight_t (w_t policy_t + beta kl_t - eta entropy_t); w_t corrects for the sampler and has no gradient.
+    """sum of weight_t (w_t policy_t + beta kl_t + delta distill_t - eta entropy_t); w_t corrects for the sampler and
+    has no gradient.
 
     Rejected tokens have w_t = 0 and still count in the batch's denominator.
     """
@@ -99,6 +102,13 @@ def sum_loss(
         kl_T = kl(algorithm.kl_estimator, current_T, logprobs.reference_T)
         loss_T = loss_T + algorithm.kl_coefficient * kl_T
         watched["kl_nats"] = kl_T
+    if (taught := logprobs.taught) is not None:
+        distill_T = distillation_loss(current_T, correction_T, taught, algorithm.distill.beta)
+        if algorithm.distill.form == "loss":
+            loss_T = loss_T + algorithm.distill.coefficient * distill_T
+        watched["distill_loss"] = distill_T
+        watched["distill_kl_nats"] = taught.taught_T * log_ratio(current_T, taught.logprobs_T)
+        watched["taught_share"] = taught.taught_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
     weights_T = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation).weigh(mask_T, sequence_lengths_S)

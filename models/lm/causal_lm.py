@@ -18,8 +18,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.hub import is_hub_name
-from models.lm.linear_logprobs import ENTROPY, LOGPROB
-from models.lm.logprobs import Wanted, compute_chosen_logprobs
+from models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, compute_chosen_logprobs
 from models.lm.output_head import OutputHead, find_output_head
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
@@ -90,10 +89,13 @@ class PackedLogprobs:
     """Entry t: the log-prob of token t given the tokens before it in its sample, and the entropy of that distribution.
 
     0 at the first token of each sample without a prefix, and where `wanted_T` is False.
+
+    also_TK: the log-probs of K other tokens in its place, if they were asked for.
     """
 
     logprobs_T: Tensor
     entropy_T: Tensor  # zeros unless requested
+    also_TK: Tensor | None = None
 
 
 def compute_packed_logprobs(
@@ -106,6 +108,7 @@ def compute_packed_logprobs(
     want_entropy: bool = False,
     entropy_gradient: bool = True,
     wanted_T: Tensor | None = None,
+    also_TK: Tensor | None = None,
     temperature: float = 1.0,
     fp32_logits: bool = False,
     context: ContextRanks | None = None,
@@ -113,9 +116,9 @@ def compute_packed_logprobs(
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 
     The position ids of a sample with a prefix continue those of the prefix; its first token is predicted at the
-    prefix's last token. `wanted_T` (bool): only these tokens pass through the output head. `fp32_logits`: as in
-    `linear_logprobs`. Works under autograd, FSDP2 and activation checkpointing: the root module is called once on every
-    rank.
+    prefix's last token. `wanted_T` (bool): only these tokens pass through the output head. `also_TK`: ids whose
+    log-probs in the place of each token are wanted too. `fp32_logits`: as in `linear_logprobs`. Works under autograd,
+    FSDP2 and activation checkpointing: the root module is called once on every rank.
 
     context: ranks that give the same arguments and compute a slice of the tokens each. All get all log-probs. A rank's
     gradient passes through those of its own slice: summed over ranks, gradients of weights are those of one loss.
@@ -129,24 +132,28 @@ def compute_packed_logprobs(
         targets_R = targets_R[is_own_R]
     wanted = Wanted(
         chosen_R=token_ids_T[targets_R],
+        also_RK=None if also_TK is None else also_TK[targets_R],
         want_entropy=want_entropy,
         entropy_gradient=entropy_gradient,
         temperature=temperature,
         fp32_logits=fp32_logits,
         chunk_logits=CHUNK_LOGITS,
     )
-    logprobs_R, entropy_R = _chosen(model, token_ids_T, position_ids_T, packing, before_R, wanted)
-    zeros_T = logprobs_R.new_zeros(len(token_ids_T))
-    logprobs_T, entropy_T = (zeros_T.index_copy(0, targets_R, rows_R) for rows_R in (logprobs_R, entropy_R))
+    columns_RC = _chosen(model, token_ids_T, position_ids_T, packing, before_R, wanted)
+    columns_CT = columns_RC.new_zeros(columns_RC.shape[1], len(token_ids_T)).index_copy(1, targets_R, columns_RC.t())
     if context is not None:
-        logprobs_T, entropy_T = context.unite(torch.stack([logprobs_T, entropy_T]))
-    return PackedLogprobs(logprobs_T=logprobs_T, entropy_T=entropy_T)
+        columns_CT = context.unite(columns_CT)
+    return PackedLogprobs(
+        logprobs_T=columns_CT[LOGPROB],
+        entropy_T=columns_CT[ENTROPY],
+        also_TK=None if also_TK is None else columns_CT[ALSO:].t(),
+    )
 
 
 def _chosen(
     model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, before_R: Tensor, wanted: Wanted
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the wanted tokens. [R]"""
+) -> Tensor:
+    """Log-probs and entropies of the wanted tokens, in the columns of `compute_chosen_logprobs`."""
     forward = functools.partial(
         compute_packed_logits, model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R
     )
@@ -154,8 +161,8 @@ def _chosen(
     # Few logits are cheaper to keep than to compute again.
     if isinstance(head, OutputHead) and (wanted.fp32_logits or len(before_R) * head.out_features > wanted.chunk_logits):
         with head.return_logprobs(wanted):
-            chosen_R2 = forward()
-        return chosen_R2[:, LOGPROB], chosen_R2[:, ENTROPY]
+            columns_RC: Tensor = forward()
+        return columns_RC
     return compute_chosen_logprobs(forward(), wanted)
 
 

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.lm.logprobs import Wanted
+from models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, put_in_columns
 
-LOGPROB, ENTROPY = 0, 1  # columns of the result
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def linear_logprobs(hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: Wanted) -> Tensor:
-    """[R, 2]: log-softmax of row r of the logits at chosen_R[r], and the entropy of row r (zeros unless wanted).
+    """[R, 2 + K]: log-softmax of row r of the logits at chosen_R[r], the entropy of row r (zeros unless wanted), and
+    the log-softmax at also_RK[r].
 
-    Equal to `chosen_logprobs` of the whole logits, up to the order of sums: float32 (float64 for float64), natural log.
-    At most about `chunk_logits` logits exist at a time.
+    Equal to `compute_chosen_logprobs` of the whole logits, up to the order of sums: float32 (float64 for float64),
+    natural log. At most about `chunk_logits` logits exist at a time.
     """
-    out_R2: Tensor = _LinearLogprobs.apply(hidden_RD, weight_VD, bias_V, wanted)
-    return out_R2
+    out: Tensor = _LinearLogprobs.apply(hidden_RD, weight_VD, bias_V, wanted)
+    return out
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -42,45 +42,46 @@ class _LinearLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         wanted: Wanted,
     ) -> Tensor:
-        ctx.wanted, chosen_R = wanted, wanted.chosen_R
-        normalisers, means, chosen_logit_R = [], [], None
+        ctx.wanted, chosen_RK = wanted, wanted.chosen_RK
+        normalisers, means, chosen_logit_RK = [], [], None
         for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, ctx.wanted):
             normaliser_R = logits_RC.logsumexp(-1)
             normalisers.append(normaliser_R)
-            here_R, place_R = _places(chosen_R, start, logits_RC.shape[1])
-            found_R = torch.where(here_R, logits_RC.gather(-1, place_R[:, None]).squeeze(-1), 0.0)
-            chosen_logit_R = found_R if chosen_logit_R is None else chosen_logit_R + found_R
+            here_RK, place_RK = _places(chosen_RK, start, logits_RC.shape[1])
+            found_RK = torch.where(here_RK, logits_RC.gather(-1, place_RK), 0.0)
+            chosen_logit_RK = found_RK if chosen_logit_RK is None else chosen_logit_RK + found_RK
             if wanted.want_entropy:
                 means.append(((logits_RC - normaliser_R[:, None]).exp_() * logits_RC).sum(-1))
-        assert chosen_logit_R is not None, "a vocabulary has tokens"
+        assert chosen_logit_RK is not None, "a vocabulary has tokens"
         per_chunk_NR = torch.stack(normalisers)
         normaliser_R = per_chunk_NR.logsumexp(0)
         entropy_R = torch.zeros_like(normaliser_R)
         if wanted.want_entropy:  # H = logsumexp(z) - sum p z
             entropy_R = normaliser_R - ((per_chunk_NR - normaliser_R).exp() * torch.stack(means)).sum(0)
         ctx.save_for_backward(hidden_RD, weight_VD, bias_V, normaliser_R, entropy_R)
-        return torch.stack([chosen_logit_R - normaliser_R, entropy_R], dim=1)
+        return put_in_columns(chosen_logit_RK - normaliser_R[:, None], entropy_R)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_R2: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_RD, weight_VD, bias_V, normaliser_R, entropy_R = ctx.saved_tensors
         wanted: Wanted = ctx.wanted
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=normaliser_R.dtype) if of_hidden else None
         grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
         grad_bias_V = torch.empty_like(bias_V) if of_bias else None
-        logprob_grad_R, entropy_grad_R = grad_R2.unbind(1)
+        entropy_grad_R = grad[:, ENTROPY]
+        logprob_grad_RK, chosen_RK = torch.cat([grad[:, : LOGPROB + 1], grad[:, ALSO:]], dim=1), wanted.chosen_RK
         for start, logits_RC in _chunks(hidden_RD, weight_VD, bias_V, ctx.wanted):
             columns = slice(start, start + logits_RC.shape[1])
-            here_R, place_R = _places(wanted.chosen_R, start, logits_RC.shape[1])
+            here_RK, place_RK = _places(chosen_RK, start, logits_RC.shape[1])
             log_p_RC = logits_RC.sub_(normaliser_R[:, None])
-            factor_RC: Tensor = logprob_grad_R[:, None]
+            factor_RC: Tensor = logprob_grad_RK.sum(1, keepdim=True)
             if wanted.want_entropy and wanted.entropy_gradient:
                 factor_RC = (log_p_RC + entropy_R[:, None]).mul_(entropy_grad_R[:, None]).add_(factor_RC)
             grad_RC = log_p_RC.exp_().mul_(factor_RC).neg_()
             del factor_RC
-            grad_RC.scatter_add_(1, place_R[:, None], (here_R * logprob_grad_R)[:, None])
+            grad_RC.scatter_add_(1, place_RK, here_RK * logprob_grad_RK)
             grad_RC = grad_RC.div_(wanted.temperature).to(hidden_RD.dtype)
             if grad_hidden_RD is not None:
                 grad_hidden_RD += _product(grad_RC, weight_VD[columns], grad_hidden_RD.dtype)
@@ -123,8 +124,8 @@ def _product(left_AB: Tensor, right_BC: Tensor, dtype: torch.dtype) -> Tensor:
     return left_AB.to(dtype) @ right_BC.to(dtype)
 
 
-def _places(chosen_R: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Whether a row's token is in the chunk, and its column there; column 0 if it isn't."""
-    column_R = chosen_R - start
-    here_R = (column_R >= 0) & (column_R < num_columns)
-    return here_R, torch.where(here_R, column_R, 0)
+def _places(chosen_RK: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Whether each token of a row is in the chunk, and its column there; column 0 if it isn't."""
+    column_RK = chosen_RK - start
+    here_RK = (column_RK >= 0) & (column_RK < num_columns)
+    return here_RK, torch.where(here_RK, column_RK, 0)

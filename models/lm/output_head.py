@@ -30,7 +30,9 @@ class OutputHead(nn.Linear):
 
     @contextmanager
     def return_logprobs(self, wanted: Wanted) -> Iterator[None]:
-        """Context: the head, and so its model, returns log-probs and entropies ([1, R, 2]) in place of logits."""
+        """Context: the head, and so its model, returns log-probs and entropies ([1, R, 2 + K]) in place of
+        logits.
+        """
         self._wanted = wanted
         try:
             yield
@@ -42,8 +44,8 @@ class OutputHead(nn.Linear):
         if wanted is None:
             return super().forward(hidden)
         assert hidden.shape[0] == 1, "samples are packed in one row"
-        out_R2 = linear_logprobs(hidden[0], self.weight, self.bias, wanted)
-        return out_R2[None].clone()  # FSDP2 warns of outputs that are views
+        out = linear_logprobs(hidden[0], self.weight, self.bias, wanted)
+        return out[None].clone()  # FSDP2 warns of outputs that are views
 
 
 def find_output_head(model: PreTrainedModel) -> None:

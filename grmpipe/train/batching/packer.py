@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees
 from grmpipe.train.batching.seqlen_balancing import deal, fill
-from grmpipe.types import MicroBatch, TrainingSample
-from models.types import ANY_EXPERT
+from grmpipe.types import MicroBatch, TeacherEntries, TrainingSample
+from models.types import ANY_EXPERT, TokenScores
 
 NOT_SAMPLED = -1
 NOTHING = TrainingSample(
@@ -200,6 +200,7 @@ class _Entries(TypedDict):
     sampler_logprobs_E: np.ndarray
     advantages_E: np.ndarray
     versions_E: np.ndarray
+    teacher: TeacherEntries | None
 
 
 def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entries:
@@ -235,7 +236,38 @@ def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entrie
         "sampler_logprobs_E": join([sample.sampler_logprobs for sample in samples], np.float32),
         "advantages_E": join([sample.advantages for sample in samples], np.float32),
         "versions_E": versions_E,
+        "teacher": _teacher_of([samples[place] for place in order], [positions_S[place] for place in order]),
     }
+
+
+def _teacher_of(samples: Sequence[TrainingSample], positions_S: Sequence[np.ndarray | slice]) -> TeacherEntries | None:
+    """The entries of teachers; None if none scored any of these samples."""
+    known = next((sample.teacher for sample in samples if sample.teacher is not None), None)
+    if known is None:
+        return None
+
+    def join(read: Callable[[TokenScores], np.ndarray | None], dtype: type[np.generic]) -> np.ndarray | None:
+        if (like := read(known)) is None:
+            return None
+        columns = []
+        for sample, positions in zip(samples, positions_S, strict=True):
+            column = None if sample.teacher is None else read(sample.teacher)
+            whole = np.zeros((len(sample.token_ids), *like.shape[1:])) if column is None else column
+            columns.append(whole[positions].astype(dtype))
+        return np.concatenate(columns)
+
+    taught = [
+        np.array((0, *sample.loss_mask[1:]), np.float32)[positions] * (sample.teacher is not None)
+        for sample, positions in zip(samples, positions_S, strict=True)
+    ]
+    logprobs_E = join(lambda scores: scores.logprobs_N, np.float32)
+    assert logprobs_E is not None
+    return TeacherEntries(
+        taught_E=np.concatenate(taught).astype(np.float32),
+        logprobs_E=logprobs_E,
+        top_ids_EK=join(lambda scores: scores.top_ids_NK, np.int64),
+        top_logprobs_EK=join(lambda scores: scores.top_logprobs_NK, np.float32),
+    )
 
 
 def _picked(column: Sequence[float] | np.ndarray, positions: np.ndarray | slice, dtype: type[np.generic]) -> np.ndarray:

@@ -8,10 +8,11 @@ import numpy as np
 
 from grmpipe.algorithm.advantages import estimate
 from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, place_rewards, shape_rewards
+from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
-from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
-from models.types import ANY_EXPERT, Completion, VersionSpan
+from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TeacherScores, TrainingSample, Turn, Verdict
+from models.types import ANY_EXPERT, Completion, TokenScores, VersionSpan
 
 
 def to_samples(
@@ -39,7 +40,24 @@ def to_samples(
         sample
         for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
         for (rollout, verdict), advantages_N in zip(siblings, advantages, strict=True)
-        for sample in split_rollout(rollout, trust_in(verdict, algorithm.weight_half_std) * advantages_N)
+        for sample in split_rollout(
+            rollout,
+            trust_in(verdict, algorithm.weight_half_std) * advantages_N
+            + teacher_advantages(rollout, verdict, algorithm.distill),
+            verdict.teacher,
+        )
+    )
+
+
+def teacher_advantages(rollout: Rollout, verdict: Verdict, distill: DistillConfig) -> np.ndarray | float:
+    """[N] float64: -coefficient * (log mu - log pi_teacher) of each token of the completions, where mu sampled it: the
+    advantage by token of a reverse KL (Tinker's and prime-rl's form). 0 without a teacher.
+    """
+    if verdict.teacher is None or distill.form != "advantage":
+        return 0.0
+    turns = zip(rollout.turns, verdict.teacher.by_turn, strict=True)
+    return np.concatenate(
+        [distill.coefficient * (scores.logprobs_N - np.array(turn.completion.logprobs)) for turn, scores in turns]
     )
 
 
@@ -81,13 +99,17 @@ def select_judged(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
     ]
 
 
-def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingSample, ...]:
+def split_rollout(
+    rollout: Rollout, advantages_N: np.ndarray, teacher: TeacherScores | None = None
+) -> tuple[TrainingSample, ...]:
     """One sample per segment. `advantages_N`: of the sampled tokens, turn by turn."""
     ends = [*itertools.accumulate(len(turn.completion.token_ids) for turn in rollout.turns)]
     by_turn = [advantages_N[start:end] for start, end in itertools.pairwise((0, *ends))]
     samples, first = [], 0
     for segment, turns in enumerate(split_segments(rollout)):
-        samples.append(_sample(rollout, segment, turns, by_turn[first : first + len(turns)]))
+        here = slice(first, first + len(turns))
+        scored = None if teacher is None else place_scores(turns, teacher.by_turn[here])
+        samples.append(_sample(rollout, segment, turns, by_turn[here], scored))
         first += len(turns)
     return tuple(samples)
 
@@ -137,8 +159,34 @@ def split_segments(rollout: Rollout) -> list[list[PromptedTurn]]:
     return segments
 
 
+def place_scores(turns: Sequence[PromptedTurn], by_turn: Sequence[TokenScores]) -> TokenScores:
+    """The scores of completions on the tokens of their segment: zeros elsewhere."""
+    prompt_ids, last = turns[-1]
+    num_tokens = len(prompt_ids) + len(last.completion.token_ids)
+
+    def place(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        if (first := columns[0]) is None:
+            return None
+        placed = np.zeros((num_tokens, *first.shape[1:]), first.dtype)
+        for (before, turn), column in zip(turns, columns, strict=True):
+            placed[len(before) : len(before) + len(turn.completion.token_ids)] = column
+        return placed
+
+    logprobs_T = place([scores.logprobs_N for scores in by_turn])
+    assert logprobs_T is not None
+    return TokenScores(
+        logprobs_N=logprobs_T,
+        top_ids_NK=place([scores.top_ids_NK for scores in by_turn]),
+        top_logprobs_NK=place([scores.top_logprobs_NK for scores in by_turn]),
+    )
+
+
 def _sample(
-    rollout: Rollout, segment: int, turns: Sequence[PromptedTurn], advantages_by_turn: Sequence[np.ndarray]
+    rollout: Rollout,
+    segment: int,
+    turns: Sequence[PromptedTurn],
+    advantages_by_turn: Sequence[np.ndarray],
+    teacher: TokenScores | None,
 ) -> TrainingSample:
     token_ids: tuple[int, ...] = ()
     mask: list[int] = []
@@ -167,6 +215,7 @@ def _sample(
         versions=tuple(versions),
         num_turns=len(turns),
         experts_TLK=_experts([turn for _, turn in turns], len(token_ids)),
+        teacher=teacher,
     )
 
 

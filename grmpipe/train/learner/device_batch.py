@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grmpipe.types import MicroBatch
+from grmpipe.algorithm.distillation import Taught
+from grmpipe.types import MicroBatch, TeacherEntries
+from models.lm.causal_lm import PackedLogprobs
 from models.lm.packing import Prefixes
 
 
@@ -28,6 +30,7 @@ class DeviceBatch:
     sampler_logprobs_E: Tensor
     advantages_E: Tensor
     versions_E: Tensor
+    teacher: DeviceTeacher | None
 
     @staticmethod
     def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
@@ -46,4 +49,52 @@ class DeviceBatch:
             sampler_logprobs_E=here(micro_batch.sampler_logprobs_E),
             advantages_E=here(micro_batch.advantages_E),
             versions_E=here(micro_batch.versions_E),
+            teacher=DeviceTeacher.of(micro_batch.teacher, device),
+        )
+
+    def likely_ids(self) -> Tensor | None:
+        """[T, K]: the teacher's likely tokens in the place of each packed token; None if none are compared. A token
+        that several samples train has the same ones in each.
+        """
+        if self.teacher is None or self.teacher.top_ids_EK is None:
+            return None
+        ids_EK = self.teacher.top_ids_EK
+        ids_TK = ids_EK.new_zeros(len(self.token_ids_T), ids_EK.shape[1])
+        is_taught_E = self.teacher.taught_E > 0
+        ids_TK[self.places_E[is_taught_E]] = ids_EK[is_taught_E]
+        return ids_TK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTeacher:
+    """TeacherEntries on the model's device."""
+
+    taught_E: Tensor
+    logprobs_E: Tensor
+    top_ids_EK: Tensor | None
+    top_logprobs_EK: Tensor | None
+
+    @staticmethod
+    def of(teacher: TeacherEntries | None, device: torch.device) -> DeviceTeacher | None:
+        if teacher is None:
+            return None
+
+        def here(values: np.ndarray) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        top_ids_EK, top_logprobs_EK = teacher.top_ids_EK, teacher.top_logprobs_EK
+        return DeviceTeacher(
+            taught_E=here(teacher.taught_E),
+            logprobs_E=here(teacher.logprobs_E),
+            top_ids_EK=None if top_ids_EK is None else here(top_ids_EK),
+            top_logprobs_EK=None if top_logprobs_EK is None else here(top_logprobs_EK),
+        )
+
+    def beside(self, own: PackedLogprobs, places_E: Tensor) -> Taught:
+        """With the policy's log-probs of the same tokens."""
+        return Taught(
+            taught_T=self.taught_E,
+            logprobs_T=self.logprobs_E,
+            top_TK=self.top_logprobs_EK,
+            own_top_TK=None if own.also_TK is None else own.also_TK[places_E],
         )

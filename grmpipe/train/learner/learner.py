@@ -101,6 +101,7 @@ class Learner(TrainingRank):
                 sampler_T=batch.sampler_logprobs_E,
                 reference_T=None if reference_T is None else reference_T[batch.places_E],
                 ages_T=ages_E,
+                taught=None if batch.teacher is None else batch.teacher.beside(current, batch.places_E),
             )
             loss = sum_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
             loss.total.backward()
@@ -198,6 +199,7 @@ class Learner(TrainingRank):
             want_entropy=entropy,
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.wanted_T,
+            also_TK=batch.likely_ids() if entropy else None,
             temperature=self._spec.temperature,
             fp32_logits=self._train.fp32_lm_head,
             context=self._context,

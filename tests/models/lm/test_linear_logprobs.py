@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.lm.linear_logprobs import ENTROPY, LOGPROB, linear_logprobs, split_columns
-from models.lm.logprobs import Wanted, compute_chosen_logprobs
+from models.lm.linear_logprobs import linear_logprobs, split_columns
+from models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, compute_chosen_logprobs
 from models.settings import CHUNK_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 23
@@ -40,6 +40,7 @@ def asked(chosen: Tensor, chunk_logits: int = 40, **options: Any) -> Wanted:
     entropy_gradient=st.booleans(),
     with_bias=st.booleans(),
     fp32_logits=st.booleans(),
+    with_others=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
@@ -49,6 +50,7 @@ def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
     entropy_gradient: bool,
     with_bias: bool,
     fp32_logits: bool,
+    with_others: bool,
     seed: int,
 ) -> None:
     wanted = Wanted(
@@ -63,18 +65,23 @@ def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
     def results(chunked: bool) -> list[Tensor | None]:
         hidden, weight, bias, chosen = parts(seed=seed)
         shift = bias if with_bias else None
+        also = torch.stack([chosen, chosen.flip(0), (chosen + 1) % len(weight)], dim=1) if with_others else None
         if chunked:
-            out = linear_logprobs(hidden, weight, shift, replace(wanted, chosen_R=chosen))
-            logprobs, entropy = out[:, LOGPROB], out[:, ENTROPY]
+            out = linear_logprobs(hidden, weight, shift, replace(wanted, chosen_R=chosen, also_RK=also))
         else:
             logits = torch.nn.functional.linear(hidden, weight, shift)
-            logprobs, entropy = compute_chosen_logprobs(
-                logits, replace(wanted, chosen_R=chosen, chunk_logits=CHUNK_LOGITS)
+            out = compute_chosen_logprobs(
+                logits, replace(wanted, chosen_R=chosen, also_RK=also, chunk_logits=CHUNK_LOGITS)
             )
+        logprobs, entropy, others = out[:, LOGPROB], out[:, ENTROPY], out[:, ALSO:]
         weights = torch.arange(1.0, ROWS + 1, dtype=torch.float64)
         through = want_entropy and entropy_gradient
-        ((logprobs * weights).sum() + (3 * (entropy * weights.flip(0)).sum() if through else 0.0)).backward()
-        return [logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, bias.grad]
+        (
+            (logprobs * weights).sum()
+            + (3 * (entropy * weights.flip(0)).sum() if through else 0.0)
+            + 2 * (others * weights[:, None]).sum()
+        ).backward()
+        return [logprobs.detach(), entropy.detach(), others.detach(), hidden.grad, weight.grad, bias.grad]
 
     for ours, whole in zip(results(True), results(False), strict=True):
         torch.testing.assert_close(ours, whole)
@@ -83,7 +90,9 @@ def test_chunks_of_the_vocabulary_change_neither_values_nor_gradients(
 def test_the_formula_of_the_gradient_is_that_of_differences() -> None:
     hidden, weight, bias, chosen = parts()
     assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_logprobs(h, w, b, asked(chosen, want_entropy=True, temperature=0.7)),
+        lambda h, w, b: linear_logprobs(
+            h, w, b, asked(chosen, want_entropy=True, temperature=0.7, also_RK=chosen.flip(0)[:, None])
+        ),
         (hidden, weight, bias),
     )
 
@@ -98,8 +107,8 @@ def test_an_entropy_without_gradient_adds_none() -> None:
 
 def test_16bit_logits_are_rounded_as_those_of_a_head_and_exact_on_request() -> None:
     hidden, weight, _, chosen = parts(torch.bfloat16)
-    whole = compute_chosen_logprobs(hidden @ weight.t(), Wanted(chosen_R=chosen))[0]
-    exact = compute_chosen_logprobs(hidden.double() @ weight.double().t(), Wanted(chosen_R=chosen))[0].float()
+    whole = compute_chosen_logprobs(hidden @ weight.t(), Wanted(chosen_R=chosen))[:, LOGPROB]
+    exact = compute_chosen_logprobs(hidden.double() @ weight.double().t(), Wanted(chosen_R=chosen))[:, LOGPROB].float()
     rounded = linear_logprobs(hidden, weight, None, asked(chosen))[:, LOGPROB]
     precise = linear_logprobs(hidden, weight, None, asked(chosen, fp32_logits=True))[:, LOGPROB]
     torch.testing.assert_close(rounded, whole, atol=1e-6, rtol=1e-6)

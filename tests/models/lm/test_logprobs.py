@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.lm.logprobs import Wanted, compute_chosen_logprobs
+from models.lm.logprobs import LOGPROB, Wanted, compute_chosen_logprobs
 
 
 def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -19,7 +19,9 @@ CHOSEN = torch.arange(11) % 6
 
 
 def asked(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return compute_chosen_logprobs(logits, Wanted(chosen_R=CHOSEN, **options))
+    """The log-probs of the chosen tokens, and the entropies."""
+    logprobs, entropy = compute_chosen_logprobs(logits, Wanted(chosen_R=CHOSEN, **options)).unbind(1)
+    return logprobs, entropy
 
 
 @pytest.mark.parametrize("entropy_gradient", [True, False])
@@ -28,8 +30,9 @@ def test_chunks_change_neither_values_nor_gradients(entropy_gradient: bool) -> N
     for chunk_logits in (1, 4 * 6, 1 << 20):
         leaf = logits().requires_grad_()
         logprobs, entropy = asked(leaf, want_entropy=True, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits)
-        (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
-        assert entropy.requires_grad is entropy_gradient
+        (of_entropy,) = torch.autograd.grad(entropy.sum(), leaf, retain_graph=True)
+        assert bool(of_entropy.any()) is entropy_gradient
+        (logprobs.sum() + entropy.sum()).backward()
         results.append((logprobs, entropy, leaf.grad))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
@@ -54,7 +57,7 @@ def test_values_are_log_softmax_and_shannon_entropy() -> None:
     torch.testing.assert_close(logprobs, log_softmax[torch.arange(11), CHOSEN])
     torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1))
     uniform = compute_chosen_logprobs(torch.zeros(1, 8), Wanted(chosen_R=torch.tensor([3]), want_entropy=True))
-    assert [value.item() for value in uniform] == pytest.approx([-math.log(8), math.log(8)])
+    assert uniform[0].tolist() == pytest.approx([-math.log(8), math.log(8)])
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
@@ -66,6 +69,7 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
 
 def test_logprobs_of_no_rows_have_a_gradient() -> None:
     leaf = torch.zeros(0, 6, requires_grad=True)
-    logprobs, _ = compute_chosen_logprobs(leaf, Wanted(chosen_R=torch.zeros(0, dtype=torch.int64), want_entropy=True))
+    wanted = Wanted(chosen_R=torch.zeros(0, dtype=torch.int64), want_entropy=True)
+    logprobs = compute_chosen_logprobs(leaf, wanted)[:, LOGPROB]
     logprobs.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (0, 6)

@@ -10,7 +10,7 @@ import torch
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.engine_kind import EngineSpec
 from models.lm.causal_lm import load_causal_lm
-from models.lm.logprobs import Wanted, compute_chosen_logprobs
+from models.lm.logprobs import LOGPROB, Wanted, compute_chosen_logprobs
 from models.lm.quantize import quantize_matrices
 from models.settings import EmbeddedConfig
 from models.types import WeightReceipt
@@ -38,7 +38,7 @@ def expected(path: str, kind: str) -> list[float]:
     ids = torch.tensor([PROBE])
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0]
-    return compute_chosen_logprobs(logits[:-1], Wanted(chosen_R=ids[0, 1:]))[0].tolist()
+    return compute_chosen_logprobs(logits[:-1], Wanted(chosen_R=ids[0, 1:]))[:, LOGPROB].tolist()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
