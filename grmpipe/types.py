@@ -14,7 +14,7 @@ InfraCause = Literal["timeout", "refused", "died"]
 DataCause = Literal["unparseable", "truncated", "too_long", "undecided", "abstained", "out_of_range"]
 EnvCause = Literal["boot", "unreachable", "died", "timeout", "capacity", "protocol", "broken"]
 Cause = InfraCause | DataCause | EnvCause
-FailureStage = Literal["rollout", "judge", "env"]
+FailureStage = Literal["rollout", "judge", "env", "teacher"]
 TruncationReason = Literal["", "tokens", "turns", "context", "time"]
 Metrics = dict[str, float]  # name -> value of one step; names are `area/what_unit`
 
@@ -120,6 +120,20 @@ class Rollout:
             prompt_ids = turn.new_ids if turn.rewritten else so_far + turn.new_ids
             yield prompt_ids
             so_far = prompt_ids + turn.completion.token_ids
+
+    def segments(self) -> list[list[tuple[tuple[int, ...], Turn]]]:
+        """Runs of turns, each with its whole prompt, that can be trained as one sequence: each prompt continues where
+        the turn before it ended.
+
+        A history that was rewritten (a chat template that drops reasoning, an agent that sums up) breaks the sequence:
+        the turn was sampled after other tokens than those of the turns before it, so it starts a new segment.
+        """
+        segments: list[list[tuple[tuple[int, ...], Turn]]] = []
+        for prompt_ids, turn in zip(self.prompts(), self.turns, strict=True):
+            if turn.rewritten or not segments:
+                segments.append([])
+            segments[-1].append((prompt_ids, turn))
+        return segments
 
     @property
     def oldest_version(self) -> int:
@@ -293,6 +307,7 @@ class JudgeReport:
     audit:        for a rollout that was judged in full to check the early stop.
     by_judge:     with several judges, each one's own report, by its name; the fields above are then of all of them.
     cascades:     what cascades did, one entry for each decision and each audit.
+    taught:       what the rollout's teacher gave, or why it gave nothing; None: none was asked.
     """
 
     verdict: Verdict | Failed
@@ -303,6 +318,7 @@ class JudgeReport:
     audit: StopAudit | None = None
     by_judge: Mapping[str, JudgeReport] = field(default_factory=dict)
     cascades: tuple[CascadeEvent, ...] = ()
+    taught: TeacherScores | Failed | None = field(default=None, compare=False)
 
     @property
     def own_reports(self) -> Mapping[str, JudgeReport]:

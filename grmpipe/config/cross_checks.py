@@ -14,7 +14,7 @@ from grmpipe.config.reward_checks import (
     check_watchers,
 )
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.run_judges import check_all_used, check_judging
+from grmpipe.config.run_judges import check_all_used, check_judging, check_teachers
 from grmpipe.config.train import (
     check_interpolated,
     check_pass_k,
@@ -131,6 +131,7 @@ def check_reward(config: RunConfig) -> None:
         check_doubts(tree, config.judges)
         check_scales(tree, config.judges)
     check_judging(config.asked)
+    check_distillation(config)
     if config.trains:  # others measure any one of them
         watch = config.judge_monitor.watchers
         check_all_used(config.include_watchers(watch), config.judges)
@@ -138,6 +139,34 @@ def check_reward(config: RunConfig) -> None:
     for judge in config.judging.judges.values() if len(config.judging.judges) > 1 else ():
         if judge.kind == "label":
             raise ValueError(f"{judge.key}.kind: label is for a judge in training, alone; type reward=single")
+
+
+def check_distillation(config: RunConfig) -> None:
+    """Check the teachers, what the policy learns from beside them, and that both score at one temperature."""
+    distill, key = config.algorithm.distill, "algorithm.distill.teachers"
+    check_teachers(config.judging)
+    if config.trains_policy and not config.judging.judges and not distill.teachers:
+        raise ValueError(
+            "reward.kind: none gives no rewards, and no teacher teaches the policy; type "
+            f"'{key}={{default: <model>}}', or reward=single"
+        )
+    if not distill.teachers:
+        return
+    if config.rollout.temperature != 1:
+        raise ValueError(
+            f"rollout.temperature: teachers score at temperature 1, and the policy samples at "
+            f"{config.rollout.temperature:g}; type rollout.temperature=1, or leave out {key}"
+        )
+    if config.algorithm.dynamic_sampling_batches > 0:
+        raise ValueError(
+            "algorithm.dynamic_sampling_batches: groups of equal rewards learn from their teacher, and would be "
+            f"replaced; type algorithm.dynamic_sampling_batches=0, or leave out {key}"
+        )
+    if not config.judging.judges and not config.algorithm.estimator_kind.has_zero_groups:
+        raise ValueError(
+            f"algorithm.estimator: {config.algorithm.estimator} estimates from rewards, and reward=none gives none; "
+            "type algorithm=grpo, which gives every token the advantage 0 then"
+        )
 
 
 def check_policy_engine(config: RunConfig) -> None:

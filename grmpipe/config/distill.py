@@ -1,7 +1,8 @@
 """Settings of distillation: the models that teach the policy, and how it follows them. Frozen, checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from models.bounds import Bounded, at_least, between_0_and_1, one_of
 
@@ -13,8 +14,9 @@ FORMS = ("loss", "advantage")
 class DistillConfig(Bounded):
     """On-policy distillation (GKD, arXiv 2306.13649): the policy follows what other models give to its own tokens."""
 
-    # Source of prompts -> name of the model that teaches it (models.<name>); `default`: of all other sources.
-    teachers: dict[str, str] = field(default_factory=dict)
+    # Sources of prompts and the models that teach them, as in {math: qwen3_32b, default: general}, where models.<name>
+    # are models of their own and default is for all other sources; null: nothing is distilled.
+    teachers: Any = None
     # Divergence to the teacher: 1 is the reverse KL(policy || teacher), 0 the forward KL(teacher || policy), between
     # them the generalized Jensen-Shannon divergence, as GKDConfig's beta in TRL.
     beta: float = between_0_and_1(1.0)
@@ -32,6 +34,11 @@ class DistillConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teachers is not None and not is_map_of_names(self.teachers):
+            raise ValueError(
+                f"teachers: must be sources of prompts with names of models, got {self.teachers!r}; type "
+                "'algorithm.distill.teachers={default: teacher}'"
+            )
         if self.top_k == 0 and self.beta < 1:
             raise ValueError(
                 f"top_k: beta={self.beta:g} needs the teacher's most likely tokens, and top_k=0 asks for none; type "
@@ -44,10 +51,14 @@ class DistillConfig(Bounded):
             )
 
     @property
-    def enabled(self) -> bool:
-        return bool(self.teachers)
+    def by_source(self) -> Mapping[str, str]:
+        """Source of prompts, or `default` -> the model that teaches it."""
+        return self.teachers or {}
 
     def find_teacher(self, source: str) -> str | None:
         """The model that teaches the prompts of a source; None: none does."""
-        teachers: Mapping[str, str] = self.teachers
-        return teachers.get(source, teachers.get(DEFAULT))
+        return self.by_source.get(source, self.by_source.get(DEFAULT))
+
+
+def is_map_of_names(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(name, str) for name in value.values())

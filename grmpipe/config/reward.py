@@ -21,7 +21,7 @@ class RewardConfig(Bounded):
     """How verdicts become one reward on [0, 1]. A name is that of a judge, or of another composition in `rewards`."""
 
     # One judge (single), a weighted mean (mix), a choice by the prompt's source (route), a vote (jury), a cheap judge
-    # before a better one (cascade), or a judge with a veto (gate).
+    # before a better one (cascade), a judge with a veto (gate), or no reward at all (none): only teachers teach.
     kind: str = "single"
     judge: str | None = None  # For single: name of the judge; null: the first one.
     # For mix: names and their weights, as in {judge: 0.7, safety: 0.3}; weights are normalised. A component of weight 0
@@ -436,4 +436,5 @@ REWARD_KINDS: dict[str, RewardKind] = {
         later=lambda reward: (reward.inner or "",),
         scaled="min_reward",
     ),
+    "none": RewardKind(keys=(), names=lambda reward: (), check=lambda reward: None),
 }  # fmt: skip

@@ -38,7 +38,17 @@ class RunConfig(SharedSections, RunKeys):
     @functools.cached_property
     def judging(self) -> Judging:
         """The judges that the reward uses, and the models that they may ask."""
-        return Judging({name: self.judges[name] for name in self.rewards.judges()}, self.models)
+        return Judging({name: self.judges[name] for name in self.rewards.judges()}, self.models, self.teachers)
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The models that teach the policy. Only a training of the policy has some."""
+        return tuple(dict.fromkeys(self.algorithm.distill.by_source.values())) if self.trains_policy else ()
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether the task trains a policy on rollouts, or predicts such a training."""
+        return self.task in ("train", "plan", "simulate") and self.data.retrain_from is None
 
     @functools.cached_property
     def asked(self) -> Judging:
@@ -48,13 +58,13 @@ class RunConfig(SharedSections, RunKeys):
     def include_watchers(self, watchers: Collection[str]) -> Judging:
         """The judges that the reward uses, then those of these watchers."""
         watching = (name for watcher in watchers for name in self.rewards.list_judges(watcher))
-        return Judging({name: self.judges[name] for name in (*self.judging.judges, *watching)}, self.models)
+        judges = {name: self.judges[name] for name in (*self.judging.judges, *watching)}
+        return Judging(judges, self.models, self.teachers)
 
     @property
     def watchers(self) -> Mapping[str, float]:
         """Judge or composition that only watches -> its share of the groups. Only a training of the policy has some."""
-        watches = self.task in ("train", "plan", "simulate") and self.data.retrain_from is None
-        return self.judge_monitor.watchers if watches else {}
+        return self.judge_monitor.watchers if self.trains_policy else {}
 
     @property
     def main_judge(self) -> JudgeConfig:

@@ -1,4 +1,4 @@
-"""Who judges a run: its judges by name, the models that they ask, and the checks between both."""
+"""Who judges and teaches a run: its judges by name, the models that they ask, and the checks between both."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ class Judging:
 
     judges: name -> settings, of those that the reward uses, in its order.
     models: role -> settings, of every model that judges may ask, including those that none asks.
+    teachers: roles of the models that teach the policy: they are served as those that judge.
     """
 
     judges: Mapping[str, JudgeConfig]
     models: Mapping[str, ModelEntry]
+    teachers: tuple[str, ...] = ()
 
     @property
     def main(self) -> str:
@@ -67,8 +69,8 @@ class Judging:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The models with engines of their own that judges ask, here or remote."""
-        asked = {judge.model for judge in self.generative.values()}
+        """The models with engines of their own that judge or teach, here or remote."""
+        asked = {judge.model for judge in self.generative.values()} | set(self.teachers)
         return tuple(role for role in self.models if role in asked and role != POLICY)
 
     @property
@@ -123,7 +125,10 @@ def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig]) -> None:
             )
     for role, model in judging.models.items():
         if role not in (*judging.asked_roles, POLICY, GRM):
-            raise ValueError(f"{model.key}: no judge of this run asks it; type judges.<name>.model={role}")
+            raise ValueError(
+                f"{model.key}: no judge of this run asks it, and it teaches nothing; type "
+                f"judges.<name>.model={role}, or 'algorithm.distill.teachers={{default: {role}}}'"
+            )
 
 
 def check_judging(judging: Judging) -> None:
@@ -145,6 +150,23 @@ def check_judging(judging: Judging) -> None:
             raise ValueError(
                 f"{key}.path: {model.path} is a shipped tiny model; with {key}.engine={model.engine} type the model's "
                 f"name at the endpoint, as in {key}.path=gpt-4.1-mini"
+            )
+
+
+def check_teachers(judging: Judging) -> None:
+    """Check that each teacher is a model of its own, whose engines score tokens."""
+    for role in judging.teachers:
+        if role not in judging.models or role == POLICY:
+            raise ValueError(
+                f"algorithm.distill.teachers: there is no model {role!r} beside the policy; add it by "
+                f"+policy@models.{role}=path models.{role}.path=<model>"
+            )
+        model = judging.models[role]
+        if not judging.find_engine_kind(role).scores:
+            able = " or ".join(engines_that(lambda kind: kind.scores))
+            raise ValueError(
+                f"{model.key}.engine: {model.engine} gives no log-probs of tokens that it is sent, so it can't serve a "
+                f"teacher; type {model.key}.engine={able}"
             )
 
 

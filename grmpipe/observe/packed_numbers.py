@@ -20,7 +20,7 @@ import numpy as np
 from models.types import UNKNOWN_ID
 
 Record = dict[str, Any]
-PACKED, THINNED = "packed", "thinned"
+PACKED, THINNED, TEACHER = "packed", "thinned", "teacher"
 NUMBERS, TEXT = "numbers", "text"  # what was dropped of a thinned line
 UNKNOWN_LOGPROB = math.nan  # of a thinned line, as it is read: nothing can be trained on it
 IDS, LOGPROBS = ("token_ids", "new_ids", "prompt_ids"), "logprobs"
@@ -41,7 +41,7 @@ def pack_numbers(record: Record) -> Record:
 
 
 def drop_numbers(record: Record) -> Record:
-    """Drop the ids and log-probs of a record in place, packed or not; their lengths stay."""
+    """Drop the ids and log-probs of a record in place, packed or not; their lengths stay. A teacher's leave none."""
     if record.pop(PACKED, None) is None:
         for holder, key in _places(record):
             holder[key] = len(holder[key])

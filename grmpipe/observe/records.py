@@ -1,5 +1,6 @@
 """Rollouts and judgements as plain JSON objects, and back. Pure; the recorder writes the files."""
 
+import base64
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 
 from grmpipe.config.keys.redact import environment_secrets, mask
-from grmpipe.observe.packed_numbers import unpack_numbers
+from grmpipe.observe.packed_numbers import TEACHER, unpack_numbers
 from grmpipe.types import (
     CascadeEvent,
     Failed,
@@ -20,10 +21,11 @@ from grmpipe.types import (
     Prompt,
     Rollout,
     StopAudit,
+    TeacherScores,
     Turn,
     Verdict,
 )
-from models.types import Completion, Message
+from models.types import Completion, Message, TokenScores
 
 DIGITS, MAX_EXPONENT = 9, 308
 # Binary exponent of a number, from np.frexp -> the power of ten by which it has DIGITS digits, or one more, before the
@@ -41,7 +43,7 @@ RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inser
 RARE: Mapping[type, tuple[str, ...]] = {
     Message: ("tool_calls", "name", "tool_call_id"),
     Prompt: ("rubric", "info"),
-    Verdict: ("absent", "normalised"),
+    Verdict: ("absent", "normalised", "teacher"),
 }
 PLAIN = frozenset({str, int, float, bool, type(None)})  # written as they are
 T = TypeVar("T")
@@ -162,7 +164,41 @@ def encode_report(report: JudgeReport) -> Record:
         record["by_judge"] = {name: encode_own(own) for name, own in report.by_judge.items()}
     if report.cascades:
         record["cascades"] = encode(report.cascades)
+    if isinstance(report.verdict, Verdict) and report.verdict.teacher is not None:
+        record[TEACHER] = encode_teacher(report.verdict.teacher)
     return record
+
+
+def encode_teacher(scores: TeacherScores) -> Record:
+    """The scores of a teacher, packed: of each turn base64 of the log-probs of its tokens (float32), then, if there are
+    any, of those of the likely tokens, and their ids (int32), little-endian.
+    """
+    turns = []
+    for one in scores.by_turn:
+        num_top = 0 if one.top_ids_NK is None else one.top_ids_NK.shape[1]
+        plain = np.asarray(one.logprobs_N, "<f4").tobytes()
+        if one.top_ids_NK is not None and one.top_logprobs_NK is not None:
+            plain += np.asarray(one.top_logprobs_NK, "<f4").tobytes() + np.asarray(one.top_ids_NK, "<i4").tobytes()
+        turns.append({"top_k": num_top, "scores": base64.b64encode(plain).decode("ascii")})
+    return {"model": scores.teacher, "turns": turns}
+
+
+def decode_teacher(record: Record) -> TeacherScores:
+    return TeacherScores(teacher=record["model"], by_turn=tuple(decode_scores(turn) for turn in record["turns"]))
+
+
+def decode_scores(turn: Record) -> TokenScores:
+    plain, num_top = base64.b64decode(turn["scores"], validate=True), turn["top_k"]
+    num_tokens = len(plain) // (4 * (1 + 2 * num_top))
+    numbers = np.frombuffer(plain, "<f4")
+    if not num_top:
+        return TokenScores(logprobs_N=numbers)
+    shape, top = (num_tokens, num_top), num_tokens * (1 + num_top)
+    return TokenScores(
+        logprobs_N=numbers[:num_tokens],
+        top_ids_NK=np.frombuffer(plain, "<i4")[top:].reshape(shape),
+        top_logprobs_NK=numbers[num_tokens:top].reshape(shape),
+    )
 
 
 def of_judge(name: str) -> Record:
@@ -172,7 +208,10 @@ def of_judge(name: str) -> Record:
 def encode_own(report: JudgeReport) -> Record:
     """A report without its judgements and failures."""
     verdict = report.verdict
-    ended = {"failed": encode(verdict)} if isinstance(verdict, Failed) else {"verdict": encode(verdict)}
+    if isinstance(verdict, Failed):
+        ended = {"failed": encode(verdict)}
+    else:  # the scores of its teacher stand once in a line
+        ended = {"verdict": encode(verdict if verdict.teacher is None else replace(verdict, teacher=None))}
     return {
         **ended,
         **({} if report.principles is None else {"principles": encode(report.principles)}),
@@ -198,8 +237,11 @@ def decode_report(record: Record) -> JudgeReport:
             audit=decode(own["audit"], StopAudit) if "audit" in own else None,
         )
 
+    whole = decode_own(record, None)
+    if TEACHER in record and isinstance(whole.verdict, Verdict):
+        whole = replace(whole, verdict=replace(whole.verdict, teacher=decode_teacher(record[TEACHER])))
     return replace(
-        decode_own(record, None),
+        whole,
         by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},
         cascades=msgspec.convert(record.get("cascades", ()), tuple[CascadeEvent, ...]),
     )

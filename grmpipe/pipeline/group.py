@@ -40,7 +40,8 @@ class Group:
                                                              prompt_too_long
         JUDGING      all rollouts, some verdicts   READY     its last verdict comes; at the deadline those that are
                                                              missing become timeouts
-                                                   DROPPED   judge_*: fewer than `min_valid_siblings` are valid
+                                                   DROPPED   judge_*, teacher_*: fewer than `min_valid_siblings` are
+                                                             valid
         READY        all verdicts                  TAKEN     it is due, and the open batch has room for it
                                                    DROPPED   zero_advantage: its rewards are all alike
                                                              stale: too old for the open batch
@@ -217,8 +218,8 @@ class Group:
     def _close(self) -> None:
         failures = [verdict for verdict in self._verdicts.values() if isinstance(verdict, Failed)]
         if self.size - len(failures) < self.min_valid_siblings:
-            (cause, _), *_ = Counter(failure.cause for failure in failures).most_common(1)
-            self.drop(f"judge_{cause}")
+            (cause, _), *_ = Counter(f"{failure.stage}_{failure.cause}" for failure in failures).most_common(1)
+            self.drop(cause)
         else:
             self._enter(GroupState.READY)
 

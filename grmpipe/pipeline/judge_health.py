@@ -1,4 +1,4 @@
-"""What a run's verdicts say of its judge: its health, and its bias by position."""
+"""What a run's verdicts say of its judge and its teachers: their health, and the judge's bias by position."""
 
 from grmpipe.judge.monitor.position_bias import PositionBias, bias_metrics
 from grmpipe.pipeline.service_health import ServiceHealth
@@ -7,19 +7,29 @@ from scheduler.clock import ActiveClock
 
 
 class JudgeHealth:
-    """Pauses judging above the failure rate, and then stops the run."""
+    """Pauses judging above the failure rate, and then stops the run.
 
-    def __init__(self, health: ServiceHealth) -> None:
+    teaching: the same of the teachers' scores; None without teachers.
+    """
+
+    def __init__(self, health: ServiceHealth, teaching: ServiceHealth | None = None) -> None:
         self._health = health
+        self._teaching = teaching
         self._bias: dict[str, PositionBias] = {}  # by judge; of a single one under no name
 
     async def until_fit(self, clock: ActiveClock) -> None:
         await self._health.until_fit(clock)
+        if self._teaching is not None:
+            await self._teaching.until_fit(clock)
 
     def verdict(self, report: JudgeReport) -> None:
         """Count a verdict. Raises Unfit if it stops the run."""
         for name, own in report.own_reports.items():
             self._bias[name] = self._bias.get(name, PositionBias()).with_judgements(own.judgements)
+        if self._teaching is not None and report.taught is not None:
+            self._teaching.record(report.taught)
+        if isinstance(report.verdict, Failed) and report.verdict.stage == "teacher":
+            return  # the judge had a verdict
         failed = [name for name, own in report.by_judge.items() if isinstance(own.verdict, Failed)]
         self._health.record(report.verdict, failed)
 

@@ -103,6 +103,7 @@ class EngineKind(ABC, Generic[Options]):
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, by `make_batch_invariant`.
     swaps_weights:     it can serve several models of one shape, one at a time.
+    scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
     """
 
     section: ClassVar[str] = ""
@@ -119,6 +120,7 @@ class EngineKind(ABC, Generic[Options]):
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
 
     options: Options
 

@@ -140,9 +140,19 @@ def policy_lengths(facts: RunFacts) -> Lengths:
 
 
 def estimate_judging(role: str, facts: RunFacts) -> list[RoleWork]:
-    """The judgements of a model in a step: for every judge that asks it, and for its learner."""
+    """The judgements of a model in a step: for every judge that asks it, and for its learner; and what it teaches."""
     asked = [judge_work(name, facts) for name in facts.config.asked.select_asking(role)]
+    if role in facts.config.teachers:
+        asked.append(teacher_work(role, facts))
     return [*asked, estimate_training_requests(role, facts)] if role in facts.config.trained_grms else asked
+
+
+def teacher_work(role: str, facts: RunFacts) -> RoleWork:
+    """The rollouts that a teacher scores in a step: those on the prompts of its sources. Each is a prompt to it."""
+    train, prompts, played = facts.config.train, facts.data.train, policy_lengths(facts)
+    taught = sum(facts.config.algorithm.distill.find_teacher(prompt.source) == role for prompt in prompts)
+    whole = Lengths(prompt_tokens=played.prompt_tokens + played.new_tokens, new_tokens=1)
+    return whole.work(math.ceil(train.groups_per_batch * train.group_size * taught / len(prompts) - 1e-9), 1)
 
 
 def judge_work(name: str, facts: RunFacts) -> RoleWork:

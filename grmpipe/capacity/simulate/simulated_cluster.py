@@ -202,6 +202,7 @@ class Simulation:
             slots=EpisodeSlots(),
             play=make_play(self._workload, learners.engines, self._driver),
             judge=make_judge(self._workload, routers, self._driver),
+            routers=routers,
             journal=NoJournal(),
             events=self._events,
         )

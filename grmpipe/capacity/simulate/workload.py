@@ -17,6 +17,7 @@ from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.prompt import find_template
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.judge.teaching import NoReward
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.types import Judge, Prompt, Rollout
 from models.types import Generates, SamplingParams
@@ -86,6 +87,8 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     role.
     """
     config = workload.config
+    if not config.judging.judges:
+        return NoReward()
     judges = {
         name: make_generative_judge(workload, judge, grms, driver) for name, judge in config.judging.judges.items()
     }

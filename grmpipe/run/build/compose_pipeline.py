@@ -8,12 +8,13 @@ journal:      the run's files               <- a finished rollout asks for its v
 """
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
+from grmpipe.judge.teaching import Teacher, TeachingJudge
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth
@@ -62,17 +63,18 @@ def compose(
     play: Play,
     slots: EpisodeSlots,
     judge: Judge,
+    routers: Mapping[str, Router],
     journal: GroupJournal,
     events: EventSink,
 ) -> PipelineComponents:
-    """The components of the policy's pipeline, in a real run and in a simulated one."""
+    """The components of the policy's pipeline, in a real run and in a simulated one. routers: of all roles."""
     critic = learners.critic
     return PipelineComponents(
         prompts=prompts,
         too_long=too_long,
         play=learners.cotrainings.record(play),
-        judge=judge,
-        judge_guard=JudgeHealth(compose_health(config)),
+        judge=compose_teaching(config, judge, routers),
+        judge_guard=JudgeHealth(compose_health(config), compose_teaching_health(config)),
         trainer=compose_trainer(config, learners),
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
         journal=journal,
@@ -92,6 +94,34 @@ def compose_health(config: RunConfig) -> ServiceHealth:
         pause_s=config.judge_monitor.pause_s,
         counted="verdicts",
         key=f"{judge.key}.max_failure_rate",
+    )
+
+
+def compose_teaching(config: RunConfig, judge: Judge, routers: Mapping[str, Router]) -> Judge:
+    """The judge, beside which teachers score the rollouts on the prompts of their sources."""
+    distill = config.algorithm.distill
+    teachers = {name: Teacher(name=name, engine=routers[name], top_k=distill.top_k) for name in config.teachers}
+    if not teachers:
+        return judge
+
+    def find(source: str) -> Teacher | None:
+        name = distill.find_teacher(source)
+        return None if name is None else teachers[name]
+
+    return TeachingJudge(judge=judge, find_teacher=find, required=distill.required)
+
+
+def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:
+    """The health of the teachers, by their scores; None without any."""
+    if not config.teachers:
+        return None
+    return ServiceHealth(
+        "judging",
+        max_failure_rate=config.algorithm.distill.max_failure_rate,
+        window=config.main_judge.limits.failure_window,
+        pause_s=config.judge_monitor.pause_s,
+        counted="scores of teachers",
+        key="algorithm.distill.max_failure_rate",
     )
 
 
@@ -130,6 +160,7 @@ def make_parts(
         play=make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature),
         slots=running.envs.slots,
         judge=running.judge,
+        routers=running.routers,
         journal=observers.recorder,
         events=observers.timeline,
     )

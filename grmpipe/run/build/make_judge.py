@@ -17,6 +17,7 @@ from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.judge.teaching import NoReward
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 
@@ -36,8 +37,10 @@ class JudgeResources:
 
 
 def make_judge(resources: JudgeResources) -> Judge:
-    """The judge of a run: its only one, or the composition of all whose verdicts make the reward."""
+    """The judge of a run: its only one, the composition of all whose verdicts make the reward, or none."""
     config = resources.prepared.config
+    if not config.judging.judges:
+        return NoReward()
     return compose(config, config.rewards, make_judges(resources, config.judging.judges))
 
 

@@ -106,7 +106,7 @@ def split_rollout(
     ends = [*itertools.accumulate(len(turn.completion.token_ids) for turn in rollout.turns)]
     by_turn = [advantages_N[start:end] for start, end in itertools.pairwise((0, *ends))]
     samples, first = [], 0
-    for segment, turns in enumerate(split_segments(rollout)):
+    for segment, turns in enumerate(rollout.segments()):
         here = slice(first, first + len(turns))
         scored = None if teacher is None else place_scores(turns, teacher.by_turn[here])
         samples.append(_sample(rollout, segment, turns, by_turn[here], scored))
@@ -143,20 +143,6 @@ def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
 
 
 PromptedTurn = tuple[tuple[int, ...], Turn]  # a turn, after its whole prompt
-
-
-def split_segments(rollout: Rollout) -> list[list[PromptedTurn]]:
-    """Runs of turns that can be trained as one sequence: each prompt continues where the turn before it ended.
-
-    A history that was rewritten (a chat template that drops reasoning, an agent that sums up) breaks the sequence: the
-    turn was sampled after other tokens than those of the turns before it, so it starts a new segment.
-    """
-    segments: list[list[PromptedTurn]] = []
-    for prompt_ids, turn in zip(rollout.prompts(), rollout.turns, strict=True):
-        if turn.rewritten or not segments:
-            segments.append([])
-        segments[-1].append((prompt_ids, turn))
-    return segments
 
 
 def place_scores(turns: Sequence[PromptedTurn], by_turn: Sequence[TokenScores]) -> TokenScores:

@@ -12,6 +12,7 @@ from models.types import Engine
 
 class EmbeddedKind(EngineKind[EmbeddedConfig]):
     section = "embedded"
+    scores = True
     transports = ("cuda_ipc", "nccl", "shared_memory", "object_store")
     any_transport = True
     in_process = True

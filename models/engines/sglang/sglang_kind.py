@@ -11,6 +11,7 @@ class SglangKind(EngineKind[SglangConfig]):
     section = "sglang"
     tensor_parallel = True
     grammar = True
+    scores = True
     transports = ("nccl", "gloo", "disk")
 
     @classmethod

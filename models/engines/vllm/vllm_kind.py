@@ -14,6 +14,7 @@ class VllmKind(EngineKind[VllmConfig]):
     section = "vllm"
     tensor_parallel = True
     grammar = True
+    scores = True
     transports = ("cuda_ipc", "nccl", "shared_memory", "gloo")
     any_transport = True
     applies_adapters = True

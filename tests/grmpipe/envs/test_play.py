@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
-from grmpipe.train.batching.samples import split_segments
 from grmpipe.types import Prompt, Rollout
 from models.chat.long_texts import LONG_CHARS
 from models.types import (
@@ -142,7 +141,7 @@ def test_the_new_ids_of_all_turns_are_what_the_engine_saw(
     tools = [TOOL] if has_tools else []
     rollout = played(Scripted(answers(*(reply for _, reply in dialogue)), tools), policy)
     assert list(rollout.prompts()) == [prompt_ids for prompt_ids, _, _ in policy.asked]
-    (segment,) = split_segments(rollout)
+    (segment,) = rollout.segments()
     assert [prompt_ids for prompt_ids, _ in segment] == list(rollout.prompts())
     assert rollout.status == "finished" and rollout.num_sampled_tokens == sum(map(len, policy.texts))
 
@@ -161,7 +160,7 @@ def test_the_environments_last_message_is_kept_and_never_trained() -> None:
     says = lambda action: Observation(messages=[Message(role="user", content="boom")], done=True)  # noqa: E731
     rollout = played(Scripted(says), Policy(["a"]))
     assert [message.content for message in rollout.turns[-1].replies] == ["boom"]
-    ((prompt_ids, _),) = split_segments(rollout)[0]
+    ((prompt_ids, _),) = rollout.segments()[0]
     assert list(rollout.prompts()) == [prompt_ids] and ord("m") not in prompt_ids
 
 

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
-from grmpipe.train.batching.samples import split_segments
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply
 from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
@@ -233,7 +232,7 @@ def test_rollout_of_any_workflow_holds_exactly_what_the_engine_saw(
     rollout = recorded(make_chats(engine), request_of, talk)
     turns = [(prompt, turn.completion.token_ids) for prompt, turn in zip(rollout.prompts(), rollout.turns, strict=True)]
     assert Counter(turns) == Counter(engine.said)
-    for segment in split_segments(rollout):
+    for segment in rollout.segments():
         for (before, turn), (after, _) in itertools.pairwise(segment):
             begun = before + turn.completion.token_ids
             assert after[: len(begun)] == begun
