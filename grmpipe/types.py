@@ -234,7 +234,7 @@ class Verdict:
     """The result of the vote over judgements.
 
     rewards:   spans in reward units (scaled, mixed). Their sum, the outcome, is the reward of the whole response: on
-               [0, 1], but for the rewards of an environment, which have no scale.
+               [0, 1], but for the rewards of an environment, which have no scale. Empty: the run has none.
     normalised: the spans that training uses instead, of a mix whose components are normalised by their group: on no
                scale, and 0 for a response without siblings. Empty: training uses `rewards`.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.

@@ -236,7 +236,7 @@ class RewardTree:
         chains = [self.below(name).longest_chain(seconds) if name in self.entries else (name,) for name in names]
         if self.reward.reward_kind.later(self.reward):
             return tuple(dict.fromkeys(name for chain in chains for name in chain))
-        return max(chains, key=lambda chain: sum(seconds[name] for name in chain))
+        return max(chains, key=lambda chain: sum(seconds[name] for name in chain), default=())
 
     def idle_routes(self, sources: Collection[str]) -> Iterator[tuple[str, str]]:
         """The key of a route in use and the source of prompts that it names in vain: none of `sources`."""

@@ -10,6 +10,8 @@ from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import GRM, JUDGE, POLICY
 from models.engines.engine_kind import AnyEngine
 
+SCORED_AT_ONCE = 1024  # rollouts that teachers have in flight
+
 
 @dataclass(frozen=True, slots=True)
 class Judging:
@@ -90,8 +92,13 @@ class Judging:
 
     @property
     def max_concurrency(self) -> int:
-        """Most judge tasks in flight."""
+        """Most judge tasks in flight, without those of teachers."""
         return sum(judge.limits.max_concurrency for judge in self.judges.values())
+
+    @property
+    def tasks_at_once(self) -> int:
+        """Most tasks in flight in the judge stage: also those of teachers, whose engines rank what waits."""
+        return self.max_concurrency + (SCORED_AT_ONCE if self.teachers else 0)
 
     @property
     def weighted(self) -> dict[str, JudgeConfig]:

@@ -363,7 +363,7 @@ def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[Righ
     return [
         (right, report.verdict)
         for right, report in reports
-        if report is not None and isinstance(report.verdict, Verdict)
+        if report is not None and isinstance(report.verdict, Verdict) and report.verdict.rewards
     ]
 
 

@@ -24,7 +24,10 @@ from grmpipe.types import (
     Verdict,
     judge_tasks_of_turn,
 )
+from models.engines.request_gates import PrioritySemaphore
 from models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, scoring_params
+
+SCORING = "@teacher"  # in place of a judge's name in a task: no judge can have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,25 +98,26 @@ class TeachingJudge:
     """A judge whose verdicts have the scores of a teacher too.
 
     find_teacher: source of a prompt -> its teacher; None: none teaches it.
+    places:       of the judge's tasks at once: those of teachers take none.
     required:     whether a rollout without scores has no verdict.
     """
 
     judge: Judge
     find_teacher: Callable[[str], Teacher | None]
+    places: PrioritySemaphore
     required: bool = True
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        session, teacher = self.judge.open(prompt, group_id, size), self.find_teacher(prompt.source)
-        return session if teacher is None else TeachingSession(session, teacher, required=self.required)
+        return TeachingSession(self, self.judge.open(prompt, group_id, size), self.find_teacher(prompt.source))
 
 
 @dataclass(slots=True)
 class TeachingSession:
-    """A judge session, beside which a teacher scores each rollout."""
+    """A judge session, beside which a teacher, if there is one, scores each rollout."""
 
+    owner: TeachingJudge
     session: JudgeSession
-    teacher: Teacher
-    required: bool = True
+    teacher: Teacher | None
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _reports: dict[int, JudgeReport] = field(default_factory=dict)  # that wait for their scores
     _taught: dict[int, TeacherScores | Failed] = field(default_factory=dict)
@@ -122,19 +126,25 @@ class TeachingSession:
         return self.session.begin()
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
+        tasks = self.session.add(rollout)
+        if self.teacher is None:
+            return tasks
         self._rollouts[rollout.sibling] = rollout
-        scoring = JudgeTask(members=(rollout.sibling,), judge=task_name(self.teacher))
-        return (*self.session.add(rollout), scoring)
+        return (*tasks, JudgeTask(members=(rollout.sibling,), judge=SCORING))
 
     def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
         return judge_tasks_of_turn(self.session, so_far)
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        if judge_task.judge == task_name(self.teacher):
+        if judge_task.judge == SCORING and self.teacher is not None:
             (sibling,) = judge_task.members
             self._taught[sibling] = await self.teacher.score(self._rollouts[sibling], priority)
         else:
-            self._reports |= await self.session.judge(judge_task, priority)
+            async with self.owner.places.enter(priority):
+                reports = await self.session.judge(judge_task, priority)
+            if self.teacher is None:
+                return reports
+            self._reports |= reports
         final = self._reports.keys() & self._taught.keys()
         return {sibling: self._join(self._reports.pop(sibling), self._taught[sibling]) for sibling in sorted(final)}
 
@@ -143,14 +153,9 @@ class TeachingSession:
         if isinstance(verdict, Verdict):
             if isinstance(taught, TeacherScores):
                 verdict = replace(verdict, teacher=taught)
-            elif self.required:
+            elif self.owner.required:
                 verdict = taught
         return replace(report, verdict=verdict, taught=taught)
-
-
-def task_name(teacher: Teacher) -> str:
-    """The name of a teacher's tasks: no judge can have it."""
-    return f"@{teacher.name}"
 
 
 @dataclass(frozen=True, slots=True)

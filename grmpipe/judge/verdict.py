@@ -23,8 +23,8 @@ def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
 
 
 def get_reward(verdict: Verdict | Failed) -> float | None:
-    """The reward of the whole rollout. None: the verdict failed."""
-    return verdict.outcome if isinstance(verdict, Verdict) else None
+    """The reward of the whole rollout. None: the verdict failed, or the run has no rewards."""
+    return verdict.outcome if isinstance(verdict, Verdict) and verdict.rewards else None
 
 
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:

@@ -42,6 +42,7 @@ def pack_numbers(record: Record) -> Record:
 
 def drop_numbers(record: Record) -> Record:
     """Drop the ids and log-probs of a record in place, packed or not; their lengths stay. A teacher's leave none."""
+    record.pop(TEACHER, None)
     if record.pop(PACKED, None) is None:
         for holder, key in _places(record):
             holder[key] = len(holder[key])

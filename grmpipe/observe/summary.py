@@ -107,6 +107,15 @@ class WatchSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeachingSummary:
+    """What teachers scored; all zero in a run without any."""
+
+    scored: int = 0  # rollouts
+    tokens: int = 0  # of their completions
+    failed: Mapping[str, int] = field(default_factory=dict)  # rollouts, by cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSummary:
     """Episodes of the whole run; all zero in a run of single turns. Those that train, but for `opened`, `closed`,
     `killed` and `held_out`.
@@ -166,6 +175,7 @@ class Summary:
     busy_s: Mapping[str, float] = field(default_factory=dict)  # by role, of the processes of wall_s
     judging: JudgingSummary = field(default_factory=JudgingSummary)
     watching: Mapping[str, WatchSummary] = field(default_factory=dict)  # by judge that only watches
+    teaching: TeachingSummary = field(default_factory=TeachingSummary)
     envs: EnvSummary = field(default_factory=EnvSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     voided_by_resumes: VoidedWork = field(default_factory=VoidedWork)

@@ -11,7 +11,7 @@ from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import UncountedWork
 from grmpipe.pipeline.stall_times import StallTimes
-from grmpipe.types import FailedJudgement, JudgeReport, Metrics, Rollout, Verdict
+from grmpipe.types import Failed, FailedJudgement, JudgeReport, Metrics, Rollout, TeacherScores, Verdict
 
 
 @dataclass(slots=True)
@@ -58,6 +58,8 @@ class JudgeCounts(Counts):
         self.accepted_tokens += sum(completion.accepted_tokens for completion in generated)
         self.failed.update(failure.cause for failure in report.failures)
         if isinstance(verdict := report.verdict, Verdict):
+            if not verdict.rewards:
+                return
             self.verdicts += 1
             self.scores += verdict.score
             self.score_stds += verdict.score_std
@@ -96,6 +98,22 @@ class JudgeCounts(Counts):
 
 
 @dataclass(slots=True)
+class TeacherCounts(Counts):
+    """Counts of one teacher."""
+
+    scored: int = 0  # rollouts
+    tokens: int = 0  # of their completions
+    failed: Counter[str] = field(default_factory=Counter)  # rollouts by cause
+
+    def count(self, taught: TeacherScores | Failed) -> None:
+        if isinstance(taught, Failed):
+            self.failed[taught.cause] += 1
+        else:
+            self.scored += 1
+            self.tokens += sum(len(scores.logprobs_N) for scores in taught.by_turn)
+
+
+@dataclass(slots=True)
 class Counters(Counts):
     """Counts since the last step, or since the run began."""
 
@@ -112,6 +130,7 @@ class Counters(Counts):
     judging: JudgeCounts = field(default_factory=JudgeCounts)  # of all judges
     by_judge: dict[str, JudgeCounts] = field(default_factory=dict)  # empty with a single one
     cascades: dict[str, CascadeCounts] = field(default_factory=dict)
+    teaching: TeacherCounts = field(default_factory=TeacherCounts)  # by all teachers
     envs: EnvCounts = field(default_factory=EnvCounts)
     stalls: StallTimes = field(default_factory=StallTimes)
 
@@ -127,6 +146,8 @@ class Counters(Counts):
             self.judging.report(own)
             if name:
                 self.by_judge.setdefault(name, JudgeCounts()).report(own)
+        if report.taught is not None:
+            self.teaching.count(report.taught)
         for event in report.cascades:
             self.cascades.setdefault(event.cascade, CascadeCounts()).count(event)
 

@@ -12,7 +12,7 @@ from grmpipe.judge.monitor.position_bias import correlation
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.interfaces import RolloutKey, StepReport
 from grmpipe.pipeline.learner_pace import with_pace
-from grmpipe.types import JudgedGroup, Metrics, Verdict
+from grmpipe.types import Failed, JudgedGroup, Metrics, Verdict
 from scheduler.admission import Ledger
 
 
@@ -65,6 +65,9 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
     for name, judge in counts.by_judge.items():
         own = judge.metrics(seconds) | judge.mean_scores()
         metrics |= {f"judge/{name}/{key}": value for key, value in own.items()}
+    if counts.teaching.scored or counts.teaching.failed:
+        metrics |= {"teacher/scored": float(counts.teaching.scored), "teacher/tokens": float(counts.teaching.tokens)}
+        metrics |= {f"teacher/failed_{cause}": float(n) for cause, n in sorted(counts.teaching.failed.items())}
     for name, cascade in counts.cascades.items():
         metrics |= {f"cascade/{name}/{key}": value for key, value in cascade_metrics(cascade).items()}
     return metrics
@@ -90,20 +93,35 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
     """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
-    valid = [(length, v) for length, (_, v) in zip(lengths, pairs, strict=True) if isinstance(v, Verdict)]
-    verdicts = [verdict for _, verdict in valid]
     ages = [version - group.version for group in groups]
+    metrics = {
+        **spread("response_length/", lengths),
+        **spread("prompt_length/", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
+        "train/siblings_without_verdict": float(sum(isinstance(verdict, Failed) for _, verdict in pairs)),
+        "staleness/mean": statistics.fmean(ages),
+        "staleness/max": float(max(ages)),
+    }
+    valid = [
+        (length, verdict)
+        for length, (_, verdict) in zip(lengths, pairs, strict=True)
+        if isinstance(verdict, Verdict) and verdict.rewards
+    ]
+    return metrics | reward_metrics(groups, valid, algorithm) if valid else metrics
+
+
+def reward_metrics(
+    groups: Sequence[JudgedGroup], valid: Sequence[tuple[int, Verdict]], algorithm: AlgorithmConfig
+) -> Metrics:
+    """Metrics of the rewards and scores of a batch. valid: the length of each rollout with a reward, and its
+    verdict.
+    """
+    verdicts = [verdict for _, verdict in valid]
     metrics = {
         "train/grm_score": statistics.fmean(v.score for v in verdicts),
         "train/reward": statistics.fmean(v.outcome for v in verdicts),
         "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
-        **spread("response_length/", lengths),
-        **spread("prompt_length/", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
         "train/zero_advantage_share": statistics.fmean(has_zero_advantages(group, algorithm) for group in groups),
-        "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
         "judge/score_std": statistics.fmean(v.score_std for v in verdicts),
-        "staleness/mean": statistics.fmean(ages),
-        "staleness/max": float(max(ages)),
     }
     correlated = correlation([float(length) for length, _ in valid], [verdict.score for verdict in verdicts])
     if correlated is not None:

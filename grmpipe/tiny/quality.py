@@ -18,6 +18,8 @@ from grmpipe.tiny.recipes import (
     POLICY_TOOLS,
     POLICY_TRICKS,
     POLICY_WALK,
+    TEACHER_ARITHMETIC,
+    TEACHER_COMPARISON,
     AnyRecipe,
     MetaRmRecipe,
     Recipe,
@@ -44,6 +46,7 @@ Quality = dict[str, float]
 Passes = Callable[[Sequence[Any], Sequence[str]], Sequence[bool | None]]
 # Of models of other tasks than sums: a policy, and a judge with the policy whose answers it judges.
 POLICIES: dict[str, TinyTask] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WALKS}
+KNOW_BOTH_KINDS = (POLICY_KINDS.name, TEACHER_ARITHMETIC.name, TEACHER_COMPARISON.name)  # measured on both
 JUDGES = {GRM_TOOLS.name: (CALLS, POLICY_TOOLS), GRM_COMPARISON.name: (COMPARISONS, POLICY_KINDS)}
 
 
@@ -51,7 +54,7 @@ def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
     """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
     if isinstance(recipe, MetaRmRecipe):
         return measure_meta_rm(directory, find(recipe.parent))
-    if isinstance(recipe, Recipe) and recipe.name.startswith("policy"):
+    if isinstance(recipe, Recipe) and recipe.name.startswith(("policy", "teacher")):
         return policy_quality(recipe.name, TinySampler(directory))
     task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
     passes = (
@@ -80,7 +83,7 @@ def policy_quality(name: str, policy: TinySampler) -> Quality:
         "true_accuracy": accuracy(task, policy, draw_held_out(task)),
         "true_accuracy_greedy": accuracy(task, policy, draw_held_out(task), greedy=True),
     }
-    if name == POLICY_KINDS.name:
+    if name in KNOW_BOTH_KINDS:
         measured["comparison_accuracy"] = accuracy(COMPARISONS, policy, draw_held_out(COMPARISONS))
     if name == POLICY_JUDGE.name:
         found = judge_quality(SUMS, make_passes(SUMS, policy), answers(SUMS, policy, draw_held_out(SUMS), seed=1))

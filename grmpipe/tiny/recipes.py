@@ -189,8 +189,13 @@ COMPARED = make_judge_mixture("judge_{}_comparison", right=0.2, careless=0.35, c
 COMPARISON_READER = recipe("comparison_reader", BASE_KINDS, COMPARED, steps=400, lr=5e-3, seed=13)
 GRM_COMPARISON = recipe("grm_comparison", COMPARISON_READER, COMPARED, steps=450, lr=4e-3, seed=22)
 
+# Teachers: each is right at one kind of task, and knows nothing of the other.
+TEACHER_ARITHMETIC = recipe("teacher_arithmetic", BASE, {"solve": 1.0}, steps=300, lr=4e-3, seed=24)
+TEACHER_COMPARISON = recipe("teacher_comparison", BASE, {"compare_people": 1.0}, steps=500, lr=5e-3, seed=25)
+
 SHIPPED: tuple[AnyRecipe, ...] = (
     POLICY, GRM, WEAK_GRM, META, REWARD_MODEL, POLICY_TRICKS, *IMPRESSED, GRM_NOISY,
-    POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE,
+    POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE, TEACHER_ARITHMETIC,
+    TEACHER_COMPARISON,
 )  # fmt: skip
 RECIPES = {made.name: made for made in SHIPPED}

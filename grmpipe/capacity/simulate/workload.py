@@ -43,7 +43,7 @@ class Workload:
 def make_flow(config: RunConfig, num_steps: int) -> FlowConfig:
     """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
     flow = FlowConfig.of(
-        config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
+        config.train, config.rollout, config.algorithm, config.judging.tasks_at_once, config.seed, config.env
     )
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 

@@ -28,6 +28,7 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
+from models.engines.request_gates import PrioritySemaphore
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
 from scheduler.slots.engine_replacement import push_to_living
@@ -108,7 +109,8 @@ def compose_teaching(config: RunConfig, judge: Judge, routers: Mapping[str, Rout
         name = distill.find_teacher(source)
         return None if name is None else teachers[name]
 
-    return TeachingJudge(judge=judge, find_teacher=find, required=distill.required)
+    places = PrioritySemaphore(max(1, config.judging.max_concurrency))
+    return TeachingJudge(judge=judge, find_teacher=find, places=places, required=distill.required)
 
 
 def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:

@@ -19,6 +19,7 @@ from grmpipe.observe.summary import (
     JudgeSummary,
     JudgingSummary,
     Summary,
+    TeachingSummary,
     VoidedWork,
 )
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
@@ -118,6 +119,9 @@ class RunStats:
             eval=EvalSummary(initial=evaluation.get("initial", {}), final=eval_final),
             busy_s=self.busy_s(pipeline),
             judging=summarize_judging(total),
+            teaching=TeachingSummary(
+                scored=total.teaching.scored, tokens=total.teaching.tokens, failed=dict(total.teaching.failed)
+            ),
             watching=summaries(features.get(WatchingJudges.name, {})),
             envs=self._with_counts(env_summary(total.envs), EnvCounts.restore(evaluation.get("episodes", {}))),
             groups=groups_summary(state, self._config.train.groups_per_batch),

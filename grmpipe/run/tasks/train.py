@@ -114,7 +114,7 @@ class TrainingRun(Run[Prepared]):
 
         config = self._config
         numbers = FlowConfig.of(
-            config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
+            config.train, config.rollout, config.algorithm, config.judging.tasks_at_once, config.seed, config.env
         )
         whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
