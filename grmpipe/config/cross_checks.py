@@ -134,7 +134,8 @@ def check_reward(config: RunConfig) -> None:
     check_distillation(config)
     if config.trains:  # others measure any one of them
         watch = config.judge_monitor.watchers
-        check_all_used(config.include_watchers(watch), config.judges)
+        teachers = config.algorithm.distill.by_source.values()
+        check_all_used(config.include_watchers(watch), config.judges, teachers)
         check_rewards_used(config.rewards, watch)
     for judge in config.judging.judges.values() if len(config.judging.judges) > 1 else ():
         if judge.kind == "label":

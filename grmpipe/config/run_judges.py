@@ -122,8 +122,10 @@ def find_main(judges: Collection[str]) -> str:
     return next(iter(judges)) if len(judges) == 1 else JUDGE
 
 
-def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig]) -> None:
-    """Check that no further judge or model was configured in vain: the run would be trained without it."""
+def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig], teachers: Collection[str] = ()) -> None:
+    """Check that no further judge or model was configured in vain: the run would be trained without it. teachers: of
+    the run or, when it trains on stored rollouts, of the one that stored them.
+    """
     for name, judge in judges.items():
         if name not in judging.judges and name != JUDGE:
             raise ValueError(
@@ -131,7 +133,7 @@ def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig]) -> None:
                 f"or reward.judge={name}, or, to let it only watch, 'judge_monitor.watch={{{name}: 0.2}}'"
             )
     for role, model in judging.models.items():
-        if role not in (*judging.asked_roles, POLICY, GRM):
+        if role not in (*judging.asked_roles, *teachers, POLICY, GRM):
             raise ValueError(
                 f"{model.key}: no judge of this run asks it, and it teaches nothing; type "
                 f"judges.<name>.model={role}, or 'algorithm.distill.teachers={{default: {role}}}'"

@@ -26,6 +26,7 @@ from grmpipe.types import (
 )
 from models.engines.request_gates import PrioritySemaphore
 from models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, scoring_params
+from scheduler.work_queue import BusyMeter
 
 SCORING = "@teacher"  # in place of a judge's name in a task: no judge can have it
 
@@ -35,11 +36,13 @@ class Teacher:
     """A model that scores the tokens of the policy. Both have the same tokens.
 
     top_k: how many of its most likely tokens it gives in the place of each.
+    meter: runs while requests are in flight.
     """
 
     name: str
     engine: Generates
     top_k: int = 0
+    meter: BusyMeter = field(default_factory=BusyMeter)
 
     async def score(self, rollout: Rollout, priority: int = 0) -> TeacherScores | Failed:
         """Score all completions of a rollout, segment by segment, in the context that the policy had."""
@@ -71,7 +74,8 @@ class Teacher:
             role=self.name,
             priority=priority,
         )
-        completion = await self.engine.generate(token_ids, scoring_params(first, self.top_k), context)
+        with self.meter:
+            completion = await self.engine.generate(token_ids, scoring_params(first, self.top_k), context)
         if completion.scores is None:
             raise EngineDied(f"{self.name} ended a request without scores: {completion.finish_reason}")
         return [

@@ -22,6 +22,7 @@ from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.build.compose_pipeline import Learners, compose
+from grmpipe.run.build.make_judge import make_teachers
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
@@ -202,7 +203,7 @@ class Simulation:
             slots=EpisodeSlots(),
             play=make_play(self._workload, learners.engines, self._driver),
             judge=make_judge(self._workload, routers, self._driver),
-            routers=routers,
+            teachers=make_teachers(self._config, routers),
             journal=NoJournal(),
             events=self._events,
         )

@@ -64,17 +64,17 @@ def compose(
     play: Play,
     slots: EpisodeSlots,
     judge: Judge,
-    routers: Mapping[str, Router],
+    teachers: Mapping[str, Teacher],
     journal: GroupJournal,
     events: EventSink,
 ) -> PipelineComponents:
-    """The components of the policy's pipeline, in a real run and in a simulated one. routers: of all roles."""
+    """The components of the policy's pipeline, in a real run and in a simulated one. teachers: by name."""
     critic = learners.critic
     return PipelineComponents(
         prompts=prompts,
         too_long=too_long,
         play=learners.cotrainings.record(play),
-        judge=compose_teaching(config, judge, routers),
+        judge=compose_teaching(config, judge, teachers),
         judge_guard=JudgeHealth(compose_health(config), compose_teaching_health(config)),
         trainer=compose_trainer(config, learners),
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
@@ -98,10 +98,9 @@ def compose_health(config: RunConfig) -> ServiceHealth:
     )
 
 
-def compose_teaching(config: RunConfig, judge: Judge, routers: Mapping[str, Router]) -> Judge:
+def compose_teaching(config: RunConfig, judge: Judge, teachers: Mapping[str, Teacher]) -> Judge:
     """The judge, beside which teachers score the rollouts on the prompts of their sources."""
     distill = config.algorithm.distill
-    teachers = {name: Teacher(name=name, engine=routers[name], top_k=distill.top_k) for name in config.teachers}
     if not teachers:
         return judge
 
@@ -162,7 +161,7 @@ def make_parts(
         play=make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature),
         slots=running.envs.slots,
         judge=running.judge,
-        routers=running.routers,
+        teachers=running.teachers,
         journal=observers.recorder,
         events=observers.timeline,
     )

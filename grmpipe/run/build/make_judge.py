@@ -17,9 +17,10 @@ from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.teaching import NoReward
+from grmpipe.judge.teaching import NoReward, Teacher
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
+from models.types import Generates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,12 @@ def make_judge(resources: JudgeResources) -> Judge:
     if not config.judging.judges:
         return NoReward()
     return compose(config, config.rewards, make_judges(resources, config.judging.judges))
+
+
+def make_teachers(config: RunConfig, routers: Mapping[str, Generates]) -> dict[str, Teacher]:
+    """The models that teach the policy, by name. routers: of their engines, by role."""
+    top_k = config.algorithm.distill.top_k
+    return {name: Teacher(name=name, engine=routers[name], top_k=top_k) for name in config.teachers}
 
 
 def make_watchers(resources: JudgeResources) -> dict[str, Judge]:

@@ -105,6 +105,7 @@ async def start_on(
         scorers=serving.scorers,
         scalars=serving.scalars,
         meta_rm=serving.meta_rm,
+        teachers=serving.teachers,
         envs=serving.envs,
         policy=served.routers[prepared.policy.name],
         learner=learner,

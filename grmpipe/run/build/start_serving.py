@@ -9,10 +9,11 @@ from pathlib import Path
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.judge.teaching import Teacher
 from grmpipe.observe.progress import Describe, time_text
 from grmpipe.run.build.engines import ServingEngines, start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
-from grmpipe.run.build.make_judge import JudgeResources, make_judge, make_watchers
+from grmpipe.run.build.make_judge import JudgeResources, make_judge, make_teachers, make_watchers
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
@@ -36,6 +37,7 @@ class Serving:
 
     grms: that judges ask, by role.  endpoints: of models that judge elsewhere.
     scorers: of the meta-RM and of reward models.  scalars: that scalar judges ask.
+    teachers: of the policy, by role.
     """
 
     cluster: Cluster
@@ -46,6 +48,7 @@ class Serving:
     scorers: tuple[ScorerPool, ...]
     scalars: ScalarModels
     meta_rm: MetaRm | None
+    teachers: Mapping[str, Teacher]
     envs: Envs
 
     def judge_for(self, prepared: Prepared) -> Judge:
@@ -131,5 +134,6 @@ async def start_serving(
         scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
         scalars=scalars,
         meta_rm=make_meta_rm(prepared.meta_rm, meta_rm, requests),
+        teachers=make_teachers(prepared.config, served.routers),
         envs=envs,
     )

@@ -77,11 +77,17 @@ class RunStats:
         return {role: round(seconds, 3) for role, seconds in busy.items()}
 
     def _judging_busy_s(self, pipeline: Pipeline) -> dict[str, float]:
-        """Model that judges -> seconds with requests in flight; of several models, evaluations count too."""
+        """Model that judges or teaches -> seconds with requests in flight; of several models, evaluations count too."""
         if len(self._grms) == 1:
             return {self._grms[0]: pipeline.judging_s}
-        grms = self._running.grms if self._running is not None else {}
-        return {role: grms[role].busy_s for role in self._grms if role in grms}
+        if self._running is None:
+            return {}
+        busy: dict[str, float] = defaultdict(float)
+        for role, grm in self._running.grms.items():
+            busy[role] += grm.busy_s
+        for role, teacher in self._running.teachers.items():
+            busy[role] += teacher.meter.busy_s
+        return {role: busy[role] for role in self._grms if role in busy}
 
     def _with_counts(self, envs: EnvSummary, held_out: EnvCounts) -> EnvSummary:
         """With held-out episodes, and with what became of the environments that this process opened."""

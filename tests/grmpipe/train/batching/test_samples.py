@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.config.algorithm_tables import ESTIMATORS, PassAtK
+from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.train.batching.kl_in_reward import kl_of_sample, rollout_key
 from grmpipe.train.batching.samples import count, split_rollout, to_samples
 from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
-from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, VersionSpan
+from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, TeacherScores, Turn, Verdict
+from models.types import Completion, TokenScores, VersionSpan
 
 TIMEOUT = Failed(stage="judge", cause="timeout", attempts=3)
 
@@ -221,3 +222,49 @@ def test_inserted_tokens_cost_no_kl_and_have_a_critics_value(estimator: str) -> 
     critics = values if algorithm.estimator_kind.needs_critic else None
     trained = to_samples([group(rollouts, [verdict(1.0), verdict(0.0)])], algorithm, kl=kl, values=critics)
     assert [np.flatnonzero(sample.advantages).tolist() for sample in trained] == [[2, 5, 6]] * 2
+
+
+def taught(*by_turn: list[float]) -> TeacherScores:
+    scores = tuple(
+        TokenScores(
+            logprobs_N=np.array(own, np.float32),
+            top_ids_NK=np.array([[10, 11]] * len(own), np.int32),
+            top_logprobs_NK=np.array([[-0.5, -1.5]] * len(own), np.float32),
+        )
+        for own in by_turn
+    )
+    return TeacherScores(teacher="t", by_turn=scores)
+
+
+def test_a_teachers_scores_stand_on_the_sampled_tokens_of_each_segment() -> None:
+    """The third turn begins from a rewritten history: a segment of its own."""
+    episode = rollout(0, ((1, 2), (3, 4)), ((1, 2, 3, 4, 9), (5,)), ((8,), (6,)))
+    first, second = split_rollout(episode, np.zeros(4), taught([-3.0, -4.0], [-5.0], [-6.0]))
+    assert first.teacher is not None and second.teacher is not None
+    assert first.teacher.logprobs_N.tolist() == [0.0, 0.0, -3.0, -4.0, 0.0, -5.0]
+    assert second.teacher.logprobs_N.tolist() == [0.0, -6.0]
+    assert first.teacher.top_ids_NK is not None
+    assert first.teacher.top_ids_NK.tolist() == [[0, 0], [0, 0], [10, 11], [10, 11], [0, 0], [10, 11]]
+
+
+@pytest.mark.parametrize("form", ["loss", "advantage"])
+def test_only_as_an_advantage_the_teacher_changes_those_of_the_rewards(form: str) -> None:
+    rollouts = [rollout(i, ((1, 2), (3, 4))) for i in range(2)]
+    verdicts = [
+        replace(verdict(1.0), teacher=taught([-0.3, -0.1])),
+        replace(verdict(0.0), teacher=taught([-0.1, -0.7])),
+    ]
+    algorithm = AlgorithmConfig(distill=DistillConfig(teachers={"default": "t"}, form=form, coefficient=2.0))
+    plain = to_samples([group(rollouts, [verdict(1.0), verdict(0.0)])], AlgorithmConfig())
+    samples = to_samples([group(rollouts, verdicts)], algorithm)
+    added = [np.subtract(one.advantages, other.advantages) for one, other in zip(samples, plain, strict=True)]
+    # The sampler's log-probs are -0.1 and -0.2.
+    expected = [[0.0, 0.0, -0.4, 0.2], [0.0, 0.0, 0.0, -1.0]] if form == "advantage" else [[0.0] * 4] * 2
+    np.testing.assert_allclose(added, expected, atol=1e-6)
+
+
+def test_without_rewards_every_advantage_is_0() -> None:
+    rollouts = [rollout(i, ((1, 2), (3, 4))) for i in range(2)]
+    absent = Verdict(rewards=(), score=0.0, breakdown={}, score_std=0.0, num_judgements=0)
+    samples = to_samples([group(rollouts, [absent, absent])], AlgorithmConfig())
+    assert len(samples) == 2 and not any(any(sample.advantages) for sample in samples)

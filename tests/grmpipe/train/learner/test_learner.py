@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
+from grmpipe.algorithm.distillation import divergence
 from grmpipe.config.algorithm_tables import Cap
+from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
@@ -32,9 +34,10 @@ from models.lm import activations
 from models.lm.activations import ATTENTION
 from models.lm.causal_lm import compute_packed_logprobs
 from models.lm.footprint import read_footprint
+from models.lm.score import Scored, score_sequences
 from models.settings import LoraConfig
 from models.stored_files import first_difference
-from models.types import InlineBytes
+from models.types import InlineBytes, Scoring, TokenScores
 
 MAX_NEW_TOKENS = 8
 
@@ -511,3 +514,68 @@ def test_a_model_that_packed_samples_leak_through_fails_as_it_is_loaded(tmp_path
     Lfm2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^path: .*differently than alone"):
         make_learner(str(tmp_path))
+
+
+def with_teacher(samples: list[TrainingSample], path: str, top_k: int) -> list[TrainingSample]:
+    """The samples, of which all but the last are scored by the model in a directory."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    taught = []
+    for sample in samples[:-1]:
+        with torch.no_grad():
+            (found,) = score_sequences(model, [Scored(sample.token_ids, Scoring(start=1, top_k=top_k))])
+        first = ((1, 0), (0, 0))
+        scores = TokenScores(
+            logprobs_N=np.pad(found.logprobs_N, (1, 0)),
+            top_ids_NK=None if found.top_ids_NK is None else np.pad(found.top_ids_NK, first),
+            top_logprobs_NK=None if found.top_logprobs_NK is None else np.pad(found.top_logprobs_NK, first),
+        )
+        taught.append(replace(sample, teacher=scores))
+    return [*taught, samples[-1]]
+
+
+def naive_distillation(model, samples: list[TrainingSample], distill: DistillConfig) -> Tensor:
+    """The divergence of a whole on-policy batch from the teacher, sample by sample, over trained tokens."""
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in samples[:-1]:
+        ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:], dtype=torch.bool)
+        log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        scores = sample.teacher
+        if distill.top_k:
+            top_ids = torch.from_numpy(scores.top_ids_NK[1:]).long()
+            top = torch.from_numpy(scores.top_logprobs_NK[1:]).double()
+            loss = divergence(log_p.gather(-1, top_ids), top, distill.beta)
+        else:
+            own = log_p.gather(-1, ids[1:, None])[:, 0]
+            sampler = torch.tensor(sample.sampler_logprobs[1:], dtype=torch.float32).double()
+            weight = (own.detach() - sampler).exp().clamp(max=AlgorithmConfig().tis.cap)
+            loss = weight * (own - torch.from_numpy(scores.logprobs_N[1:]).double()) ** 2 / 2
+        total = total + loss[mask].sum()
+    return total
+
+
+@pytest.mark.parametrize(("top_k", "beta"), [(0, 1.0), (4, 1.0), (4, 0.0), (4, 0.5)])
+def test_the_gradient_towards_a_teacher_is_that_of_the_naive_divergence(
+    gpt2_path: str, make_samples, top_k: int, beta: float
+) -> None:
+    """Packed with shared prefixes, in pieces; one sample has no teacher, and no term."""
+    distill = DistillConfig(teachers={"default": "t"}, top_k=top_k, beta=beta, coefficient=0.7)
+    # Other weights of the same tokens: those after a step.
+    samples, before = make_samples(), make_learner(gpt2_path)
+    before.accumulate(pack(samples))
+    before.step(count(samples, 0))
+    silent = [replace(one, advantages=(0.0,) * len(one.advantages)) for one in samples]
+    taught = with_teacher(silent, gpt2_path, top_k)
+    learner = make_learner(gpt2_path, AlgorithmConfig(distill=distill))
+    learner._model.load_state_dict(before._model.state_dict())
+    packer = Packer(max_tokens=30, world_size=1)
+    for round_ in (*packer.add(taught), *packer.flush()):
+        learner.accumulate(round_.micro_batches[0])
+    model = AutoModelForCausalLM.from_pretrained(gpt2_path, dtype=torch.float64).eval()
+    model.load_state_dict({name: value.full_tensor() for name, value in before._model.state_dict().items()})
+    (0.7 * naive_distillation(model, taught, distill)).backward()
+    ours = gradients(learner)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-5)
+    totals = count(taught, 0)
+    trained = sum(sum(one.loss_mask) for one in taught[:-1])
+    assert learner.step(totals)["train/taught_share"] == pytest.approx(trained / totals.num_loss_tokens)
