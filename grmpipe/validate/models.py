@@ -15,6 +15,7 @@ from models.hub import find_files, is_hub_name
 from models.model_files import read_json
 from models.settings import ModelConfig
 
+TEACHERS = "algorithm.distill.teachers"
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -58,6 +59,29 @@ def check_vocabulary(key: str, options: ModelConfig, renderer: Renderer) -> None
             f"{key}.path: the tokenizer in {options.path} has ids up to {renderer.num_token_ids - 1}, the model "
             f"there has {renderer.vocab_size} rows (vocab_size in config.json): they don't match; give a "
             "directory with the model's own tokenizer"
+        )
+
+
+def check_teacher(teacher: Model, role: ServedRole, policy: Model, config: RunConfig) -> None:
+    """Check that a teacher reads the policy's tokens, as many, and that its engines give as many likely ones as are
+    compared.
+    """
+    if not mean_the_same(teacher.renderer, policy.renderer):
+        raise ConfigError(
+            f"{role.key}.path: {role.model.path} has a different tokenizer than the policy ({config.policy.path}), "
+            f"whose own tokens a teacher scores; give a model with the same tokenizer, or leave it out of {TEACHERS}"
+        )
+    if teacher.context_tokens < policy.context_tokens:
+        raise ConfigError(
+            f"{role.key}.path: {role.model.path} reads {teacher.context_tokens} tokens, and the policy's rollouts have "
+            f"up to {policy.context_tokens}; give a teacher with at least that context window, or leave it out of "
+            f"{TEACHERS}"
+        )
+    if config.algorithm.distill.top_k > (most := role.engine.most_likely_tokens):
+        raise ConfigError(
+            f"algorithm.distill.top_k: the engines of {teacher.name} give at most {most} likely tokens; type "
+            f"algorithm.distill.top_k={most} or less, or (on vLLM) +{role.key}.engine_options.options.max_logprobs="
+            f"{config.algorithm.distill.top_k}"
         )
 
 

@@ -37,6 +37,7 @@ from grmpipe.validate.models import (
     CriticModel,
     FoundScalarModel,
     MetaRmModel,
+    check_teacher,
     find_critic,
     find_meta_rm,
     find_model,
@@ -151,6 +152,8 @@ def check_models(prepared: Prepared) -> None:
         check_weight_names(model, role)
         if role.num_gpus > 1:
             check_tensor_parallel(role, read_heads(model.path))
+    for name in config.teachers:
+        check_teacher(prepared.model[name], roles.served[name], prepared.policy, config)
     check_swap(roles, prepared.models)
     check_routing(config, prepared.policy, roles.served[POLICY])
 

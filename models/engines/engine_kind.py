@@ -125,6 +125,11 @@ class EngineKind(ABC, Generic[Options]):
     options: Options
 
     @property
+    def most_likely_tokens(self) -> int:
+        """The most likely tokens that it gives beside each scored one."""
+        return UNBOUNDED_ROWS if self.scores else 0
+
+    @property
     def caches_prompts(self) -> bool:
         """Whether requests with the same prompt compute it once."""
         return True

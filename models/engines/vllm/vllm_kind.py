@@ -9,6 +9,8 @@ from models.engines.vllm.options import CPU_KV_CACHE_MB, check_vllm_options
 from models.settings import EngineConfig, ModelConfig, VllmConfig
 from models.types import Engine
 
+DEFAULT_MAX_LOGPROBS = 20  # vLLM's, of a request
+
 
 class VllmKind(EngineKind[VllmConfig]):
     section = "vllm"
@@ -39,6 +41,10 @@ class VllmKind(EngineKind[VllmConfig]):
     @property
     def max_rows(self) -> int:
         return self.options.max_batch_rows
+
+    @property
+    def most_likely_tokens(self) -> int:
+        return int(self.options.options.get("max_logprobs", DEFAULT_MAX_LOGPROBS))
 
     @property
     def caches_prompts(self) -> bool:

@@ -93,7 +93,7 @@ def test_a_composition_that_can_not_work_is_refused(reward: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "mixed"}, r"^kind: unknown value 'mixed'; known: single, mix, route, jury, cascade, gate$"),
+        ({"kind": "mixed"}, r"^kind: unknown value 'mixed'; known: single, mix, route, jury, cascade, gate, none$"),
         ({"share": 0.0}, r"^share: .*type reward\.share="),
         ({"audit_share": 1.1}, r"^audit_share: .*type reward\.audit_share="),
         ({"floor": -1.0}, r"^floor: rewards are on \[0, 1\]"),
