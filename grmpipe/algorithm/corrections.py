@@ -95,8 +95,8 @@ def apply_no_correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Te
 
 
 def truncate_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """TIS: min(w, cap) per token."""
-    return drift.log_weights_T.exp().clamp(max=algorithm.tis.cap)
+    """TIS: min(w, cap) per token, and at least the floor."""
+    return drift.log_weights_T.exp().clamp(algorithm.tis.floor, algorithm.tis.cap)
 
 
 def truncate_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:

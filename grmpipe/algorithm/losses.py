@@ -98,6 +98,17 @@ def cispo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss_T=loss_T, clipped_T=(held_T != ratio_T).to(loss_T.dtype))
 
 
+def sapo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of the clip (SAPO, arXiv 2511.20347), whose gradient at
+    r = 1 is that of r A, and falls off on both sides. tau: temperature_pos if A > 0, else temperature_neg.
+    """
+    gates, ratio_T = algorithm.sapo, scored.log_ratio_T().exp()
+    is_good_T = (scored.advantages_T > 0).to(ratio_T.dtype)
+    tau_T = is_good_T * gates.temperature_pos + (1 - is_good_T) * gates.temperature_neg
+    loss_T = -scored.advantages_T * torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=torch.zeros_like(loss_T))
+
+
 def policy_gradient(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """-A log pi (REINFORCE)."""
     loss_T = -scored.advantages_T * scored.logprobs_T

@@ -10,7 +10,7 @@ from torch import Tensor
 from grmpipe.algorithm.corrections import check_tensor, correction, interpolate_proximal, kept, log_ratio, measure_drift
 from grmpipe.algorithm.distillation import Taught, distillation_loss
 from grmpipe.algorithm.losses import Aggregation, Scored, find_loss, kl, policy_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, PROXIMALS, REJECTIONS
+from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_WEIGHTED, ONE_OF_EACH, PROXIMALS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -100,6 +100,8 @@ def sum_loss(
     }
     if logprobs.reference_T is not None:
         kl_T = kl(algorithm.kl_estimator, current_T, logprobs.reference_T)
+        if algorithm.kl_estimator in KL_WEIGHTED:  # DeepSeek-V3.2 (arXiv 2512.02556): unbiased, in its gradient too
+            kl_T = log_ratio(current_T, logprobs.sampler_T).exp() * kl_T
         loss_T = loss_T + algorithm.kl_coefficient * kl_T
         watched["kl_nats"] = kl_T
     if (taught := logprobs.taught) is not None:

@@ -102,10 +102,31 @@ class DualClip(Bounded):
 
 
 @dataclass(frozen=True)
+class Sapo(Bounded):
+    """Settings of `algorithm.loss=sapo` (arXiv 2511.20347): how fast the weight of a token falls off as r leaves 1."""
+
+    temperature_pos: float = above(0, 1.0)  # Of tokens of positive advantage.
+    temperature_neg: float = above(0, 1.05)  # Of all others: more, since their gradients spread over the vocabulary.
+
+
+@dataclass(frozen=True)
+class Truncation(Bounded):
+    """Settings of `algorithm.correction=tis`, on w of a token."""
+
+    cap: float = above(0, 2.0)  # Largest weight.
+    floor: float = at_least(0, 0.0)  # Smallest weight; 0: no bound.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.floor < self.cap:
+            raise ValueError(f"floor: must be below cap = {self.cap}, got {self.floor}")
+
+
+@dataclass(frozen=True)
 class Cap(Bounded):
     """A cap on the weight w of a token, or on its product over a rollout."""
 
-    cap: float = above(0, 2.0)  # Largest weight; above it the weight is the cap for tis and sequence_tis, else 0.
+    cap: float = above(0, 2.0)  # Largest weight; above it the weight is the cap for sequence_tis, else 0.
 
 
 @dataclass(frozen=True)
@@ -145,7 +166,8 @@ class KindSettings:
     mt_grpo: MtGrpo = field(default_factory=MtGrpo)
     pass_at_k: PassAtK = field(default_factory=PassAtK)
     dual_clip: DualClip = field(default_factory=DualClip)
-    tis: Cap = field(default_factory=Cap)  # Settings of `algorithm.correction=tis`, on w of a token.
+    sapo: Sapo = field(default_factory=Sapo)
+    tis: Truncation = field(default_factory=Truncation)
     # Settings of `algorithm.correction=sequence_tis` and `sequence_mis`, on the product of w over a rollout; 2 to 10
     # are in use.
     sequence: Cap = field(default_factory=lambda: Cap(3.0))
@@ -166,6 +188,7 @@ LOSSES: dict[str, LossKind] = {
     "gspo": LossKind(function="grmpipe.algorithm.losses.gspo", by_step="gspo_token"),
     "gspo_token": LossKind(function="grmpipe.algorithm.losses.gspo_token"),
     "cispo": LossKind(function="grmpipe.algorithm.losses.cispo", by_token=True),
+    "sapo": LossKind(function="grmpipe.algorithm.losses.sapo", by_token=True),
     "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False, by_token=True),
 }
 
@@ -214,8 +237,9 @@ REJECTIONS = PathTable(
 )  # fmt: skip
 KL_ESTIMATORS = PathTable(
     "algorithm.kl_estimator", ("logprobs_T", "reference_logprobs_T"), "grmpipe.algorithm.losses",
-    {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"},
+    {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl", "k3_unbiased": "k3_kl"},
 )  # fmt: skip
+KL_WEIGHTED = frozenset({"k3_unbiased"})  # in the loss by pi_theta / mu, through which its gradient passes too
 KL_WITHOUT_GRADIENT = frozenset({"k1"})  # in the loss the mean of their gradients is 0
 AGGREGATIONS = PathTable(
     "algorithm.aggregation", (), "grmpipe.algorithm.losses",

@@ -20,6 +20,7 @@ from grmpipe.config.train import (
     check_pass_k,
     check_replay_buffer,
     check_router_replay,
+    check_skipped,
     check_spread,
 )
 from scheduler.processes.call_limits import WORK_FACTOR
@@ -77,6 +78,7 @@ def check_algorithm(config: RunConfig) -> None:
     check_pass_k(config.algorithm, config.train.group_size)
     check_replay_buffer(config.algorithm, config.train.max_staleness)
     check_interpolated(config.algorithm, config.train.max_staleness)
+    check_skipped(config.algorithm, config.train)
     check_router_replay(config.algorithm, config.train.groups_per_batch)
     for judge in config.judging.generative.values():
         check_spread(config.algorithm, judge.num_judgements)

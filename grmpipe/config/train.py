@@ -108,7 +108,8 @@ class AlgorithmConfig(KindSettings, Bounded):
     # Regularisation.
 
     kl_coefficient: float = at_least(0, 0.0)  # Weight of the KL to the frozen reference; 0: no reference is loaded.
-    # Estimator of the KL per token, or the dotted path of a function of your own; k1 is for the reward alone.
+    # Estimator of the KL per token, or the dotted path of a function of your own; k1 is for the reward alone,
+    # k3_unbiased weighs k3 by pi / mu (DeepSeek-V3.2, arXiv 2512.02556).
     kl_estimator: str = "k3"
     # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
     kl_in_reward: bool = False
@@ -301,6 +302,9 @@ class TrainConfig(Bounded):
     # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
     schedule: str = one_of(SCHEDULES, "constant")
     max_grad_norm: float = above(0, 1.0)  # Norm that gradients are clipped to.
+    # [batches] Batches of a run that may be dropped because their gradients aren't finite, with the weights as they
+    # were; one more fails the run.
+    max_skipped_steps: int = at_least(0, 0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = one_of((AUTO, *DTYPES), AUTO)
@@ -349,3 +353,15 @@ class TrainConfig(Bounded):
     def max_packed_tokens(self) -> int:
         """Most packed tokens of a micro-batch, on all ranks that share it."""
         return self.micro_batch_tokens * self.parallel.cp
+
+
+def check_skipped(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    """Raises ValueError if a batch that is dropped may have changed weights already."""
+    if train.max_skipped_steps == 0:
+        return
+    if algorithm.updates_per_batch > 1 or algorithm.estimator_kind.needs_critic:
+        what = "a critic" if algorithm.estimator_kind.needs_critic else "an earlier update of the batch"
+        raise ValueError(
+            f"train.max_skipped_steps: {what} may have learned from a batch that is then dropped; type "
+            "train.max_skipped_steps=0"
+        )

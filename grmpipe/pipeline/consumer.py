@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
@@ -20,6 +20,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SHOWN_FROM_S = 1e-3  # shorter work of the learner on a group gets no span in the timeline
+
+
+NOT_FINITE = "not_finite"  # the cause of the groups of a batch whose numbers aren't
+OnSkipped = Callable[[Sequence[JudgedGroup]], object]
+
+
+def ignore_skipped(batch: Sequence[JudgedGroup]) -> None:
+    """The default for `on_skipped`."""
 
 
 class Interrupted(Exception):
@@ -91,9 +99,13 @@ class Consumer:
         clock: ActiveClock,
         playing: BusyMeter,
         after_step: Callable[[StepReport], Awaitable[None]],
+        on_skipped: OnSkipped = ignore_skipped,
     ) -> None:
-        """clock: of group deadlines. playing: runs while any rollout is in flight."""
+        """clock: of group deadlines. playing: runs while any rollout is in flight. on_skipped: called with a batch that
+        is dropped because its numbers aren't finite.
+        """
         self.after_step = after_step
+        self._on_skipped = on_skipped
         self._trainer = parts.trainer
         self._learner = TimedLearner(parts, config, buffer, stalls, clock)
         self._config = config
@@ -119,8 +131,7 @@ class Consumer:
 
     async def _step(self) -> StepReport:
         began, played_s = self._now(), self._playing.busy_s
-        await self._fill()
-        trained = await self._learner.step()
+        trained = await self._train_batch()
         await self._settle()
         sync = await self._learner.push()
         times = {(group.group_id, n): of_one for group in self._buffer.taken for n, of_one in group.times.items()}
@@ -140,6 +151,24 @@ class Consumer:
             advantages=trained.advantages,
             times=times,
         )
+
+    async def _train_batch(self) -> TrainedBatch:
+        """Train on a batch. One whose numbers aren't finite is dropped, and another one taken: the learner has
+        discarded it, so weights, version and schedule are as before.
+        """
+        while True:
+            await self._fill()
+            try:
+                return await self._learner.step()
+            except ArithmeticError as error:
+                num_skipped = self._buffer.ledger.num_dropped(NOT_FINITE) // self._config.groups_per_batch
+                if num_skipped >= self._config.max_skipped_steps:
+                    raise
+                log.warning(
+                    "batch %d of at most %d is dropped: %s", num_skipped + 1, self._config.max_skipped_steps, error
+                )
+                self._on_skipped(self._buffer.batch)
+                self._buffer.drop_batch(NOT_FINITE, str(error))
 
     async def _fill(self) -> None:
         """Fill the batch. The learner works on a group once it is taken, on held-back ones while none is ready."""

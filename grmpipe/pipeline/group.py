@@ -46,6 +46,7 @@ class Group:
                                                    DROPPED   zero_advantage: its rewards are all alike
                                                              stale: too old for the open batch
         TAKEN        a place in the open batch     TRAINED   the batch was stepped and its weights pushed
+                                                   DROPPED   not_finite: the numbers of its batch aren't
         all of these                               DROPPED   end_of_prompts: what is left fills no batch
 
     Late or repeated results are refused: the first one counts. A missing rollout drops the group, because the remaining

@@ -194,6 +194,13 @@ class GroupBuffer:
         self.counts()
         return batch
 
+    def drop_batch(self, cause: str, detail: str) -> None:
+        """Drop the groups of the open batch; others take their places."""
+        taken, self.taken = self.taken, []
+        for group in taken:
+            self.drop(group, cause, detail)
+        self.counts()
+
     def give_up(self) -> None:
         """Drop all groups: the prompts are over, and the remaining groups fill no batch."""
         self.taken = []

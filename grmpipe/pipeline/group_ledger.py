@@ -70,6 +70,10 @@ class GroupLedger:
         self._journal.group_ended(end)
         self.ends.append(end)
 
+    def num_dropped(self, cause: str) -> int:
+        """Groups dropped for a cause."""
+        return self._dropped[cause]
+
     def counts(self, in_flight: int) -> Ledger:
         """The number of groups submitted, and what became of them. Raises AssertionError if one was lost."""
         return Ledger(

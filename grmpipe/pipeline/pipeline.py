@@ -42,7 +42,7 @@ from dataclasses import replace
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.batch_progress import BatchProgress, measure_batch
-from grmpipe.pipeline.consumer import Consumer
+from grmpipe.pipeline.consumer import Consumer, OnSkipped, ignore_skipped
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.group import OPEN, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
@@ -66,8 +66,9 @@ class Pipeline:
         after_step: Callable[[StepReport], Awaitable[None]],
         pipeline_state: PipelineState | None = None,
         kept: Mapping[int, RecoveredGroup] | None = None,
+        on_skipped: OnSkipped = ignore_skipped,
     ) -> None:
-        """`kept`: prompt index -> the finished work that a resume found."""
+        """`kept`: prompt index -> the finished work that a resume found. on_skipped: see Consumer."""
         pipeline_state = pipeline_state or PipelineState()
         self.clock = ActiveClock()
         self.counters = FlowCounters()
@@ -90,7 +91,9 @@ class Pipeline:
         if config.policy_judges:
             push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
             parts = replace(parts, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
-        self._consumer = Consumer(parts, config, self._buffer, self._stalls, self.clock, playing, self._stepped)
+        self._consumer = Consumer(
+            parts, config, self._buffer, self._stalls, self.clock, playing, self._stepped, on_skipped
+        )
 
     @property
     def version(self) -> int:

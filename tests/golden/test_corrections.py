@@ -27,7 +27,7 @@ from grmpipe.algorithm.corrections import (
     truncate_sequence,
     veto,
 )
-from grmpipe.config.algorithm_tables import CORRECTIONS, Band, Cap, OffPolicy, Veto
+from grmpipe.config.algorithm_tables import CORRECTIONS, Band, Cap, OffPolicy, Truncation, Veto
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -71,9 +71,9 @@ def test_a_correction_that_would_be_broadcast_is_refused_by_key_function_and_lin
 
 
 def test_tis_caps_the_ratio_from_above_only() -> None:
-    assert truncate_importance(drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis=Cap(cap=2.0))).tolist() == pytest.approx(
-        [0.1, 1.1, 2.0]
-    )
+    assert truncate_importance(
+        drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis=Truncation(cap=2.0))
+    ).tolist() == pytest.approx([0.1, 1.1, 2.0])
 
 
 def test_sequence_weights_are_products_over_a_sample() -> None:
@@ -146,7 +146,9 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
     one, nothing = torch.ones(2), torch.zeros(2)
     drifted = measure_drift(far, far, nothing, one, one, torch.tensor([1, 1]))
     for name in CORRECTIONS:
-        algorithm = AlgorithmConfig(correction=name, tis=Cap(cap=1e12), sequence=Cap(cap=1e12), decoupled=Cap(cap=1e12))
+        algorithm = AlgorithmConfig(
+            correction=name, tis=Truncation(cap=1e12), sequence=Cap(cap=1e12), decoupled=Cap(cap=1e12)
+        )
         assert correction(drifted, algorithm).isfinite().all()
 
 
@@ -241,3 +243,8 @@ def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
 
 def test_mismatch_of_no_tokens_is_missing_at_any_age() -> None:
     assert mismatch_by_age(torch.zeros(0), torch.zeros(0)) == {}
+
+
+def test_tis_has_a_floor_below_which_no_weight_falls() -> None:
+    algorithm = AlgorithmConfig(tis=Truncation(cap=2.0, floor=0.5))
+    assert truncate_importance(drift([0.1, 1.1, 3.0]), algorithm).tolist() == pytest.approx([0.5, 1.1, 2.0])

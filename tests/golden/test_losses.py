@@ -25,7 +25,9 @@ from grmpipe.algorithm.losses import (
     policy_gradient,
     policy_loss,
     ppo_clip,
+    sapo,
 )
+from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, DualClip, LossKind
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
@@ -174,12 +176,13 @@ def numpy_loss(name: str, r: np.ndarray, logprobs: np.ndarray, a: np.ndarray) ->
     def clip(ratio: np.ndarray) -> np.ndarray:
         return -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a)
 
-    s = np.exp(np.log(r).mean())
+    s, tau = np.exp(np.log(r).mean()), np.where(a > 0, 1.0, 1.05)
     forms: dict[str, Callable[[], np.ndarray]] = {
         "ppo_clip": lambda: clip(r),
         "dual_clip": lambda: np.where(a < 0, -np.maximum(-clip(r), 3 * a), clip(r)),
         "gspo": lambda: np.full(len(r), -min(s * a.mean(), np.clip(s, 0.8, 1.3) * a.mean())),
         "gspo_token": lambda: clip(np.full(len(r), s)),
+        "sapo": lambda: -a * 4 / tau / (1 + np.exp(-tau * (r - 1))),
         "cispo": lambda: -np.clip(r, 0.8, 1.3) * a * logprobs,
         "policy_gradient": lambda: -a * logprobs,
     }
@@ -288,3 +291,53 @@ def test_an_aggregation_weighs_tokens_and_divides_by_its_denominator(
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
     sequence_mean = AGGREGATIONS.find_object("sequence_mean", Aggregation)
     assert sequence_mean.weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [0, 0, 0]
+
+
+def test_sapo_is_a_soft_gate_with_a_temperature_by_the_sign_of_the_advantage() -> None:
+    """Values by hand: at r = 1 the gradient is that of r A, and it falls off on both sides."""
+    r = np.array([1.0, 2.0, 2.0, 0.5])
+    a = np.array([1.0, 1.0, -1.0, -2.0])
+    logprobs = torch.tensor(np.log(r), requires_grad=True)
+    tokens = Scored(
+        logprobs_T=logprobs,
+        proximal_T=torch.zeros(4, dtype=torch.float64),
+        advantages_T=torch.tensor(a),
+        loss_mask_T=torch.ones(4, dtype=torch.float64),
+        sequence_lengths_S=torch.tensor([4]),
+    )
+    loss = sapo(tokens, AlgorithmConfig(loss="sapo")).loss_T
+    tau = np.where(a > 0, 1.0, 1.05)
+    gate = 1 / (1 + np.exp(-tau * (r - 1)))
+    np.testing.assert_allclose(loss.detach().numpy(), -a * gate * 4 / tau, rtol=1e-12)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), -a * 4 * gate * (1 - gate) * r, rtol=1e-12)
+    assert logprobs.grad[0] == pytest.approx(-1.0)
+
+
+def test_the_unbiased_kl_has_value_and_gradient_of_the_kl_in_the_mean_over_another_sampler() -> None:
+    own, reference, sampler = logs(0.5, 0.3, 0.2), logs(0.2, 0.3, 0.5), logs(0.1, 0.2, 0.7)
+    exact, leaf = own.clone().requires_grad_(), own.clone().requires_grad_()
+    (exact.exp() * (exact - reference)).sum().backward()
+    current, ones = leaf + 0.0, torch.ones(3, dtype=torch.float64)
+    logprobs = TokenLogprobs(
+        current_T=current,
+        entropy_T=torch.zeros(3, dtype=torch.float64),
+        old_T=own,
+        sampler_T=sampler,
+        reference_T=reference,
+        ages_T=torch.zeros(3),
+    )
+    algorithm = AlgorithmConfig(kl_coefficient=1.0, kl_estimator="k3_unbiased")
+    found = [
+        sum_loss(logprobs, 0 * ones, torch.eye(3, dtype=torch.float64)[token], torch.tensor([3]), algorithm).total
+        for token in range(3)
+    ]
+    mean = sum(sampler[token].exp() * loss for token, loss in enumerate(found))
+    assert float(mean.detach()) == pytest.approx(float((own.exp() * (own - reference)).sum()))
+    mean.backward()
+    # Of distributions: what is left of both gradients after the part that keeps the sum of probabilities.
+    for grad in (exact.grad, leaf.grad):
+        assert grad is not None
+        grad -= own.exp() * grad.sum()
+    torch.testing.assert_close(leaf.grad, exact.grad)

@@ -34,7 +34,7 @@ from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
-from grmpipe.types import Judge
+from grmpipe.types import Judge, JudgedGroup
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied
 from scheduler.gc_tuning import infrequent_gc
@@ -76,7 +76,10 @@ class TrainingRun(Run[Prepared]):
         await self._writer.close(wait=True)
         if not isinstance(error, ArithmeticError) or self._pipeline is None:
             return ""
-        return save_failed_batch(self._pipeline.open_batch, self._run_dir / "failed_batch.jsonl")
+        return self._save_batch(self._pipeline.open_batch)
+
+    def _save_batch(self, batch: Sequence[JudgedGroup]) -> str:
+        return save_failed_batch(batch, self._run_dir / "failed_batch.jsonl")
 
     async def close(self) -> None:
         await self._writer.close(wait=False)
@@ -118,7 +121,7 @@ class TrainingRun(Run[Prepared]):
         )
         whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
-        self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
+        self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept, self._save_batch)
         step_progress = StepProgress(pipeline, config.train.num_steps)
         running.maintenance.stops(pipeline.clock)
         pipeline.counters.restore(self._state.totals, self._state.open_counts)

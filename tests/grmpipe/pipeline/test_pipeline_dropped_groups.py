@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from pipeline_bench import Bench, Judge, Prompts, Together, flow
+from pipeline_bench import Bench, Judge, Prompts, Together, Trainer, flow
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.interfaces import (
     PipelineState,
     RecoveredGroup,
+    TrainedBatch,
 )
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.service_health import Unfit
 from grmpipe.types import (
+    JudgedGroup,
     JudgeReport,
     Prompt,
     Rollout,
@@ -136,3 +138,38 @@ def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None
 
     assert run_virtually(abort_one).ledger.dropped == {"rollout_died": 1}
     assert ("g000001", 2) not in bench.journal.verdicts
+
+
+class Diverging(Trainer):
+    """A trainer two of whose batches have numbers that aren't finite; it discards them."""
+
+    failing = (1, 3)  # which of its batches
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches = 0
+
+    async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
+        self.num_batches += 1
+        if self.num_batches in self.failing:
+            self.taken = []
+            raise ArithmeticError("the gradient norm is nan")
+        return await super().step(batch)
+
+
+def test_batches_that_may_be_skipped_are_dropped_and_others_are_trained_in_their_place() -> None:
+    bench = Bench(flow(max_skipped_steps=2), trainer=Diverging())
+    pipeline = bench.run()
+    assert pipeline.version == 6 == len(bench.trainer.steps)
+    assert pipeline.ledger.dropped == {"not_finite": 8}
+    trained = {group.group_id for batch in bench.trainer.steps for group in batch}
+    assert len(trained) == 24 and pipeline.ledger.trained == 24
+
+
+def test_one_skipped_batch_too_many_fails_the_run_with_the_batch_still_open() -> None:
+    bench = Bench(flow(max_skipped_steps=1), trainer=Diverging())
+    with pytest.raises(ArithmeticError, match="norm is nan"):
+        bench.run()
+    assert bench.pipeline.version == 1
+    assert bench.pipeline.ledger.dropped == {"not_finite": 4}
+    assert len(bench.pipeline.open_batch) == 4

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 from grmpipe.algorithm.distillation import divergence
-from grmpipe.config.algorithm_tables import Cap
+from grmpipe.config.algorithm_tables import Cap, Truncation
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
@@ -96,7 +96,7 @@ def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig)
     [
         AlgorithmConfig(),
         AlgorithmConfig(correction="none", entropy_coefficient=0.05),
-        AlgorithmConfig(aggregation="sequence_mean", tis=Cap(cap=1.1)),
+        AlgorithmConfig(aggregation="sequence_mean", tis=Truncation(cap=1.1)),
         AlgorithmConfig(estimator="dr_grpo", aggregation="constant"),
     ],
 )
