@@ -86,7 +86,7 @@ class Scoring:
 class SamplingParams:
     """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch.
 
-    scoring: the prompt is scored instead, and no completion is kept; see `scoring_params`.
+    scoring: the prompt is scored instead, and no completion is kept; see `make_scoring_params`.
     """
 
     max_new_tokens: int
@@ -99,7 +99,7 @@ class SamplingParams:
     scoring: Scoring | None = None
 
 
-def scoring_params(start: int, top_k: int = 0) -> SamplingParams:
+def make_scoring_params(start: int, top_k: int = 0) -> SamplingParams:
     """The parameters of a request that scores its prompt from token `start` on. Its completion has no tokens, and
     `scores`, by the weights of its only version.
     """

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.config.judge import LabelConfig
 from grmpipe.config.task_settings import RftConfig
-from models.bounds import Bounded, above, above_0_to_1, at_least, not_empty
+from models.bounds import Bounded, above, above_0_to_1, at_least, not_empty, one_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class RolloutConfig(Bounded):
     # Texts that end a turn, such as "</search>": their tokens are trained, the text is shown without them.
     stop: list[str] = field(default_factory=list)
     max_turns: int = at_least(1, 1)  # [turns] Most turns of a rollout.
+    # Truncated rollouts: judged and trained like any other (train); judged, but none of their tokens is trained (mask:
+    # DAPO's overlong filtering, TRL's mask_truncated_completions); or failed, so that their group is dropped (fail).
+    truncated: str = one_of(("train", "mask", "fail"), "train")
     # Limit from a group's first token to its last verdict; weight pushes and pauses don't count.
     group_deadline_s: float = 900.0
     # Slowest acceptable speed of a rollout; group_deadline_s is checked against it.

@@ -25,7 +25,7 @@ from grmpipe.types import (
     judge_tasks_of_turn,
 )
 from models.engines.request_gates import PrioritySemaphore
-from models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, scoring_params
+from models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, make_scoring_params
 from scheduler.work_queue import BusyMeter
 
 SCORING = "@teacher"  # in place of a judge's name in a task: no judge can have it
@@ -75,7 +75,7 @@ class Teacher:
             priority=priority,
         )
         with self.meter:
-            completion = await self.engine.generate(token_ids, scoring_params(first, self.top_k), context)
+            completion = await self.engine.generate(token_ids, make_scoring_params(first, self.top_k), context)
         if completion.scores is None:
             raise EngineDied(f"{self.name} ended a request without scores: {completion.finish_reason}")
         return [

@@ -239,7 +239,8 @@ def decode_report(record: Record) -> JudgeReport:
 
     whole = decode_own(record, None)
     if TEACHER in record and isinstance(whole.verdict, Verdict):
-        whole = replace(whole, verdict=replace(whole.verdict, teacher=decode_teacher(record[TEACHER])))
+        scores = decode_teacher(record[TEACHER])
+        whole = replace(whole, verdict=replace(whole.verdict, teacher=scores), taught=scores)
     return replace(
         whole,
         by_judge={name: decode_own(own, name) for name, own in record.get("by_judge", {}).items()},

@@ -124,6 +124,7 @@ class FlowConfig:
     rollout_pause_s: float = 30.0
     env_max_failure_rate: float = 1.0  # of episodes that the environment fails; 1: no limit
     env_pause_s: float = 30.0
+    fails_truncated: bool = False  # a truncated rollout is a failed one
     max_skipped_steps: int = 0  # batches that may be dropped because their numbers aren't finite
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
@@ -148,6 +149,7 @@ class FlowConfig:
             group_size=train.group_size,
             min_valid_siblings=train.min_valid_siblings,
             max_staleness=train.max_staleness,
+            fails_truncated=rollout.truncated == "fail",
             max_skipped_steps=train.max_skipped_steps,
             group_deadline_s=rollout.group_deadline_s,
             rollout_concurrency=rollout.max_concurrency,

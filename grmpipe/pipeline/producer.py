@@ -162,6 +162,12 @@ class Producer:
             self._health.episode_ended(error.failed)
             return
         self._health.episode_ended(rollout)
+        if self._config.fails_truncated and rollout.status == "truncated":
+            self._counters.step.rollout(rollout)
+            self._fail(
+                group, "rollout_truncated", f"sibling {sibling} was truncated by its {rollout.reason or 'tokens'}"
+            )
+            return
         if self._buffer.add_rollout(group, rollout):
             group.times[sibling] = RolloutTimes(began_s=began_s, ended_s=self._now())
             self._counters.step.rollout(rollout)

@@ -20,7 +20,8 @@ STEPS = 4
 # Synchronous, so that each step's log-probs can be compared with the learner's.
 ON_RAY = ("cluster=ray", f"train.num_steps={STEPS}", "train.max_staleness=0")
 BOTH = ((1, "policy-0"), (2, "grm-0"))  # (after which step, which engine)
-SECOND_JUDGE = (
+SECOND_JUDGE_AND_TEACHER = (
+    "+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}",
     "+grm@models.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak",
     "reward=mix", "reward.mix={judge: 1, second: 1}",
 )  # fmt: skip
@@ -81,7 +82,11 @@ def check_samples(run: Any) -> None:
 @pytest.mark.parametrize(
     ("victims", "overrides"),
     [
-        pytest.param((*BOTH, (3, "weak-0")), SECOND_JUDGE, id="the only engines of policy and two judges"),
+        pytest.param(
+            (*BOTH, (2, "teacher-0"), (3, "weak-0")),
+            SECOND_JUDGE_AND_TEACHER,
+            id="the only engines of policy, two judges and a teacher",
+        ),
         pytest.param(((1, "policy-1"),), TWO_POLICY_ENGINES, id="one of two policy engines", marks=pytest.mark.long),
         pytest.param(
             ((1, "grm-0"),),

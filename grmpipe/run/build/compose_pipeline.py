@@ -128,7 +128,13 @@ def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:
 
 def compose_trainer(config: RunConfig, learners: Learners) -> Trainer:
     trainer: Trainer = BatchTrainer(
-        learners.policy, config.train, config.algorithm, config.rollout.max_new_tokens, learners.critic, config.seed
+        learners.policy,
+        config.train,
+        config.algorithm,
+        config.rollout.max_new_tokens,
+        learners.critic,
+        config.seed,
+        mask_truncated=config.rollout.truncated == "mask",
     )
     if learners.share is not None:
         trainer = TimeSharedTrainer(trainer, begin_learner_phase(learners.share))

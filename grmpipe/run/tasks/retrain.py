@@ -89,7 +89,14 @@ class RecordedRunTraining(Run[PreparedRetraining]):
 
     async def _train(self, learner: LearnerRanks) -> Status:
         config = self._config
-        trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens, seed=config.seed)
+        trainer = BatchTrainer(
+            learner,
+            config.train,
+            config.algorithm,
+            config.rollout.max_new_tokens,
+            seed=config.seed,
+            mask_truncated=config.rollout.truncated == "mask",
+        )
         if self._num_steps < config.train.num_steps:
             log.warning("%s holds %d steps: the replay ends there", self._recorded.rollouts, self._num_steps)
         with stop_by_signals(self._stop):

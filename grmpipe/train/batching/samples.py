@@ -21,6 +21,8 @@ def to_samples(
     max_new_tokens: int = 0,
     kl: Kl | None = None,
     values: Values | None = None,
+    *,
+    mask_truncated: bool = False,
 ) -> tuple[TrainingSample, ...]:
     """One or more samples per sibling with a verdict. A failed sibling has none and enters no average.
 
@@ -28,6 +30,7 @@ def to_samples(
     max_new_tokens: of a turn; the length penalty is measured from it.
     kl:             KL to the reference, if it is subtracted from the rewards.
     values:         values of the critic, if there is one.
+    mask_truncated: no token of a truncated rollout is trained; its verdict stays in its group's baseline.
 
     Raises ValueError for a group with fewer than two verdicts.
     """
@@ -37,7 +40,7 @@ def to_samples(
         for siblings in judged
     ]
     return tuple(
-        sample
+        mask_whole(sample) if mask_truncated and rollout.status == "truncated" else sample
         for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
         for (rollout, verdict), advantages_N in zip(siblings, advantages, strict=True)
         for sample in split_rollout(
@@ -47,6 +50,12 @@ def to_samples(
             verdict.teacher,
         )
     )
+
+
+def mask_whole(sample: TrainingSample) -> TrainingSample:
+    """The sample without a trained token."""
+    zeros = (0.0,) * len(sample.token_ids)
+    return replace(sample, loss_mask=(0,) * len(sample.token_ids), advantages=zeros, sampler_logprobs=zeros)
 
 
 def teacher_advantages(rollout: Rollout, verdict: Verdict, distill: DistillConfig) -> np.ndarray | float:

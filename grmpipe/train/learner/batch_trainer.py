@@ -42,9 +42,11 @@ class BatchTrainer:
         max_new_tokens: int = 0,
         critic: Critic | None = None,
         seed: int = 0,
+        *,
+        mask_truncated: bool = False,
     ) -> None:
         """`max_new_tokens`: of a turn; needed if long answers are penalised. `critic`: if advantages need one.
-        `seed`: of the split of groups over several updates.
+        `seed`: of the split of groups over several updates. mask_truncated: see to_samples.
         """
         assert max_new_tokens > 0 or algorithm.overlong_buffer.share == 0, "a penalty for length needs the limit"
         self._learner = learner
@@ -57,7 +59,7 @@ class BatchTrainer:
             max_age=train.max_staleness,
             times=algorithm.replay_buffer.uses,
         )
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._mask_truncated = max_new_tokens, mask_truncated
         self._max_tokens = train.max_packed_tokens
         self._shared = train.prefix_sharing
         self._packer = Packer(self._max_tokens, learner.dp_size, self._shared, algorithm.needs_whole_rollouts)
@@ -158,7 +160,9 @@ class BatchTrainer:
     def _estimated(self, groups: Sequence[JudgedGroup]) -> Sequence[TrainingSample]:
         kl = self._kl if self._kl_is_in_reward else None
         values = self._values if self._critic is not None else None
-        return to_samples(groups, self._algorithm, self._max_new_tokens, kl, values)
+        return to_samples(
+            groups, self._algorithm, self._max_new_tokens, kl, values, mask_truncated=self._mask_truncated
+        )
 
     async def _kl_of(self, group: JudgedGroup) -> Kl:
         unweighed = [
@@ -171,9 +175,15 @@ class BatchTrainer:
         return kl_of_rollouts(rounds, references, self._algorithm.kl_estimator)
 
     async def _one_update(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
+        totals = count(samples, min(group.version for group in groups))
+        if self._mask_truncated and totals.num_loss_tokens == 0:
+            raise ValueError(
+                "rollout.truncated: every rollout of a batch was truncated, and mask trains none of them; type a "
+                "larger rollout.max_new_tokens, or rollout.truncated=train"
+            )
         for round_ in self._packer.flush() if self.starts_early else self._pack(samples):
             await self._learner.accumulate(round_)
-        return await self._learner.step(count(samples, min(group.version for group in groups)))
+        return await self._learner.step(totals)
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
         """Train in several updates, split by groups at random. Returns the metrics of the last update, with sums of

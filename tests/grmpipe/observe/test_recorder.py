@@ -31,11 +31,12 @@ from grmpipe.types import (
     RewardSpan,
     Rollout,
     StopAudit,
+    TeacherScores,
     TrainedRollout,
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, VersionSpan
+from models.types import Completion, Message, TokenScores, VersionSpan
 
 TEXT = st.text(st.characters(), max_size=20)  # also lone surrogates, newlines and controls: models sample them
 IDS = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)
@@ -174,6 +175,30 @@ def test_a_report_comes_back_equal(
     ((who, back),) = load_verdicts(run_dir / "judgements.jsonl")
     assert (who, back) == ((rollout.group_id, rollout.sibling), report)
     assert type(back.verdict) is type(report.verdict)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_teachers_scores_come_back_to_the_last_bit(tmp_path: Path, compact: bool, top_k: int) -> None:
+    random, by_turn = np.random.default_rng(0), []
+    for num_tokens in (4, 0, 2):
+        shape = (num_tokens, top_k)
+        by_turn.append(
+            TokenScores(
+                logprobs_N=-random.exponential(size=num_tokens).astype(np.float32),
+                top_ids_NK=random.integers(0, 1 << 18, shape).astype(np.int32) if top_k else None,
+                top_logprobs_NK=-random.exponential(size=shape).astype(np.float32) if top_k else None,
+            )
+        )
+    scores = TeacherScores(teacher="t", by_turn=tuple(by_turn))
+    verdict = Verdict(rewards=(), score=0.0, breakdown={}, score_std=0.0, num_judgements=0, teacher=scores)
+    Recorder(tmp_path, compact=compact).record_verdict(plain_rollout(), JudgeReport(verdict=verdict, taught=scores))
+    ((_, back),) = load_verdicts(tmp_path / "judgements.jsonl")
+    assert isinstance(back.verdict, Verdict) and back.verdict.teacher is not None
+    assert back.verdict.teacher.teacher == "t"
+    for own, other in zip(back.verdict.teacher.by_turn, by_turn, strict=True):
+        for name in ("logprobs_N", "top_ids_NK", "top_logprobs_NK"):
+            np.testing.assert_array_equal(getattr(own, name), getattr(other, name))
 
 
 def test_what_failed_is_noted_without_the_secrets_in_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from grmpipe.types import (
     FailedJudgement,
     Judgement,
     JudgeReport,
+    RewardSpan,
     Rollout,
     StopAudit,
     Turn,
@@ -23,7 +24,9 @@ from grmpipe.types import (
 )
 from models.types import Completion, VersionSpan
 
-VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
+VERDICT = Verdict(
+    rewards=(RewardSpan(turn=0, start=0, end=1, value=0.5),), score=5.0, breakdown={}, score_std=0.0, num_judgements=1
+)
 
 
 def completion(num_tokens: int) -> Completion:

@@ -14,7 +14,7 @@ from models.types import (
     EngineRefused,
     RequestContext,
     SamplingParams,
-    scoring_params,
+    make_scoring_params,
 )
 from scheduler.routing.expected_load import SIBLINGS_AHEAD
 from scheduler.routing.router import Router
@@ -180,7 +180,7 @@ def test_prompts_on_a_dead_engine_are_scored_elsewhere_and_no_length_is_learned_
     async def main() -> None:
         router, a, _, _ = two(tokens_per_s=200)
         contexts = [RequestContext(request_id=f"s{n}", group_id=f"g{n}", role="policy") for n in range(8)]
-        scored = [asyncio.create_task(router.generate((1, 2, 3), scoring_params(1), one)) for one in contexts]
+        scored = [asyncio.create_task(router.generate((1, 2, 3), make_scoring_params(1), one)) for one in contexts]
         await asyncio.sleep(0.001)
         a.die("out of memory")
         assert [len(one.scores.logprobs_N) for one in await asyncio.gather(*scored) if one.scores] == [2] * 8

@@ -23,7 +23,7 @@ from models.types import (
     EngineSpeed,
     RequestContext,
     SamplingParams,
-    scoring_params,
+    make_scoring_params,
 )
 
 T = TypeVar("T")
@@ -461,7 +461,7 @@ def test_a_scored_prompt_takes_the_time_of_its_prefill_and_one_step() -> None:
     async def score() -> tuple[Completion, float]:
         engine = SimulatedEngine("m", write, speed=replace(SPEED, prefill_token_s=0.001, request_s=0.0))
         context = RequestContext(request_id="r", group_id="g", role="m")
-        completion = await engine.generate(tuple(range(500)), scoring_params(start=400, top_k=3), context)
+        completion = await engine.generate(tuple(range(500)), make_scoring_params(start=400, top_k=3), context)
         return completion, engine.busy_s
 
     completion, busy_s = run_virtually(score)

@@ -1,0 +1,73 @@
+"""Whole runs with teachers: what is trained, what is on file, and a resume that asks no teacher again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from grmpipe.observe.recorder import load_verdicts
+from grmpipe.types import Verdict
+
+TEACHER = ("+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}")
+ALONE = (*TEACHER, "reward=none")
+ROLLOUTS = 3 * 4 * 4  # steps, groups, siblings
+
+
+def test_a_teacher_with_the_policys_weights_leaves_it_as_it_is_and_scores_every_token(small_run: Callable) -> None:
+    """Its log-probs are the sampler's: the engines and the learner agree on what a log-prob is."""
+    files = small_run(*ALONE, "train.max_staleness=0", "train.num_steps=1")
+    (step,) = files.steps()
+    assert abs(step["train/distill_kl_nats"]) < 1e-4 and step["train/taught_share"] == 1.0
+    verdicts = [report.verdict for _, report in load_verdicts(files.run_dir / "judgements.jsonl")]
+    rollouts = {(line["group_id"], line["sibling"]): line for line in files.lines("rollouts")}
+    assert len(verdicts) == len(rollouts) == 16
+    for (key, report), _ in zip(load_verdicts(files.run_dir / "judgements.jsonl"), verdicts, strict=True):
+        assert isinstance(report.verdict, Verdict) and report.verdict.teacher is not None
+        (scores,) = report.verdict.teacher.by_turn
+        np.testing.assert_allclose(scores.logprobs_N, rollouts[key]["turns"][0]["logprobs"], atol=1e-4)
+
+
+def test_without_a_reward_nothing_on_file_is_a_reward_of_0(small_run: Callable) -> None:
+    files = small_run(*ALONE, "algorithm.distill.top_k=4", "algorithm.distill.beta=0.5")
+    summary = files.summary
+    assert summary["status"] == "completed" and summary["versions"] == {"policy": 3, "teacher": 0}
+    assert summary["teaching"]["scored"] == ROLLOUTS and summary["teaching"]["failed"] == {}
+    assert summary["judging"]["asked"] == 0 and "grm_score" not in summary["eval"]["final"]
+    assert summary["busy_s"]["teacher"] > 0
+    assert not any("train/reward" in step or "train/grm_score" in step for step in files.steps())
+    assert all("reward" not in line for line in files.lines("trained"))
+
+
+def test_a_teacher_and_a_judge_teach_one_policy(small_run: Callable) -> None:
+    files = small_run(*TEACHER, "algorithm.distill.form=advantage")
+    files.check_complete(12)
+    assert files.summary["teaching"]["scored"] == ROLLOUTS
+    assert all("train/reward" in step and step["teacher/scored"] > 0 for step in files.steps()[:2])
+
+
+def test_a_resume_asks_neither_judge_nor_teacher_about_what_is_on_file(small_run: Callable) -> None:
+    files = small_run(*TEACHER, "train.checkpoint_every=1")
+    (files.run_dir / "checkpoints" / "latest").write_text("step_2")  # as after a kill at the end of the second step
+    (files.run_dir / "summary.json").unlink()
+    again = small_run(*TEACHER, "train.checkpoint_every=1", "resume=auto")
+    assert again.summary["status"] == "completed" and again.summary["steps"] == 3
+    assert again.summary["teaching"]["scored"] == ROLLOUTS
+    assert len(again.lines("judgements")) == ROLLOUTS, "no rollout was judged or scored twice"
+    assert again.steps()[-1]["train/taught_share"] == 1.0
+
+
+@pytest.mark.parametrize("mode", ["mask", "fail"])
+def test_truncated_rollouts_are_masked_or_fail_their_group(small_run: Callable, mode: str) -> None:
+    files = small_run(f"rollout.truncated={mode}", "rollout.max_new_tokens=16", "train.num_steps=2")
+    truncated = {
+        (line["group_id"], line["sibling"]) for line in files.lines("rollouts") if line["status"] == "truncated"
+    }
+    trained = {(line["group_id"], line["sibling"]): line for line in files.lines("trained")}
+    if mode == "fail":
+        assert files.summary["groups"]["dropped"]["rollout_truncated"] > 0
+        assert not truncated & trained.keys()
+    else:
+        assert truncated & trained.keys() and files.summary["groups"]["dropped"] == {}
+        assert all("advantage" not in trained[key] for key in truncated & trained.keys())
