@@ -117,7 +117,7 @@ def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     [
         ((*TWO_MODELS[:2], "judges.second.model=wek", *MIXED), "judges.second.model: there is no model 'wek'; type "),
         (TWO_MODELS, "judges.second: the reward doesn't use it; type reward=mix"),
-        (("+grm@models.weak=tiny_weak",), "models.weak: no judge of this run asks it, and it teaches nothing; type judges.<name>"),
+        (("+grm@models.weak=tiny_weak",), "models.weak: no judge of this run asks it, and it teaches nothing; type "),
         (("+grm@models.learner=tiny",), "models.learner: the name is taken"),
         (("+grm@models.a_learner=tiny",), "models.a_learner: the name is taken"),
         (("+judge@judges.judge=rule",), "judges.judge: the first one has a section of its own; type judge.<key>="),
