@@ -73,7 +73,7 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
+class PromptScoring:
     """What to score of a prompt: its tokens from `start` on (1 or more), and the `top_k` most likely ones in the place
     of each.
     """
@@ -96,14 +96,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression that the whole text must match; not every engine can
     thinking: ThinkingBudget | None = None  # for a ReasoningEngine; others ignore it
-    scoring: Scoring | None = None
+    scoring: PromptScoring | None = None
 
 
 def make_scoring_params(start: int, top_k: int = 0) -> SamplingParams:
     """The parameters of a request that scores its prompt from token `start` on. Its completion has no tokens, and
     `scores`, by the weights of its only version.
     """
-    return SamplingParams(max_new_tokens=1, scoring=Scoring(start=start, top_k=top_k))
+    return SamplingParams(max_new_tokens=1, scoring=PromptScoring(start=start, top_k=top_k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

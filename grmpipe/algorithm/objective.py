@@ -11,6 +11,7 @@ from grmpipe.algorithm.corrections import check_tensor, correction, interpolate_
 from grmpipe.algorithm.distillation import Taught, distillation_loss
 from grmpipe.algorithm.losses import Aggregation, Scored, find_loss, kl, policy_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_WEIGHTED, ONE_OF_EACH, PROXIMALS, REJECTIONS
+from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -63,6 +64,34 @@ class SummedLoss:
     abs_log_ratios_N: Tensor  # |log pi_old - log mu| of the N trained tokens
 
 
+Term = tuple[float, Tensor, dict[str, Tensor]]  # its coefficient, its value by token, and what is watched of it
+
+
+def regularise(logprobs: TokenLogprobs, algorithm: AlgorithmConfig) -> Term:
+    """The KL to the reference, if there is one."""
+    current_T, reference_T = logprobs.current_T, logprobs.reference_T
+    if reference_T is None:
+        return 0.0, current_T, {}
+    kl_T = kl(algorithm.kl_estimator, current_T, reference_T)
+    if algorithm.kl_estimator in KL_WEIGHTED:  # DeepSeek-V3.2 (arXiv 2512.02556): unbiased, in its gradient too
+        kl_T = log_ratio(current_T, logprobs.sampler_T).exp() * kl_T
+    return algorithm.kl_coefficient, kl_T, {"kl_nats": kl_T}
+
+
+def distill(logprobs: TokenLogprobs, weight_T: Tensor, config: DistillConfig) -> Term:
+    """The divergence from the teachers, if any scored these tokens. weight_T: of the policy loss of each token."""
+    current_T, taught = logprobs.current_T, logprobs.taught
+    if taught is None:
+        return 0.0, current_T, {}
+    loss_T = distillation_loss(current_T, weight_T, taught, config.beta)
+    watched = {
+        "distill_loss": loss_T,
+        "distill_kl_nats": taught.taught_T * log_ratio(current_T, taught.logprobs_T),
+        "taught_share": taught.taught_T,
+    }
+    return config.coefficient if config.form == "loss" else 0.0, loss_T, watched
+
+
 def sum_loss(
     logprobs: TokenLogprobs,
     advantages_T: Tensor,
@@ -98,19 +127,13 @@ def sum_loss(
         "rejected_share": 1 - kept_T,
         "entropy_nats": logprobs.entropy_T,
     }
-    if logprobs.reference_T is not None:
-        kl_T = kl(algorithm.kl_estimator, current_T, logprobs.reference_T)
-        if algorithm.kl_estimator in KL_WEIGHTED:  # DeepSeek-V3.2 (arXiv 2512.02556): unbiased, in its gradient too
-            kl_T = log_ratio(current_T, logprobs.sampler_T).exp() * kl_T
-        loss_T = loss_T + algorithm.kl_coefficient * kl_T
-        watched["kl_nats"] = kl_T
-    if (taught := logprobs.taught) is not None:
-        distill_T = distillation_loss(current_T, correction_T, taught, algorithm.distill.beta)
-        if algorithm.distill.form == "loss":
-            loss_T = loss_T + algorithm.distill.coefficient * distill_T
-        watched["distill_loss"] = distill_T
-        watched["distill_kl_nats"] = taught.taught_T * log_ratio(current_T, taught.logprobs_T)
-        watched["taught_share"] = taught.taught_T
+    for coefficient, term_T, seen in (
+        regularise(logprobs, algorithm),
+        distill(logprobs, kept_T * correction_T, algorithm.distill),
+    ):
+        watched |= seen
+        if coefficient > 0:
+            loss_T = loss_T + coefficient * term_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
     weights_T = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation).weigh(mask_T, sequence_lengths_S)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.chat.renderer import Renderer
-from models.types import EngineRefused, SamplingParams, Scoring
+from models.types import EngineRefused, PromptScoring, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ContextLimit:
             raise EngineRefused(f"expected one or more ids from 0 to {self.vocab_size - 1}")
 
 
-def check_scoring(num_tokens: int, scoring: Scoring) -> None:
+def check_scoring(num_tokens: int, scoring: PromptScoring) -> None:
     """Raises EngineRefused for tokens that can't be scored: nothing predicts the first, none comes after the last."""
     if not 1 <= scoring.start < num_tokens:
         raise EngineRefused(f"of {num_tokens} tokens those from {scoring.start} on can't be scored")

@@ -9,22 +9,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.settings import CHUNK_LOGITS
-from models.types import Scoring, TokenScores
+from models.types import PromptScoring, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredText:
     """A sequence to score."""
 
     token_ids: tuple[int, ...]
-    scoring: Scoring
+    scoring: PromptScoring
 
     @property
     def num_scored(self) -> int:
         return len(self.token_ids) - self.scoring.start
 
 
-def score_sequences(model: PreTrainedModel, sequences: Sequence[Scored]) -> list[TokenScores]:
+def score_sequences(model: PreTrainedModel, sequences: Sequence[ScoredText]) -> list[TokenScores]:
     """One forward pass over sequences, padded on the right: no token attends to what comes after it. At most
     CHUNK_LOGITS logits at a time are copied to float.
     """
@@ -41,7 +41,7 @@ def score_sequences(model: PreTrainedModel, sequences: Sequence[Scored]) -> list
     ]
 
 
-def _score(logits_NV: Tensor, one: Scored) -> TokenScores:
+def _score(logits_NV: Tensor, one: ScoredText) -> TokenScores:
     """logits_NV: at the places that predict its N scored tokens."""
     chosen_N = torch.tensor(one.token_ids[one.scoring.start :], device=logits_NV.device)
     top_k, chunk = one.scoring.top_k, max(1, CHUNK_LOGITS // logits_NV.shape[-1])

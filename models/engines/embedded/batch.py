@@ -25,14 +25,14 @@ from models.engines.embedded.prompt_packing import bin_by_length
 from models.engines.embedded.sampling import draw, uniforms
 from models.engines.embedded.slot_places import SlotPlaces
 from models.engines.stop_conditions import StopConditions
-from models.lm.score import Scored
+from models.lm.score import ScoredText
 from models.types import Completion, FinishReason, SamplingParams, TokenScores
 from models.version_spans import join_spans
 
-ScoreSequences = Callable[[Sequence[Scored]], list[TokenScores]]
+ScoreSequences = Callable[[Sequence[ScoredText]], list[TokenScores]]
 
 
-def refuse_to_score(sequences: Sequence[Scored]) -> list[TokenScores]:
+def refuse_to_score(sequences: Sequence[ScoredText]) -> list[TokenScores]:
     """The default for `score`, of a batch that only samples."""
     raise AssertionError("this batch only samples")
 
@@ -289,7 +289,9 @@ class RunningBatch:
             return []
         taken = first_alike([len(row.siblings.prompt_ids) for row in self._to_score], self._prefill_tokens)
         rows, self._to_score = self._to_score[:taken], self._to_score[taken:]
-        asked = [Scored(row.siblings.prompt_ids, row.params.scoring) for row in rows if row.params.scoring is not None]
+        asked = [
+            ScoredText(row.siblings.prompt_ids, row.params.scoring) for row in rows if row.params.scoring is not None
+        ]
         for row, scores in zip(rows, self._score_sequences(asked), strict=True):
             row.scores = scores
             row.version_starts.append((self.version, 0))

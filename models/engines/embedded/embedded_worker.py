@@ -17,15 +17,15 @@ from models.lm.causal_lm import load_causal_lm
 from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
-from models.lm.score import Scored, score_sequences
+from models.lm.score import ScoredText, score_sequences
 from models.settings import EmbeddedConfig
 from models.types import (
     EngineDied,
     GroupLink,
     ModelFiles,
+    PromptScoring,
     RequestContext,
     SamplingParams,
-    Scoring,
     WeightBucket,
     WeightReceipt,
 )
@@ -214,7 +214,7 @@ class EmbeddedWorker:
 
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         self._refuse_in_its_sleep()
-        (scores,) = score_sequences(self._model, [Scored(token_ids, Scoring(start=1))])
+        (scores,) = score_sequences(self._model, [ScoredText(token_ids, PromptScoring(start=1))])
         return tuple(scores.logprobs_N.tolist())
 
     def fail_all(self, death: EngineDied) -> None:

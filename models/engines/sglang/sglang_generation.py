@@ -29,9 +29,9 @@ from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
+    PromptScoring,
     RequestContext,
     SamplingParams,
-    Scoring,
     VersionSpan,
 )
 
@@ -98,7 +98,7 @@ class SglangGeneration:
             on_first_token,
         )
 
-    async def score(self, prompt_ids: tuple[int, ...], scoring: Scoring, priority: int) -> Completion:
+    async def score(self, prompt_ids: tuple[int, ...], scoring: PromptScoring, priority: int) -> Completion:
         """Score a prompt, once no pause holds it."""
         await self.going.pass_through(priority)
         self._http.refuse_the_dead()

@@ -15,7 +15,7 @@ from models.types import (
     EngineDied,
     EngineRefused,
     FinishReason,
-    Scoring,
+    PromptScoring,
     TokenScores,
     VersionSpan,
     ignore_first_token,
@@ -128,7 +128,7 @@ def read_scores(answer: Json) -> tuple[float, ...]:
     return tuple(float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:])
 
 
-def read_prompt_scores(answer: Json, scoring: Scoring) -> TokenScores:
+def read_prompt_scores(answer: Json, scoring: PromptScoring) -> TokenScores:
     logprobs_N = np.array(read_scores(answer)[scoring.start - 1 :], np.float32)
     if not scoring.top_k:
         return TokenScores(logprobs_N=logprobs_N)

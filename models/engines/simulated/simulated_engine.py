@@ -23,9 +23,9 @@ from models.types import (
     FinishReason,
     GroupLink,
     InlineBytes,
+    PromptScoring,
     RequestContext,
     SamplingParams,
-    Scoring,
     TokenScores,
     VersionSpan,
     WeightBucket,
@@ -116,10 +116,8 @@ class SimulatedEngine:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        if params.scoring is None:
-            script = self._author(prompt_ids, params, context)
-        else:
-            script = Script(token_ids=(0,), text="", scores=score_as_minus_one(len(prompt_ids), params.scoring))
+        scoring = params.scoring
+        script = make_score_script(len(prompt_ids), scoring) if scoring else self._author(prompt_ids, params, context)
         self._check_alive()
         if not script.token_ids:
             return self._completion(script, join_spans(self.model_name, (), self.version), 0)
@@ -301,14 +299,15 @@ def rows_apart(tokens_per_s: float) -> EngineSpeed:
     return EngineSpeed(step_s=1 / tokens_per_s, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=1 << 30)
 
 
-def score_as_minus_one(num_tokens: int, scoring: Scoring) -> TokenScores:
+def make_score_script(num_tokens: int, scoring: PromptScoring) -> Script:
     """The scores of a prompt of this length: every token, and every likely one in its place, has log-prob -1."""
     num_scored, top_k = num_tokens - scoring.start, scoring.top_k
-    return TokenScores(
+    scores = TokenScores(
         logprobs_N=np.full(num_scored, -1.0, np.float32),
         top_ids_NK=np.zeros((num_scored, top_k), np.int32) if top_k else None,
         top_logprobs_NK=np.full((num_scored, top_k), -1.0, np.float32) if top_k else None,
     )
+    return Script(token_ids=(0,), text="", scores=scores)
 
 
 @lru_cache(maxsize=1 << 14)

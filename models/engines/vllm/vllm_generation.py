@@ -24,7 +24,7 @@ from models.engines.vllm.vllm_requests import (
     read_scores,
     read_spans,
 )
-from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, Scoring
+from models.types import Completion, EngineDied, EngineRefused, PromptScoring, RequestContext, SamplingParams
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -165,7 +165,7 @@ class VllmGeneration:
                 ticket.begin()
         return sampled
 
-    async def _score_prompt(self, ticket: VllmRequest, scoring: Scoring) -> VllmSample:
+    async def _score_prompt(self, ticket: VllmRequest, scoring: PromptScoring) -> VllmSample:
         ids, window = ticket.prompt_ids, self._window
         if len(ids) == window and scoring.top_k:
             raise EngineRefused(f"vLLM gives likely tokens for prompts of at most {window - 1} tokens, got {len(ids)}")

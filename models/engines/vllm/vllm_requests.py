@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from models.engines.shared_requests import SharedRequest
-from models.types import EngineRefused, FinishReason, SamplingParams, Scoring, TokenScores, VersionSpan
+from models.types import EngineRefused, FinishReason, PromptScoring, SamplingParams, TokenScores, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -121,7 +121,7 @@ def read_scores(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]
     return tuple(scores)
 
 
-def read_prompt_scores(output: RequestOutput, last: Sequence[int], scoring: Scoring) -> TokenScores:
+def read_prompt_scores(output: RequestOutput, last: Sequence[int], scoring: PromptScoring) -> TokenScores:
     """vLLM gives each prompt token but the first an entry, followed by those of the likeliest in its place."""
     from vllm.logprobs import FlatLogprobs
 

@@ -34,10 +34,10 @@ from models.lm import activations
 from models.lm.activations import ATTENTION
 from models.lm.causal_lm import compute_packed_logprobs
 from models.lm.footprint import read_footprint
-from models.lm.score import Scored, score_sequences
+from models.lm.score import ScoredText, score_sequences
 from models.settings import LoraConfig
 from models.stored_files import first_difference
-from models.types import InlineBytes, Scoring, TokenScores
+from models.types import InlineBytes, PromptScoring, TokenScores
 
 MAX_NEW_TOKENS = 8
 
@@ -522,7 +522,7 @@ def with_teacher(samples: list[TrainingSample], path: str, top_k: int) -> list[T
     taught = []
     for sample in samples[:-1]:
         with torch.no_grad():
-            (found,) = score_sequences(model, [Scored(sample.token_ids, Scoring(start=1, top_k=top_k))])
+            (found,) = score_sequences(model, [ScoredText(sample.token_ids, PromptScoring(start=1, top_k=top_k))])
         first = ((1, 0), (0, 0))
         scores = TokenScores(
             logprobs_N=np.pad(found.logprobs_N, (1, 0)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.types import Completion, EngineRefused, Scoring, VersionSpan
+from models.types import Completion, EngineRefused, PromptScoring, VersionSpan
 
 WINDOW = 128
 STOP = 256  # <|im_end|>, after 256 bytes
@@ -234,7 +234,7 @@ def test_a_prompt_is_scored_beside_sampling_with_the_likeliest_tokens_of_transfo
 
     async def beside_sampling() -> tuple[list[Completion], Completion]:
         asked = asyncio.create_task(ask(engine, prompt_of(20), "beside", max_new_tokens=60, temperature=0.7))
-        scoring = Scoring(start=7, top_k=top_k)
+        scoring = PromptScoring(start=7, top_k=top_k)
         scored = (ask(engine, prompt_of(n), f"scored{n}", max_new_tokens=1, scoring=scoring) for n in lengths)
         return await asyncio.gather(*scored), await asked
 
@@ -259,7 +259,9 @@ def test_a_prompt_is_scored_beside_sampling_with_the_likeliest_tokens_of_transfo
 def test_a_score_waits_for_the_end_of_a_pause(engine: Any, run: Any, prompt_of: Any, ask: Any) -> None:
     async def paused() -> tuple[bool, Completion]:
         await engine.pause()
-        scoring = asyncio.create_task(ask(engine, prompt_of(30), "s", max_new_tokens=1, scoring=Scoring(start=20)))
+        scoring = asyncio.create_task(
+            ask(engine, prompt_of(30), "s", max_new_tokens=1, scoring=PromptScoring(start=20))
+        )
         await asyncio.sleep(0.2)
         waited = not scoring.done()
         await engine.resume()
@@ -274,7 +276,7 @@ def test_nothing_is_scored_that_nothing_predicts_or_that_does_not_come(
     engine: Any, run: Any, prompt_of: Any, ask: Any, start: int
 ) -> None:
     with pytest.raises(EngineRefused, match="can't be scored"):
-        run(ask(engine, prompt_of(30), max_new_tokens=1, scoring=Scoring(start=start)))
+        run(ask(engine, prompt_of(30), max_new_tokens=1, scoring=PromptScoring(start=start)))
 
 
 def test_a_pattern_is_kept_to_or_refused(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:

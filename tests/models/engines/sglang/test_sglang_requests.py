@@ -16,7 +16,7 @@ from models.engines.sglang.sglang_requests import (
     read_finish_reason,
     read_prompt_scores,
 )
-from models.types import EngineDied, EngineRefused, SamplingParams, Scoring, VersionSpan
+from models.types import EngineDied, EngineRefused, PromptScoring, SamplingParams, VersionSpan
 
 
 def ticket_of(**params: Any) -> SglangRequest:
@@ -128,8 +128,8 @@ def test_scores_of_a_prompt_are_read_from_the_first_wanted_token_on() -> None:
         "input_token_logprobs": [(None, 5, None), (-1.0, 6, None), (-2.0, 7, None)],
         "input_top_logprobs": [None, [(-0.5, 8, None), (-1.0, 6, None)], [(-0.25, 9, None), (-2.0, 7, None)]],
     }
-    scores = read_prompt_scores({"meta_info": meta}, Scoring(start=2, top_k=2))
+    scores = read_prompt_scores({"meta_info": meta}, PromptScoring(start=2, top_k=2))
     assert scores.logprobs_N.tolist() == [-2.0]
     assert scores.top_ids_NK is not None and scores.top_ids_NK.tolist() == [[9, 7]]
     assert scores.top_logprobs_NK is not None and scores.top_logprobs_NK.tolist() == [[-0.25, -2.0]]
-    assert read_prompt_scores({"meta_info": meta}, Scoring(start=1)).logprobs_N.tolist() == [-1.0, -2.0]
+    assert read_prompt_scores({"meta_info": meta}, PromptScoring(start=1)).logprobs_N.tolist() == [-1.0, -2.0]
