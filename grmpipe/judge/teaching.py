@@ -67,7 +67,7 @@ class Teacher:
         first, (prompt_ids, last) = len(turns[0][0]), turns[-1]
         token_ids = prompt_ids + last.completion.token_ids
         if len(token_ids) == first:
-            return [TokenScores(logprobs_N=np.zeros(0, np.float32)) for _ in turns]
+            return [make_no_scores(self.top_k) for _ in turns]
         context = RequestContext(
             request_id=f"{rollout.group_id}/{rollout.sibling}/{segment}@{self.name}",
             group_id=rollout.group_id,
@@ -84,6 +84,16 @@ class Teacher:
 
     def _failed(self, cause: Cause, error: Exception) -> Failed:
         return Failed(stage="teacher", cause=cause, attempts=1, detail=f"{self.name}: {error}")
+
+
+def make_no_scores(top_k: int) -> TokenScores:
+    """The scores of no token."""
+    none = (0, top_k)
+    return TokenScores(
+        logprobs_N=np.zeros(0, np.float32),
+        top_ids_NK=np.zeros(none, np.int32) if top_k else None,
+        top_logprobs_NK=np.zeros(none, np.float32) if top_k else None,
+    )
 
 
 def cut_scores(scores: TokenScores, start: int, count: int) -> TokenScores:

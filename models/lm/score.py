@@ -19,10 +19,6 @@ class ScoredText:
     token_ids: tuple[int, ...]
     scoring: PromptScoring
 
-    @property
-    def num_scored(self) -> int:
-        return len(self.token_ids) - self.scoring.start
-
 
 def score_sequences(model: PreTrainedModel, sequences: Sequence[ScoredText]) -> list[TokenScores]:
     """One forward pass over sequences, padded on the right: no token attends to what comes after it. At most

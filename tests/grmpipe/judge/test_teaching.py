@@ -115,6 +115,15 @@ def test_the_sampled_tokens_of_every_turn_are_scored_in_the_context_that_the_pol
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_an_empty_answer_has_empty_scores_and_asks_nobody(top_k: int) -> None:
+    engine = Scores()
+    (report,) = teach(engine, rollout(Turn(new_ids=(1, 2), completion=completion())), top_k=top_k)
+    (scores,) = scores_of(report).by_turn
+    assert not engine.asked and scores.logprobs_N.shape == (0,)
+    assert (scores.top_ids_NK is None) == (top_k == 0)
+
+
 def test_each_sibling_is_scored_once() -> None:
     engine = Scores()
     reports = teach(engine, *(replace(SINGLE, sibling=n) for n in range(3)))
