@@ -55,6 +55,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "dual_clip": ("algorithm=dual_clip", *BEHIND),
     "gspo": ("algorithm=gspo", *BEHIND),
     "cispo": ("algorithm=cispo", *BEHIND),
+    "sapo": ("algorithm=sapo", *BEHIND),
     "policy_gradient": ("algorithm=policy_gradient",),
 }
 GRID = {

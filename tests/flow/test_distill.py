@@ -44,7 +44,8 @@ def test_a_teacher_and_a_judge_teach_one_policy(small_run: Callable) -> None:
     files = small_run(*TEACHER, "algorithm.distill.form=advantage")
     files.check_complete(12)
     assert files.summary["teaching"]["scored"] == ROLLOUTS
-    assert all("train/reward" in step and step["teacher/scored"] > 0 for step in files.steps()[:2])
+    assert all("train/reward" in step for step in files.steps())
+    assert sum(step.get("teacher/scored", 0) for step in files.steps()) == ROLLOUTS
 
 
 def test_a_resume_asks_neither_judge_nor_teacher_about_what_is_on_file(small_run: Callable) -> None:
