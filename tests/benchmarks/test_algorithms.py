@@ -83,7 +83,7 @@ def test_no_two_rows_have_a_name_in_common() -> None:
 def test_the_report_tells_each_seed_and_nothing_of_what_was_not_run() -> None:
     ran = [result("grpo x gspo", 1, 0.75), result("grpo x gspo", 0, 0.5), result("stale: icepop", 0, 0.5)]
     lines = algorithms.report(ran, ["## TRL", ""])
-    assert "| grpo |  |  | 0.500, 0.750 |  |  | 0.625 |" in lines
+    assert "| grpo |  |  | 0.500, 0.750 |  |  |  | 0.625 |" in lines
     assert "| icepop | 0.500 | 0.500 | 7.00 | 1.00 |" in lines
     assert any("grpo x gspo (seed 1): {'zero_advantage': 3}" in line for line in lines)
     assert not any("veto" in line or line.startswith("## Algorithms as") for line in lines)
