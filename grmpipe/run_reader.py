@@ -265,6 +265,8 @@ def _of_judged(row: JudgedSibling | EvalJudgement) -> Record:
     record: Record = {"group_id": row.group_id, "sibling": row.sibling, "critiques": texts}
     if isinstance(verdict, Failed):
         return record | {"failed": verdict.cause}
+    if not verdict.rewards:
+        return record
     return record | {
         "reward": verdict.outcome, "score": verdict.score, "score_std": verdict.score_std,
         "num_judgements": verdict.num_judgements, "grm_version": verdict.grm_version,

@@ -27,6 +27,11 @@ def get_reward(verdict: Verdict | Failed) -> float | None:
     return verdict.outcome if isinstance(verdict, Verdict) and verdict.rewards else None
 
 
+def get_shown_score(verdict: Verdict | Failed) -> float | None:
+    """The score on the judge's scale. None: the verdict failed, or nobody judged."""
+    return verdict.score if isinstance(verdict, Verdict) and verdict.rewards else None
+
+
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:
     """The failure of a judgement; of one that was never requested: 0 attempts."""
     return Failed(stage="judge", cause=cause, attempts=attempts, detail=detail)

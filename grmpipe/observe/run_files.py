@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
+from grmpipe.judge.verdict import get_shown_score
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
 from grmpipe.observe.console_metrics import by_part, failures_by_cause
@@ -263,7 +264,7 @@ class ShownRollout:
 
     @property
     def score(self) -> float | None:
-        return self.verdict.score if self.verdict else None
+        return get_shown_score(self.report.verdict)
 
     @property
     def spread(self) -> float:

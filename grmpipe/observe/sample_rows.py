@@ -2,19 +2,19 @@
 
 from grmpipe.judge.prompt_injection import plain
 from grmpipe.judge.trajectory import make_trajectory
+from grmpipe.judge.verdict import get_shown_score
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 
 
 def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: float | None = None) -> SampleRow:
-    verdict = report.verdict
     return SampleRow(
         group_id=rollout.group_id,
         sibling=rollout.sibling,
         question=next((m.content for m in reversed(prompt.messages) if m.role == "user"), ""),
         answer=plain(make_trajectory(prompt, rollout, thoughts=True)),
         critique=join_critiques(report),
-        score=None if isinstance(verdict, Failed) else verdict.score,
+        score=get_shown_score(report.verdict),
         truth=truth,
     )
 

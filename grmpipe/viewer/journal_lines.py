@@ -124,7 +124,9 @@ class VerdictLine(msgspec.Struct, frozen=True):
     num_judgements: int = 0
 
     def row(self) -> dict[str, object]:
-        reward = sum(span.value for span in self.rewards) if self.rewards else None
+        if not self.rewards:  # failed, or in a run without rewards
+            return {"score": None, "reward": None, "spread": None, "votes": self.num_judgements}
+        reward = sum(span.value for span in self.rewards)
         return {"score": self.score, "reward": reward, "spread": self.score_std, "votes": self.num_judgements}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grmpipe.observe.recorder import load_verdicts
+from grmpipe.run_reader import read_run
 from grmpipe.types import Verdict
 
 TEACHER = ("+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}")
@@ -38,6 +39,10 @@ def test_without_a_reward_nothing_on_file_is_a_reward_of_0(small_run: Callable) 
     assert summary["busy_s"]["teacher"] > 0
     assert not any("train/reward" in step or "train/grm_score" in step for step in files.steps())
     assert all("reward" not in line for line in files.lines("trained"))
+    report = (files.run_dir / "report.html").read_text()
+    assert "no score" in report and "reward 0" not in report
+    judged = read_run(files.run_dir).judgements.to_arrow().to_pylist()
+    assert len(judged) == ROLLOUTS and all(row["reward"] is None and row["score"] is None for row in judged)
 
 
 def test_a_teacher_and_a_judge_teach_one_policy(small_run: Callable) -> None:
