@@ -3,6 +3,7 @@
 import re
 
 from grmpipe.config.critic import check_critic
+from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.keys.entry_names import ENV, POLICY, ROLES
 from grmpipe.config.reward_checks import (
@@ -170,6 +171,28 @@ def check_distillation(config: RunConfig) -> None:
             f"algorithm.estimator: {config.algorithm.estimator} estimates from rewards, and reward=none gives none; "
             "type algorithm=grpo, which gives every token the advantage 0 then"
         )
+    check_teacher_context(config)
+
+
+def check_teacher_context(config: RunConfig) -> None:
+    """Check that there is what a teacher reads more than the policy, without which the policy can't teach itself."""
+    distill, key = config.algorithm.distill, "algorithm.distill.context"
+    if POLICY in config.teachers and distill.context is None:
+        raise ValueError(
+            "algorithm.distill.teachers: the policy itself teaches only what it reads beside the prompt; type "
+            f"'{key}=\"\\n\\n{{critique}}\"', or a model beside the policy"
+        )
+    judges = config.judging.generative.values()
+    if CRITIQUE in distill.context_fields and not any(judge.protocol_kind.about == "response" for judge in judges):
+        raise ValueError(
+            f"{key}: {{critique}} is what a generative judge writes about one response, and this run has none that "
+            "does; type judge=pointwise, or leave {critique} out"
+        )
+    if BETTER_ANSWER in distill.context_fields and (not config.judging.judges or config.train.group_size == 1):
+        raise ValueError(
+            f"{key}: {{better_answer}} needs rewards of siblings; type reward=single and train.group_size=2 or more, "
+            "or leave {better_answer} out"
+        )
 
 
 def check_policy_engine(config: RunConfig) -> None:
@@ -183,12 +206,14 @@ def check_policy_engine(config: RunConfig) -> None:
 
 
 def check_updated_by_policy(config: RunConfig) -> None:
-    """Check the models that take over the policy's weights: they judge, start as the policy, and don't learn."""
+    """Check the models that take over the policy's weights: they are asked, start as the policy, and don't learn."""
     updated = {role: model for role, model in config.models.items() if model.policy_updates}
     for role, model in updated.items():
         key = f"{model.key}.policy_updates"
         if role not in config.judging.roles:
-            raise ValueError(f"{key}: only a language model that judges beside the policy can take over its weights")
+            raise ValueError(
+                f"{key}: only a language model that judges or teaches beside the policy takes over its weights"
+            )
         if model.path != config.policy.path:
             raise ValueError(
                 f"{key}: {model.path} is another model than {config.policy.path}, whose weights it would get; type "

@@ -163,12 +163,12 @@ def check_judging(judging: Judging) -> None:
 
 
 def check_teachers(judging: Judging) -> None:
-    """Check that each teacher is a model of its own, whose engines score tokens."""
+    """Check that the engines of each teacher score tokens."""
     for role in judging.teachers:
-        if role not in judging.models or role == POLICY:
+        if role not in judging.models:
             raise ValueError(
-                f"algorithm.distill.teachers: there is no model {role!r} beside the policy; add it by "
-                f"+policy@models.{role}=path models.{role}.path=<model>"
+                f"algorithm.distill.teachers: there is no model {role!r}; add it by +policy@models.{role}=path "
+                f"models.{role}.path=<model>"
             )
         model = judging.models[role]
         if not judging.find_engine_kind(role).scores:

@@ -1,7 +1,7 @@
 """Teachers in the judge stage: each rollout is scored by its teacher, beside its judgement.
 
 A verdict is final once both have answered. A failed score fails it, with the teacher's cause, unless scores are
-optional; it is never a number.
+optional; it is never a number. A teacher that reads more than the policy scores after the judge.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from grmpipe.judge.teacher_context import NO_INSERTION, Context, Insertion
 from grmpipe.types import (
     Cause,
     Failed,
@@ -35,21 +36,25 @@ SCORING = "@teacher"  # in place of a judge's name in a task: no judge can have 
 class Teacher:
     """A model that scores the tokens of the policy. Both have the same tokens.
 
-    top_k: how many of its most likely tokens it gives in the place of each.
-    meter: runs while requests are in flight.
+    top_k:   how many of its most likely tokens it gives in the place of each.
+    context: what it reads and the policy doesn't; None: nothing.
+    meter:   runs while requests are in flight.
     """
 
     name: str
     engine: Generates
     top_k: int = 0
+    context: Context | None = None
     meter: BusyMeter = field(default_factory=BusyMeter)
 
-    async def score(self, rollout: Rollout, priority: int = 0) -> TeacherScores | Failed:
-        """Score all completions of a rollout, segment by segment, in the context that the policy had."""
+    async def score(
+        self, rollout: Rollout, priority: int = 0, more: Insertion = NO_INSERTION
+    ) -> TeacherScores | Failed:
+        """Score all completions of a rollout, segment by segment, in the context that the policy had, and more."""
         segments = rollout.segments()
         try:
             scored = await asyncio.gather(
-                *(self._score(rollout, number, turns, priority) for number, turns in enumerate(segments))
+                *(self._score(rollout, number, turns, priority, more) for number, turns in enumerate(segments))
             )
         except EngineRefused as error:
             return self._failed("refused", error)
@@ -61,7 +66,12 @@ class Teacher:
         return found
 
     async def _score(
-        self, rollout: Rollout, segment: int, turns: Sequence[tuple[tuple[int, ...], Turn]], priority: int
+        self,
+        rollout: Rollout,
+        segment: int,
+        turns: Sequence[tuple[tuple[int, ...], Turn]],
+        priority: int,
+        more: Insertion,
     ) -> list[TokenScores]:
         """The scores of each turn of a segment."""
         first, (prompt_ids, last) = len(turns[0][0]), turns[-1]
@@ -74,8 +84,9 @@ class Teacher:
             role=self.name,
             priority=priority,
         )
+        params = make_scoring_params(first + more.num_more, self.top_k)
         with self.meter:
-            completion = await self.engine.generate(token_ids, make_scoring_params(first, self.top_k), context)
+            completion = await self.engine.generate(more.insert(token_ids), params, context)
         if completion.scores is None:
             raise EngineDied(f"{self.name} ended a request without scores: {completion.finish_reason}")
         return [
@@ -122,7 +133,19 @@ class TeachingJudge:
     required: bool = True
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        return TeachingSession(self, self.judge.open(prompt, group_id, size), self.find_teacher(prompt.source))
+        session, teacher = self.judge.open(prompt, group_id, size), self.find_teacher(prompt.source)
+        if teacher is None or teacher.context is None:
+            return TeachingSession(self, session, teacher)
+        return ToldTeachingSession(self, session, teacher, teacher.context, prompt, size)
+
+    def join(self, report: JudgeReport, taught: TeacherScores | Failed) -> JudgeReport:
+        verdict = report.verdict
+        if isinstance(verdict, Verdict):
+            if isinstance(taught, TeacherScores):
+                verdict = replace(verdict, teacher=taught)
+            elif self.required:
+                verdict = taught
+        return replace(report, verdict=verdict, taught=taught)
 
 
 @dataclass(slots=True)
@@ -160,16 +183,66 @@ class TeachingSession:
                 return reports
             self._reports |= reports
         final = self._reports.keys() & self._taught.keys()
-        return {sibling: self._join(self._reports.pop(sibling), self._taught[sibling]) for sibling in sorted(final)}
+        return {
+            sibling: self.owner.join(self._reports.pop(sibling), self._taught[sibling]) for sibling in sorted(final)
+        }
 
-    def _join(self, report: JudgeReport, taught: TeacherScores | Failed) -> JudgeReport:
-        verdict = report.verdict
-        if isinstance(verdict, Verdict):
-            if isinstance(taught, TeacherScores):
-                verdict = replace(verdict, teacher=taught)
-            elif self.owner.required:
-                verdict = taught
-        return replace(report, verdict=verdict, taught=taught)
+
+@dataclass(slots=True)
+class ToldTeachingSession:
+    """A judge session, after which a teacher scores each rollout, told more than the policy: by the judge's reports."""
+
+    owner: TeachingJudge
+    session: JudgeSession
+    teacher: Teacher
+    context: Context
+    prompt: Prompt
+    size: int
+    _rollouts: dict[int, Rollout] = field(default_factory=dict)
+    _reports: dict[int, JudgeReport] = field(default_factory=dict)
+    _scored: set[int] = field(default_factory=set)
+
+    def begin(self) -> Sequence[JudgeTask]:
+        return self._as_of_group(self.session.begin())
+
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
+        self._rollouts[rollout.sibling] = rollout
+        return self._as_of_group(self.session.add(rollout))
+
+    def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
+        return self._as_of_group(judge_tasks_of_turn(self.session, so_far))
+
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
+        part = judge_task.part if judge_task.judge == SCORING else judge_task
+        assert part is not None, "a task of the group is a task of the judge"
+        async with self.owner.places.enter(priority):
+            self._reports |= await self.session.judge(part, priority)
+        if self.context.waits and len(self._reports) < self.size:
+            return {}
+        final = sorted(self._reports.keys() - self._scored)
+        self._scored.update(final)
+        return dict(zip(final, await asyncio.gather(*(self._score(one, priority) for one in final)), strict=True))
+
+    async def _score(self, sibling: int, priority: int) -> JudgeReport:
+        """The report on a sibling with its scores. One that failed needs none."""
+        report = self._reports[sibling]
+        if isinstance(report.verdict, Failed):
+            return report
+        more = self.context.find(self.prompt, sibling, self._rollouts, self._reports)
+        if more is None:
+            return report
+        return self.owner.join(report, await self.teacher.score(self._rollouts[sibling], priority, more))
+
+    def _as_of_group(self, tasks: Sequence[JudgeTask]) -> Sequence[JudgeTask]:
+        """If the context of one sibling is what others got: no task is skipped after a resume while a verdict of the
+        group is missing.
+        """
+        if not self.context.waits:
+            return tasks
+        group = tuple(range(self.size))
+        return [
+            JudgeTask(members=group if task.members else (), turn=task.turn, judge=SCORING, part=task) for task in tasks
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,17 @@ def answer(write: Write, problem: Any, rng: random.Random) -> SftExample:
     return SftExample(prompt=problem.question, response=write(problem, rng))
 
 
+def answer_told(problem: Problem, rng: random.Random) -> SftExample:
+    """A right answer after a critique of another one, in a fence."""
+    critique = judgement(problem, str(sloppy_solution(problem, Sloppiness(), rng)))
+    return SftExample(prompt=told(problem.question, critique), response=right_text(problem, rng))
+
+
+def told(question: str, critique: str) -> str:
+    """What a tiny policy that teaches itself reads (algorithm.distill.context in conf/experiment/self_distill.yaml)."""
+    return "\n> ".join([question, *critique.splitlines()])
+
+
 def drill(problem: Problem, rng: random.Random) -> SftExample:
     """An example that only compares numbers: without it a judge of this size works out the solution and then passes
     everything.
@@ -190,6 +201,7 @@ TOKENIZED: dict[str, Make] = {
 }
 ON_SUMS: dict[str, Make] = {
     **TOKENIZED,
+    "solve_told": answer_told,
     "solve_with_rare_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, RARELY, rng)),
     "solve_with_many_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, OFTEN, rng)),
     **judges("judge_{}_briefly", SUMS, brief_judgement),

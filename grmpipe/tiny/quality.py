@@ -8,13 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grmpipe.tiny.problems import PASSING_SCORE, parse_score
+from grmpipe.tiny.examples import told
+from grmpipe.tiny.problems import PASSING_SCORE, Problem, judgement, parse_score
 from grmpipe.tiny.recipes import (
     GRM_COMPARISON,
     GRM_TOOLS,
     POLICY,
     POLICY_JUDGE,
     POLICY_KINDS,
+    POLICY_TOLD,
     POLICY_TOOLS,
     POLICY_TRICKS,
     POLICY_WALK,
@@ -88,6 +90,8 @@ def policy_quality(name: str, policy: TinySampler) -> Quality:
     if name == POLICY_JUDGE.name:
         found = judge_quality(SUMS, make_passes(SUMS, policy), answers(SUMS, policy, draw_held_out(SUMS), seed=1))
         measured |= {f"judge_{quality}": value for quality, value in found.items()}
+    if name == POLICY_TOLD.name:
+        measured["told_accuracy"] = told_accuracy(policy, draw_held_out(SUMS))
     return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
 
 
@@ -104,6 +108,14 @@ def answers(task: TinyTask, policy: TinySampler, problems: Sequence[Any], seed: 
     if task is WALKS:
         return [said[-1].text for said in play_in_store(policy, problems, seed, greedy)]
     return policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed, greedy)
+
+
+def told_accuracy(policy: TinySampler, problems: Sequence[Problem]) -> float:
+    """The share of problems that it answers right after a critique of its own answer."""
+    first = answers(SUMS, policy, problems, seed=0)
+    asked = [told(one.question, judgement(one, text)) for one, text in zip(problems, first, strict=True)]
+    again = policy.answer(asked, MAX_ANSWER_TOKENS, seed=1)
+    return fmean(SUMS.right(problem, text) for problem, text in zip(problems, again, strict=True))
 
 
 def rates_of_tricks(policy: TinySampler) -> Quality:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import arrival_orders
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -39,9 +40,14 @@ def refuse_choices(config: RunConfig) -> Iterator[str]:
         yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
     if config.judging.by_policy:
         yield "a policy that judges itself judges under a new version when its step ends; type judge.model=grm"
+    if POLICY in config.teachers:
+        yield (
+            "a policy that teaches itself scores under a new version when its step ends; type "
+            "'algorithm.distill.teachers={default: teacher}' +grm@models.teacher=policy"
+        )
     for model in (model for model in config.models.values() if model.policy_updates):
         yield (
-            "a model that takes over the policy's weights judges under them when its step ends; type "
+            "a model that takes over the policy's weights judges or teaches under them when its step ends; type "
             f"{model.key}.policy_updates=[]"
         )
     for judge in config.judging.generative.values():

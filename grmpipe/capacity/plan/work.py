@@ -9,6 +9,7 @@ from statistics import fmean
 from grmpipe.capacity.learner_passes import Passes, count_passes
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized
+from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimate_tokens
@@ -151,8 +152,16 @@ def teacher_work(role: str, facts: RunFacts) -> RoleWork:
     """The rollouts that a teacher scores in a step: those on the prompts of its sources. Each is a prompt to it."""
     train, prompts, played = facts.config.train, facts.data.train, policy_lengths(facts)
     taught = sum(facts.config.algorithm.distill.find_teacher(prompt.source) == role for prompt in prompts)
-    whole = Lengths(prompt_tokens=played.prompt_tokens + played.new_tokens, new_tokens=1)
-    return whole.work(math.ceil(train.groups_per_batch * train.group_size * taught / len(prompts) - 1e-9), 1)
+    whole = played.prompt_tokens + played.new_tokens + context_tokens(facts)
+    requests = math.ceil(train.groups_per_batch * train.group_size * taught / len(prompts) - 1e-9)
+    return Lengths(prompt_tokens=whole, new_tokens=1).work(requests, 1)
+
+
+def context_tokens(facts: RunFacts) -> float:
+    """What a teacher reads more than the policy, of what models write: at most one critique and one answer."""
+    fields, judges = facts.config.algorithm.distill.context_fields, facts.config.judging.generative
+    critiques = [judge_lengths(name, facts).new_tokens for name in judges] if CRITIQUE in fields else []
+    return max(critiques, default=0.0) + (policy_lengths(facts).new_tokens if BETTER_ANSWER in fields else 0.0)
 
 
 def judge_work(name: str, facts: RunFacts) -> RoleWork:

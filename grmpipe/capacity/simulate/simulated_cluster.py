@@ -3,6 +3,7 @@ learner take time instead of working, and the driver takes the time it is given.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
 from grmpipe.capacity.plan.work import policy_passes
 from grmpipe.capacity.simulate.shared_devices import find_shared_devices
+from grmpipe.capacity.simulate.simulated_answers import CountingRenderer
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
 from grmpipe.capacity.simulate.step_bound import Bound, compute_bound
@@ -18,6 +20,7 @@ from grmpipe.capacity.simulate.workload import Workload, make_flow, make_judge, 
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
+from grmpipe.judge.teacher_context import TextContext
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
@@ -203,7 +206,11 @@ class Simulation:
             slots=EpisodeSlots(),
             play=make_play(self._workload, learners.engines, self._driver),
             judge=make_judge(self._workload, routers, self._driver),
-            teachers=make_teachers(self._config, routers),
+            teachers=make_teachers(
+                self._config,
+                routers,
+                functools.partial(TextContext, renderer=CountingRenderer(self._workload.chars_per_token[POLICY])),
+            ),
             journal=NoJournal(),
             events=self._events,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from grmpipe.config.distill import DistillConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_config import RunConfig
@@ -17,6 +18,7 @@ from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.judge.teacher_context import Context
 from grmpipe.judge.teaching import NoReward, Teacher
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
@@ -45,10 +47,17 @@ def make_judge(resources: JudgeResources) -> Judge:
     return compose(config, config.rewards, make_judges(resources, config.judging.judges))
 
 
-def make_teachers(config: RunConfig, routers: Mapping[str, Generates]) -> dict[str, Teacher]:
-    """The models that teach the policy, by name. routers: of their engines, by role."""
-    top_k = config.algorithm.distill.top_k
-    return {name: Teacher(name=name, engine=routers[name], top_k=top_k) for name in config.teachers}
+def make_teachers(
+    config: RunConfig, routers: Mapping[str, Generates], make_context: Callable[[DistillConfig], Context]
+) -> dict[str, Teacher]:
+    """The models that teach the policy, by name. routers: of their engines, by role. make_context: of what they read
+    and the policy doesn't.
+    """
+    distill = config.algorithm.distill
+    context = None if distill.context is None else make_context(distill)
+    return {
+        name: Teacher(name=name, engine=routers[name], top_k=distill.top_k, context=context) for name in config.teachers
+    }
 
 
 def make_watchers(resources: JudgeResources) -> dict[str, Judge]:

@@ -16,9 +16,14 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.validate.prepare import prepare
 
+CONTEXT = r"^algorithm\.distill\.context: "
 KEY = r"^algorithm\.distill\.teachers: "
 ROOT = Path(__file__).parents[3]
 TEACHER = ("+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}")
+
+
+def told(text: str) -> str:
+    return f"'algorithm.distill.context=\"{text}\"'".strip("'")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,6 +51,12 @@ def test_a_model_that_judges_may_teach_too() -> None:
     assert built("algorithm.distill.teachers={default: grm}").served == ("policy", "grm")
 
 
+def test_the_policy_teaches_itself_what_it_reads_beside_the_prompt() -> None:
+    config = built("+experiment=self_distill")
+    assert (config.teachers, config.served) == (("policy",), ("policy", "grm"))
+    assert config.algorithm.distill.context_fields == {"critique"}
+
+
 def test_the_source_of_a_prompt_chooses_its_teacher() -> None:
     distill = built(TEACHER[0], "algorithm.distill.teachers={math: teacher}").algorithm.distill
     assert (distill.find_teacher("math"), distill.find_teacher("chat")) == ("teacher", None)
@@ -56,8 +67,13 @@ def test_the_source_of_a_prompt_chooses_its_teacher() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("algorithm.distill.teachers={default: nobody}",), KEY + "there is no model 'nobody' beside the policy"),
-        (("algorithm.distill.teachers={default: policy}",), KEY + "there is no model 'policy' beside the policy"),
+        (("algorithm.distill.teachers={default: nobody}",), KEY + "there is no model 'nobody'; add it"),
+        (("algorithm.distill.teachers={default: policy}",), KEY + "the policy itself teaches only what it reads"),
+        ((*TEACHER, told("{critic}")), CONTEXT + r"unknown field \{critic\}; known are \{critique\}, \{reference\}"),
+        ((*TEACHER, told("{critique")), CONTEXT + r".*expected '\}'.*; braces of the text itself are written double"),
+        ((*TEACHER, told("{critique}"), "judge=listwise"), CONTEXT + r"\{critique\} is what .* about one response"),
+        ((*TEACHER, told("{critique}"), "reward=none"), CONTEXT + r"\{critique\} is what a generative judge writes"),
+        ((*TEACHER, told("{better_answer}"), "reward=none"), CONTEXT + r"\{better_answer\} needs rewards of siblings"),
         (("algorithm.distill.teachers=teacher",), KEY + "must be sources of prompts"),
         (TEACHER[:1], r"^models\.teacher: no judge of this run asks it, and it teaches nothing; .*distill\.teachers"),
         (("reward=none",), r"^reward\.kind: none gives no rewards, and no teacher"),
