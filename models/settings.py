@@ -124,9 +124,6 @@ class ModelConfig(Bounded):
     # Format of the model's calls of tools, as vLLM's --tool-call-parser names it: hermes, llama3_json, pythonic,
     # qwen3_coder or mistral; or the dotted path of your own parser; auto: found in the chat template.
     tool_parser: str = AUTO_PARSER
-    # [steps] For a model that judges and has the policy's path: it takes over the policy's weights after these steps,
-    # and judges as the policy was then (iterative self-rewarding, arXiv 2401.10020); empty: never.
-    policy_updates: list[int] = field(default_factory=list)
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -136,7 +133,6 @@ class ModelConfig(Bounded):
             raise ValueError("path: missing; give a Hugging Face directory, a hub name or tiny://policy")
         for name, value in self.chat_template_kwargs.items():
             check_template_kwarg(name, value)
-        check_policy_updates(self.policy_updates)
         check_thinking_markers(self.thinking_markers)
         check_tool_parser(self.tool_parser)
 
@@ -155,12 +151,6 @@ def check_template_kwarg(name: str, value: object) -> None:
             f"chat_template_kwargs.{name}: expected true, false, a number, a text, or lists and objects of them, got "
             f"{value!r}"
         ) from error
-
-
-def check_policy_updates(steps: list[int]) -> None:
-    """Check that the steps rise, from 1 on."""
-    if sorted({step for step in steps if step >= 1}) != steps:
-        raise ValueError(f"policy_updates: expected rising steps of 1 or more, as in [20, 40], got {steps}")
 
 
 def check_thinking_markers(markers: list[str] | None) -> None:

@@ -224,10 +224,10 @@ def check_updated_by_policy(config: RunConfig) -> None:
         if not config.judging.find_engine_kind(role).reads_model_files:
             able = " or ".join(engines_that(lambda kind: kind.reads_model_files))
             raise ValueError(f"{key}: {model.engine} can't read a model's files; type {model.key}.engine={able}")
-        if model.policy_updates[-1] >= config.train.num_steps:
+        last = max(model.list_updates(config.train.num_steps), default=model.policy_updates)
+        if last >= config.train.num_steps:
             raise ValueError(
-                f"{key}: {model.policy_updates[-1]} is not before the last step, train.num_steps = "
-                f"{config.train.num_steps}; leave it out"
+                f"{key}: {last} is not before the last step, train.num_steps = {config.train.num_steps}; leave it out"
             )
 
 

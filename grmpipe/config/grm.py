@@ -1,9 +1,11 @@
 """Settings of models that judge, and of their learners next to the policy's. Frozen, checked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY
-from models.bounds import Bounded, above, at_least, between_0_and_1
+from models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
 from models.settings import ModelConfig, ParallelConfig
 
 
@@ -45,9 +47,34 @@ class GrmTrainConfig(Bounded):
 
 @dataclass(frozen=True)
 class GrmConfig(ModelConfig):
-    """A model that judges."""
+    """A model that judges or teaches."""
 
+    # [steps] For a model with the policy's path: it takes over the policy's weights after these steps, as in [20, 40],
+    # or after every n-th step, as in 5 (iterative self-rewarding, arXiv 2401.10020); []: never.
+    policy_updates: Any = field(default_factory=list)
+    # The policy's share of the weights after such an update, the rest is what they were: below 1 a moving average.
+    policy_update_rate: float = above_0_to_1(1.0)
     train: GrmTrainConfig = field(default_factory=GrmTrainConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps = self.policy_updates
+        every = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+        if not every and not (isinstance(steps, Sequence) and sorted(set(filter(is_step, steps))) == list(steps)):
+            raise ValueError(
+                f"policy_updates: expected rising steps of 1 or more, as in [20, 40], or a number, as in 5 for every "
+                f"fifth step, got {steps}"
+            )
+
+    def list_updates(self, num_steps: int) -> tuple[int, ...]:
+        """The steps after which it takes over the policy's weights, in a run of `num_steps`."""
+        if isinstance(self.policy_updates, int):
+            return tuple(range(self.policy_updates, num_steps, self.policy_updates))
+        return tuple(self.policy_updates)
+
+
+def is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class Checkpoints:
     def list_published(self) -> list[Path]:
         return [path for path in _folders(self.directory) if PUBLISHED.fullmatch(path.name)]
 
+    def list_steps(self) -> list[int]:
+        return [_order(path)[0] for path in self.list_published()]
+
     def _forget_others(self, newest: Path) -> None:
         """Delete checkpoints beyond `keep`, those that the newest replaces (the same step, later ones from before a
         resume), and drafts.

@@ -194,7 +194,7 @@ TEACHER_ARITHMETIC = recipe("teacher_arithmetic", BASE, {"solve": 1.0}, steps=30
 TEACHER_COMPARISON = recipe("teacher_comparison", BASE, {"compare_people": 1.0}, steps=500, lr=5e-3, seed=25)
 
 # Teaches itself: as sloppy as the policy at a question, and right after a critique of its answer.
-POLICY_TOLD = recipe("policy_told", BASE, {"solve_sloppily": 0.4, "solve_told": 0.6}, steps=600, lr=4e-3, seed=26)
+POLICY_TOLD = recipe("policy_told", BASE, {"solve_sloppily": 0.3, "solve_told": 0.7}, steps=1100, lr=5e-3, seed=26)
 
 SHIPPED: tuple[AnyRecipe, ...] = (
     POLICY, GRM, WEAK_GRM, META, REWARD_MODEL, POLICY_TRICKS, *IMPRESSED, GRM_NOISY,

@@ -246,13 +246,14 @@ class Push:
             check_receipt(name, self.version, self.sent[name], receipt)
 
     async def _probe(self, expected: Sequence[float]) -> float:
-        """The largest probe error over all engines. On a mismatch they are paused again: their weights must not be
-        sampled from.
+        """The largest probe error over all engines; of weights that nobody has scored, from the first one. On a
+        mismatch they are paused again: their weights must not be sampled from.
         """
         config = self.config
         tolerance = config.probe_tolerance if self.dtypes <= {"float32"} else config.probe_tolerance_16bit
         tolerance = probe_bound(tolerance, self.last_error)
         scores = await self._on_engines("to score the probe", lambda engine: engine.score(self.probe_ids))
+        expected = expected or next(iter(scores.values()))
         try:
             return max(check_probe(name, self.version, expected, scored, tolerance) for name, scored in scores.items())
         except WeightMismatch:

@@ -53,6 +53,27 @@ def test_a_teacher_and_a_judge_teach_one_policy(small_run: Callable) -> None:
     assert sum(step.get("teacher/scored", 0) for step in files.steps()) == ROLLOUTS
 
 
+def test_a_policy_that_teaches_itself_is_scored_after_the_critique_and_trained_without_it(small_run: Callable) -> None:
+    files = small_run(
+        "policy=tiny_told", "algorithm.distill.teachers={default: policy}", 'algorithm.distill.context="\\n{critique}"'
+    )
+    files.check_complete(12)
+    assert files.summary["teaching"]["scored"] == ROLLOUTS and "policy" in files.summary["busy_s"]
+    assert all(step["train/taught_share"] == 1.0 for step in files.steps())
+    prompts = {line["prompt_id"]: line["messages"] for line in files.lines("rollouts") if "messages" in line}
+    assert not any(">" in message["content"] for messages in prompts.values() for message in messages)
+
+
+def test_a_better_sibling_teaches_those_with_a_lower_reward(small_run: Callable) -> None:
+    files = small_run(
+        "policy=tiny_told", "algorithm.distill.teachers={default: policy}",
+        'algorithm.distill.context="\\n{better_answer}"',
+    )  # fmt: skip
+    files.check_complete(12)
+    assert 0 < files.summary["teaching"]["scored"] < ROLLOUTS
+    assert all(0 <= step["train/taught_share"] < 1 for step in files.steps())
+
+
 def test_a_resume_asks_neither_judge_nor_teacher_about_what_is_on_file(small_run: Callable) -> None:
     files = small_run(*TEACHER, "train.checkpoint_every=1")
     (files.run_dir / "checkpoints" / "latest").write_text("step_2")  # as after a kill at the end of the second step

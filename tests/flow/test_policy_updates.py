@@ -67,8 +67,36 @@ def test_a_resume_judges_as_the_policy_was_and_needs_its_folder(
     assert [line["grm/version"] for line in again.steps()] == [1, 1, 3, 3, 3, 3, 3]
     shutil.rmtree(run_dir / "policy_versions" / "3")
     (run_dir / "summary.json").unlink()
-    with pytest.raises(ConfigError, match=r"policy_versions/3 is missing, the policy of step 3, which judges as grm"):
+    with pytest.raises(ConfigError, match=r"policy_versions/3 is missing, the weights of grm after step 3"):
         small_run(*UPDATED, "train.num_steps=8", "resume=auto")
+
+
+AVERAGED = (
+    *ITSELF, "+grm@models.teacher=policy", "algorithm.distill.teachers={default: teacher}",
+    'algorithm.distill.context="\\n{critique}"', "models.teacher.policy_updates=2", "models.teacher.policy_update_rate=0.25",
+    "train.export_dtype=float32",
+)  # fmt: skip
+
+
+def test_a_teacher_follows_the_policy_as_a_moving_average_across_a_resume(small_run: Callable) -> None:
+    files = small_run(*AVERAGED)
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    assert files.summary["versions"] == {"policy": 6, "grm": 0, "teacher": 4}
+    assert [line["teacher/version"] for line in files.steps()] == [0, 2, 2, 4, 4, 4]
+    versions = files.run_dir / "policy_versions"
+    assert sorted(path.name for path in versions.iterdir()) == ["teacher_2", "teacher_4"]
+    second, fourth = (load_file(versions / f"teacher_{step}" / "model.safetensors") for step in (2, 4))
+    last = load_file(files.run_dir / "policy" / "model.safetensors")
+    moved = [
+        (fourth[name] - second[name]).norm() / (last[name].float() - second[name]).norm()
+        for name in last
+        if not last[name].float().equal(second[name])
+    ]
+    assert moved and all(0 < share < 0.5 for share in moved)
+    (files.run_dir / "checkpoints" / "latest").write_text("step_4")
+    (files.run_dir / "summary.json").unlink()
+    again = small_run(*AVERAGED, "resume=auto")
+    assert again.summary["versions"] == {"policy": 6, "grm": 0, "teacher": 4}
 
 
 def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run: Callable) -> None:
@@ -82,7 +110,8 @@ def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run
     ("overrides", "message"),
     [
         (["grm.policy_updates=[2]"], r"^grm\.policy_updates: tiny://grm is another model than .*type grm\.path='\$"),
-        (["policy.policy_updates=[2]"], r"^policy\.policy_updates: only a language model that judges beside"),
+        (["grm=policy", "grm.policy_updates=6"], r"^grm\.policy_updates: 6 is not before the last step, .* = 5"),
+        (["grm=policy", "grm.policy_updates=often"], r"^grm\.policy_updates: expected rising steps .* got often"),
         (["grm=policy", "grm.policy_updates=[4, 2]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
         (["grm=policy", "grm.policy_updates=[0]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
         (["grm=policy", "grm.policy_updates=[5]"], r"^grm\.policy_updates: 5 is not before the last step, .* = 5"),

@@ -78,12 +78,22 @@ async def make_policy_updates(
     prepared: Prepared, served: ServingEngines, learner: LearnerRanks, run_dir: Path
 ) -> PolicyUpdates:
     """The models of a run that take over the policy's weights."""
-    settings = prepared.config.models
-    grms = []
+    config, grms = prepared.config, []
     for model in prepared.grms:
-        if after := tuple(settings[model.name].policy_updates):
+        settings = config.models[model.name]
+        if after := settings.list_updates(config.train.num_steps):
             engines = served.routers[model.name]
             first = await read_by(next(iter(engines.members.alive.values())), model, prepared)
             sync = WeightSync(first, first.probe_ids, first.config, transport="files")
-            grms.append(UpdatedGrm(name=model.name, after=after, engines=engines, sync=sync, first=first))
-    return PolicyUpdates(grms, learner, settings[prepared.policy.name], run_dir)
+            grms.append(
+                UpdatedGrm(
+                    name=model.name,
+                    after=after,
+                    engines=engines,
+                    sync=sync,
+                    first=first,
+                    rate=settings.policy_update_rate,
+                    judges=bool(config.asked.select_asking(model.name)),
+                )
+            )
+    return PolicyUpdates(grms, learner, config.policy, run_dir)

@@ -99,5 +99,8 @@ class LearnerRank(Protocol):
     def export(self, directory: str) -> None:
         """Write a Hugging Face directory that any engine can serve."""
 
+    def average(self, directory: str, other: str, share: float) -> None:
+        """Replace the weights of an export by `share` of theirs, and the rest of another model's. Rank 0 only."""
+
     def close(self) -> None:
         """Remove the transport's files and leave its group. Rank 0 only."""

@@ -21,6 +21,7 @@ from grmpipe.train.learner.weight_sender import WeightSender
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
+from models.lm.average import average_files
 from models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
 from models.lm.checkpoint import export_hf
 from models.lm.footprint import read_footprint
@@ -188,6 +189,10 @@ class Learner(TrainingRank):
         spec = self._spec
         dtype = spec.train.export_dtype or spec.sync_dtype
         export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=dtype)
+
+    def average(self, directory: str, other: str, share: float) -> None:
+        """Replace exported weights by `share` of theirs, and the rest of another model's."""
+        average_files(directory, find_files(other, weights=True), share)
 
     def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
         return compute_packed_logprobs(

@@ -144,6 +144,10 @@ class LearnerRanks(Ranks):
         scores = await self._actors.call_all("score", tuple(token_ids))
         return cast(tuple[float, ...], scores[0])
 
+    async def average(self, path: str, other: str, share: float) -> None:
+        """Let rank 0 replace exported weights by `share` of theirs, and the rest of another model's."""
+        await self._actors.call(0, "average", path, other, share)
+
     async def load(self, path: str) -> int:
         async with self._weights:
             return await super().load(path)
