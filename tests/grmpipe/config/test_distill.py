@@ -51,10 +51,12 @@ def test_a_model_that_judges_may_teach_too() -> None:
     assert built("algorithm.distill.teachers={default: grm}").served == ("policy", "grm")
 
 
-def test_the_policy_teaches_itself_what_it_reads_beside_the_prompt() -> None:
-    config = built("+experiment=self_distill")
+def test_the_policy_teaches_itself_as_it_is_or_as_it_began() -> None:
+    config = built("algorithm.distill.teachers={default: policy}", told("{critique}"))
     assert (config.teachers, config.served) == (("policy",), ("policy", "grm"))
-    assert config.algorithm.distill.context_fields == {"critique"}
+    config = built("+experiment=self_distill")
+    assert (config.teachers, config.served) == (("teacher",), ("policy", "grm", "teacher"))
+    assert config.models["teacher"].path == config.policy.path
 
 
 def test_the_source_of_a_prompt_chooses_its_teacher() -> None:
