@@ -75,7 +75,7 @@ def run(folder: Path, name: str, seed: int) -> None:
     arm, run_dir = ARMS[name], folder / f"{name.replace(' ', '_')}_{seed}"
     if (run_dir / "summary.json").exists():
         return
-    config = grmpipe.compose(*arm.overrides, *COMMON, f"seed={seed}", f"run_dir={run_dir}")
+    config = grmpipe.compose(overrides=[*arm.overrides, *COMMON, f"seed={seed}", f"run_dir={run_dir}"])
     with patch.object(start_serving, "TextContext", ShuffledCritiques if arm.shuffled else TextContext):
         grmpipe.launch(config)
 
@@ -108,7 +108,11 @@ def read_results(folder: Path, name: str) -> Iterator[Result]:
         )
 
 
-def table(folder: Path, part: str) -> Iterator[str]:
+def table(folder: Path, part: str) -> str:
+    return "\n".join(make_rows(folder, part))
+
+
+def make_rows(folder: Path, part: str) -> Iterator[str]:
     yield f"| | step of {TARGET:.2f}, by seed | median | accuracy at the end, by seed | mean |"
     yield "|---|---|---|---|---|"
     for name in (name for name, arm in ARMS.items() if arm.part == part):
@@ -123,29 +127,26 @@ def table(folder: Path, part: str) -> Iterator[str]:
 
 
 def write_report(folder: Path) -> None:
-    seeds = sorted({one.seed for name in ARMS for one in read_results(folder, name)})
-    lines = [
-        "# Learning from a judge, from a teacher, and from oneself",
-        "",
-        f"`python benchmarks/distillation.py run runs/distillation --seeds {' '.join(map(str, seeds))}`, then `report`. "
-        "A step is 128 rollouts. The step "
-        f"of {TARGET:.2f} is the last of the first {WINDOW} whose rollouts are right at that rate; accuracy at the end is of "
-        "2,048 held-out problems, sampled at temperature 1 (standard error .01).",
-        "",
-        "## A judge, a teacher, both",
-        "",
-        "`+experiment=distill`, 60 steps; the teacher alone with `reward=none`, the judge alone with `+experiment=quickstart`.",
-        "",
-        *table(folder, "teacher"),
-        "",
-        "## The policy as its own teacher",
-        "",
-        "`policy=tiny_told train.lr=1e-3`, 40 steps: GRPO with the judge alone, and beside it the policy as it was at the "
-        "start, told more (`+experiment=self_distill`).",
-        "",
-        *table(folder, "itself"),
-    ]
-    REPORT.write_text("\n".join(lines) + "\n")
+    seeds = " ".join(map(str, sorted({one.seed for name in ARMS for one in read_results(folder, name)})))
+    REPORT.write_text(f"""# Learning from a judge, from a teacher, and from oneself
+
+`python benchmarks/distillation.py run runs/distillation --seeds {seeds}`, then `report`. A step is 128 rollouts. The
+step of {TARGET:.2f} is the last of the first {WINDOW} whose rollouts are right at that rate; accuracy at the end is of
+2,048 held-out problems, sampled at temperature 1 (standard error .01).
+
+## A judge, a teacher, both
+
+`+experiment=distill`, 60 steps; the teacher alone with `reward=none`, the judge alone with `+experiment=quickstart`.
+
+{table(folder, "teacher")}
+
+## The policy as its own teacher
+
+`policy=tiny_told train.lr=1e-3`, 40 steps: GRPO with the judge alone, and beside it the policy as it was at the start,
+told more (`+experiment=self_distill`).
+
+{table(folder, "itself")}
+""")
 
 
 def main() -> None:

@@ -73,8 +73,8 @@ def test_a_resume_judges_as_the_policy_was_and_needs_its_folder(
 
 AVERAGED = (
     *ITSELF, "+grm@models.teacher=policy", "algorithm.distill.teachers={default: teacher}",
-    'algorithm.distill.context="\\n{critique}"', "models.teacher.policy_updates=2", "models.teacher.policy_update_rate=0.25",
-    "train.export_dtype=float32",
+    'algorithm.distill.context="\\n{critique}"', "models.teacher.policy_updates=2",
+    "models.teacher.policy_update_rate=0.25", "train.export_dtype=float32",
 )  # fmt: skip
 
 
