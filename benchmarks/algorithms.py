@@ -85,7 +85,9 @@ CORRECTIONS = tuple(
         "grpo+off_policy_mask", "decoupled_ppo", "decoupled_ppo_interpolated", also=("train.max_staleness=4",)
     )
 )  # fmt: skip
-WHOLE = tuple(Row(name=f"file: {row.name}", overrides=row.overrides) for row in of_files("dapo", "dr_grpo", "rloo"))
+WHOLE = tuple(
+    Row(name=f"file: {row.name}", overrides=row.overrides) for row in of_files("dapo", "dr_grpo", "rloo", "dpo")
+)
 ROWS = (*GRID.values(), *CORRECTIONS, *WHOLE)
 
 

@@ -19,6 +19,7 @@ from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 from grmpipe.config.train import AlgorithmConfig
 
+MOST_NATS = 700.0  # exp of more overflows
 ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 
 Group = Sequence[Rewards]
@@ -114,6 +115,23 @@ def rloo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_at_k.k, algorithm.min_group_std))
+
+
+def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    """Online DPO (arXiv 2402.04792): the best sibling is chosen, the worst rejected, and all others have no advantage.
+
+    With h = log(pi / reference) of a rollout, the loss -log sigmoid(beta (h_chosen - h_rejected)) has the gradient of
+    policy_gradient with the advantages +-beta sigmoid(-beta (h_chosen - h_rejected)). Of equal rewards the first sibling
+    counts; a group whose rewards are all equal has no pair.
+    """
+    outcomes_G = outcomes(group)
+    chosen, rejected = int(outcomes_G.argmax()), int(outcomes_G.argmin())
+    advantages_G = np.zeros(len(group))
+    if outcomes_G[chosen] - outcomes_G[rejected] > ROUNDING:
+        beta, margin = algorithm.kl_coefficient, group[chosen].log_ratio - group[rejected].log_ratio
+        advantages_G[chosen] = beta / (1 + math.exp(min(MOST_NATS, beta * margin)))
+        advantages_G[rejected] = -advantages_G[chosen]
+    return over_tokens(group, advantages_G)
 
 
 # -- rewards within a rollout ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Rewards:
 
     shares_K: each step's share of an outcome that is a mean of steps; None if rewards simply add up.
     expected_N: the critic's value before each token; None without a critic.
+    log_ratio: sum over the tokens of log(mu / reference), for an estimator that weighs by it.
     turn_ends_U: where each of U turns ends; empty: all tokens are one turn.
     state_keys_U: the state in which the policy acted in each turn; an empty key, or none at all, is an unknown state.
     """
@@ -32,6 +33,7 @@ class Rewards:
     values_K: tuple[float, ...]
     shares_K: tuple[float, ...] | None = None
     expected_N: np.ndarray | None = None
+    log_ratio: float = 0.0
     turn_ends_U: tuple[int, ...] = ()
     state_keys_U: tuple[str, ...] = ()
 

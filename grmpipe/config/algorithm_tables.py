@@ -49,6 +49,8 @@ class EstimatorKind:
     targets:      dotted path of (Rewards, AlgorithmConfig) -> ([N] advantages, [N] returns): the returns are those that
                   the critic learns, if there is one.
     uses_pass_k:  it compares subsets of `algorithm.pass_at_k.k` siblings, so a group must have several.
+    by_log_ratio: it weighs rollouts by their log-ratio to the reference itself (`Rewards.log_ratio`), so that no KL is
+                  subtracted from the rewards; `algorithm.kl_coefficient` is its beta.
     """
 
     function: str
@@ -59,6 +61,7 @@ class EstimatorKind:
     needs_critic: bool = False
     targets: str = "grmpipe.algorithm.advantages.compute_gae"
     uses_pass_k: bool = False
+    by_log_ratio: bool = False
 
     @property
     def has_zero_groups(self) -> bool:
@@ -201,6 +204,7 @@ ESTIMATORS: dict[str, EstimatorKind] = {
         function="grmpipe.algorithm.advantages.reinforce_pp_baseline", need="batch", compares="outcomes"
     ),
     "pass_at_k": EstimatorKind(function="grmpipe.algorithm.advantages.pass_at_k", uses_pass_k=True),
+    "dpo": EstimatorKind(function="grmpipe.algorithm.advantages.dpo", compares="outcomes", by_log_ratio=True),
     "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", by_step=True),
     "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", by_step=True),
     "gae": EstimatorKind(

@@ -18,6 +18,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_judges import check_all_used, check_judging, check_teachers
 from grmpipe.config.train import (
     check_interpolated,
+    check_log_ratio,
     check_pass_k,
     check_replay_buffer,
     check_router_replay,
@@ -80,6 +81,7 @@ def check_algorithm(config: RunConfig) -> None:
     check_replay_buffer(config.algorithm, config.train.max_staleness)
     check_interpolated(config.algorithm, config.train.max_staleness)
     check_skipped(config.algorithm, config.train)
+    check_log_ratio(config.algorithm)
     check_router_replay(config.algorithm, config.train.groups_per_batch)
     for judge in config.judging.generative.values():
         check_spread(config.algorithm, judge.num_judgements)

@@ -205,6 +205,22 @@ class AlgorithmConfig(KindSettings, Bounded):
             )
 
 
+def check_log_ratio(algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError if an estimator by log-ratios has no reference, or another loss than the one it weighs."""
+    fits = (
+        algorithm.kl_coefficient > 0
+        and algorithm.kl_in_reward
+        and algorithm.kl_estimator == "k1"
+        and algorithm.loss == "policy_gradient"
+        and algorithm.aggregation == "constant"
+    )
+    if algorithm.estimator_kind.by_log_ratio and not fits:
+        raise ValueError(
+            f"algorithm.estimator: {algorithm.estimator} weighs rollouts by log(pi / reference), summed over their "
+            "tokens; type algorithm=dpo, and algorithm.kl_coefficient=0.1 for its beta"
+        )
+
+
 def check_router_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> None:
     """Raises ValueError if no pass comes before the updates whose experts could be replayed."""
     num_updates = min(algorithm.updates_per_batch, groups_per_batch)

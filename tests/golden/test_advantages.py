@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -330,3 +331,27 @@ def test_estimators_of_a_group_ignore_other_groups_and_estimators_of_a_batch_don
     alone = estimated(name, first, pass_at_k=PassAtK(k=1)) + estimated(name, second, pass_at_k=PassAtK(k=1))
     together = estimated(name, first, second, pass_at_k=PassAtK(k=1))
     assert (alone == together) is (ESTIMATORS[name].need == "group")
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=2, max_size=5),
+    st.floats(0.05, 2.0),
+    st.lists(st.floats(-4, 4), min_size=5, max_size=5),
+)
+def test_dpo_has_the_gradient_of_the_loss_of_its_paper(rewards: list[float], beta: float, ratios: list[float]) -> None:
+    """-log sigmoid(beta (h_chosen - h_rejected)), differentiated by h: h is a sum of log-probs, so that each token of a
+    rollout has that gradient, and policy_gradient has minus the advantage.
+    """
+    group = [replace(outcome(reward, 3), log_ratio=ratio) for reward, ratio in zip(rewards, ratios, strict=False)]
+    algorithm = AlgorithmConfig(
+        estimator="dpo", loss="policy_gradient", aggregation="constant", kl_coefficient=beta, kl_estimator="k1",
+        kl_in_reward=True,
+    )  # fmt: skip
+    (found,) = estimate([group], algorithm)
+    chosen, rejected = rewards.index(max(rewards)), rewards.index(min(rewards))
+    h = torch.tensor(ratios[: len(rewards)], dtype=torch.float64, requires_grad=True)
+    if rewards[chosen] - rewards[rejected] > 1e-9:
+        (-torch.nn.functional.logsigmoid(beta * (h[chosen] - h[rejected]))).backward()
+    expected = torch.zeros(len(rewards), dtype=torch.float64) if h.grad is None else -h.grad
+    np.testing.assert_allclose([advantages_N[0] for advantages_N in found], expected.numpy(), atol=1e-12)
+    assert all((advantages_N == advantages_N[0]).all() and len(advantages_N) == 3 for advantages_N in found)

@@ -79,12 +79,13 @@ def compute_rewards(
     values: Values | None = None,
 ) -> Rewards:
     """The inputs of advantages and value targets: rewards minus penalties, and the critic's values."""
-    key, by_token = rollout_key(rollout), algorithm.estimator_kind.by_token
+    key, kind = rollout_key(rollout), algorithm.estimator_kind
     kl_N = None if kl is None else kl[key]
-    rewards = shape_rewards(
-        place_rewards(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N
-    )
-    if by_token and kl_N is not None:
+    charged_N = None if kind.by_token or kind.by_log_ratio else kl_N
+    rewards = shape_rewards(place_rewards(rollout, verdict), rollout, algorithm, max_new_tokens, charged_N)
+    if kind.by_log_ratio and kl_N is not None:
+        rewards = replace(rewards, log_ratio=float(kl_N.sum()))
+    if kind.by_token and kl_N is not None:
         rewards = charge_by_token(rewards, algorithm.kl_coefficient * kl_N)
     return rewards if values is None else replace(rewards, expected_N=values[key])
 
