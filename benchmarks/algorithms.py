@@ -86,7 +86,7 @@ CORRECTIONS = tuple(
     )
 )  # fmt: skip
 WHOLE = tuple(
-    Row(name=f"file: {row.name}", overrides=row.overrides) for row in of_files("dapo", "dr_grpo", "rloo", "dpo")
+    Row(name=f"file: {row.name}", overrides=row.overrides) for row in of_files("dapo", "dr_grpo", "rloo", "raft", "dpo")
 )
 ROWS = (*GRID.values(), *CORRECTIONS, *WHOLE)
 

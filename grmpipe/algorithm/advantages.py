@@ -117,17 +117,27 @@ def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_at_k.k, algorithm.min_group_std))
 
 
+def raft(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    """1 for the siblings with the highest reward, 0 for all others: with policy_gradient that is the likelihood of the
+    best of n (RAFT, arXiv 2304.06767). Rewards that differ by `min_group_std` or less are equal; a group whose rewards
+    are all equal has no best one.
+    """
+    outcomes_G = outcomes(group)
+    best_G = outcomes_G >= outcomes_G.max() - algorithm.min_group_std
+    return over_tokens(group, np.where(best_G & ~best_G.all(), 1.0, 0.0))
+
+
 def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """Online DPO (arXiv 2402.04792): the best sibling is chosen, the worst rejected, and all others have no advantage.
 
     With h = log(pi / reference) of a rollout, the loss -log sigmoid(beta (h_chosen - h_rejected)) has the gradient of
-    policy_gradient with the advantages +-beta sigmoid(-beta (h_chosen - h_rejected)). Of equal rewards the first sibling
-    counts; a group whose rewards are all equal has no pair.
+    policy_gradient with the advantages +-beta sigmoid(-beta (h_chosen - h_rejected)). Of siblings with the same reward
+    the first one counts; a group whose rewards differ by `min_group_std` or less has no pair.
     """
     outcomes_G = outcomes(group)
     chosen, rejected = int(outcomes_G.argmax()), int(outcomes_G.argmin())
     advantages_G = np.zeros(len(group))
-    if outcomes_G[chosen] - outcomes_G[rejected] > ROUNDING:
+    if outcomes_G[chosen] - outcomes_G[rejected] > algorithm.min_group_std:
         beta, margin = algorithm.kl_coefficient, group[chosen].log_ratio - group[rejected].log_ratio
         advantages_G[chosen] = beta / (1 + math.exp(min(MOST_NATS, beta * margin)))
         advantages_G[rejected] = -advantages_G[chosen]

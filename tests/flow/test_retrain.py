@@ -104,6 +104,14 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert weights(other.run_dir) != weights(recorded.run_dir)
     assert [line["group_id"] for line in other.lines("groups")] == [line["group_id"] for line in again.lines("groups")]
 
+    # The stored verdicts as preferences: the reference is the policy as it was, whose answers these are.
+    for algorithm in ("dpo", "raft"):
+        by_rank = small_run(source, "judge=rule", f"algorithm={algorithm}", run_dir=algorithm)
+        assert by_rank.summary["status"] == "completed"
+        assert weights(by_rank.run_dir) not in (weights(recorded.run_dir), weights(other.run_dir))
+    chosen = [line["advantage"] for line in by_rank.lines("trained")]
+    assert set(chosen) == {0.0, 1.0}
+
 
 @pytest.mark.long
 def test_replay_passes_parts_of_a_micro_batch_where_the_run_did(

@@ -350,8 +350,13 @@ def test_dpo_has_the_gradient_of_the_loss_of_its_paper(rewards: list[float], bet
     (found,) = estimate([group], algorithm)
     chosen, rejected = rewards.index(max(rewards)), rewards.index(min(rewards))
     h = torch.tensor(ratios[: len(rewards)], dtype=torch.float64, requires_grad=True)
-    if rewards[chosen] - rewards[rejected] > 1e-9:
+    if rewards[chosen] - rewards[rejected] > algorithm.min_group_std:
         (-torch.nn.functional.logsigmoid(beta * (h[chosen] - h[rejected]))).backward()
     expected = torch.zeros(len(rewards), dtype=torch.float64) if h.grad is None else -h.grad
     np.testing.assert_allclose([advantages_N[0] for advantages_N in found], expected.numpy(), atol=1e-12)
     assert all((advantages_N == advantages_N[0]).all() and len(advantages_N) == 3 for advantages_N in found)
+
+
+def test_raft_imitates_the_best_of_a_group_and_nobody_where_all_are_equal() -> None:
+    best, equal = [outcome(0.2), outcome(0.9, 2), outcome(0.9)], [outcome(1.0), outcome(1.0)]
+    assert estimated("raft", best, equal) == [[0.0], [1.0, 1.0], [1.0], [0.0], [0.0]]

@@ -14,6 +14,7 @@ from grmpipe.config.train import (
     AlgorithmConfig,
     ReplayBufferConfig,
     check_interpolated,
+    check_log_ratio,
     check_pass_k,
     check_replay_buffer,
     check_spread,
@@ -118,6 +119,17 @@ def test_a_policy_between_sampler_and_current_needs_tokens_of_two_versions_ago()
             check_interpolated(AlgorithmConfig(proximal="interpolated"), max_staleness)
     check_interpolated(AlgorithmConfig(proximal="interpolated"), 2)
     check_interpolated(AlgorithmConfig(), 0)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"kl_coefficient": 0.0}, {"kl_in_reward": False, "kl_estimator": "k2"}, {"loss": "ppo_clip"}]
+)
+def test_dpo_needs_a_reference_and_the_loss_that_it_weighs(keys: dict[str, object]) -> None:
+    fits: dict[str, object] = {"loss": "policy_gradient", "aggregation": "constant", "kl_coefficient": 0.1}
+    fits |= {"estimator": "dpo", "kl_estimator": "k1", "kl_in_reward": True}
+    check_log_ratio(AlgorithmConfig(**fits))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^algorithm\.estimator: dpo weighs .* type algorithm=dpo"):
+        check_log_ratio(AlgorithmConfig(**(fits | keys)))  # type: ignore[arg-type]
 
 
 def test_one_judgement_has_no_spread_to_weigh_it_by() -> None:

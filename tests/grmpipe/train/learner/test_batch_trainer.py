@@ -248,6 +248,17 @@ def test_a_kl_in_the_reward_is_each_rollouts_own() -> None:
     assert [ranks.advantage_of(token) for token in (10, 11)] == pytest.approx([-0.1, 0.1])
 
 
+def test_dpo_weighs_the_pair_by_their_log_ratios_and_takes_no_kl_from_the_rewards() -> None:
+    """Each of the 3 tokens is -1 - (-2) = 1 nat from the reference, for both siblings: beta sigmoid(0) = beta / 2."""
+    algorithm = AlgorithmConfig(
+        estimator="dpo", loss="policy_gradient", aggregation="constant", kl_coefficient=0.5, kl_in_reward=True,
+        kl_estimator="k1",
+    )  # fmt: skip
+    ranks, _ = train(algorithm, judged(1, 0.0, 1.0))
+    assert ranks.calls == ["reference_logprobs", "accumulate", "step"]
+    assert [ranks.advantage_of(token) for token in (10, 11)] == pytest.approx([-0.25, 0.25])
+
+
 def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> None:
     """Two groups per batch, one of them again in the next; all of version 0, and at most one version old."""
     ranks = RecordingRanks()
