@@ -31,7 +31,7 @@ SMOOTHED_OVER = 5  # steps
 COMMON = (
     "+experiment=quickstart", "cluster=inprocess", "judge=rule", "tracking=none", "tracking.console=false",
     "judge_monitor.every=0", "train.checkpoint_every=0", f"train.num_steps={STEPS}", f"train.lr={LR:g}",
-    f"train.max_staleness={STALENESS}", "engine.embedded.quantize=int4", "sync.probe_tolerance_quantized=10",
+    f"train.max_staleness={STALENESS}", "engine.embedded.quantize=int4", "sync.probe_tolerance=10",
 )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ class LoraConfig(Bounded):
 
 @dataclass(frozen=True)
 class ModelConfig(Bounded):
-    """The model of a role, `policy` or `grm`."""
+    """The model of a role."""
 
     # Hugging Face directory or hub name, or tiny://<name> for a model of this project; with engine=openai the model's
     # name at the endpoint.
@@ -121,9 +121,6 @@ class ModelConfig(Bounded):
     # Opening and closing marker of the model's thoughts, as vLLM's reasoning parsers know them; null: found in the
     # tokenizer or the chat template; empty: the model has no thoughts.
     thinking_markers: list[str] | None = None
-    # Format of the model's calls of tools, as vLLM's --tool-call-parser names it: hermes, llama3_json, pythonic,
-    # qwen3_coder or mistral; or the dotted path of your own parser; auto: found in the chat template.
-    tool_parser: str = AUTO_PARSER
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -134,6 +131,18 @@ class ModelConfig(Bounded):
         for name, value in self.chat_template_kwargs.items():
             check_template_kwarg(name, value)
         check_thinking_markers(self.thinking_markers)
+
+
+@dataclass(frozen=True)
+class PolicyConfig(ModelConfig):
+    """The model in training, which may call tools."""
+
+    # Format of the model's calls of tools, as vLLM's --tool-call-parser names it: hermes, llama3_json, pythonic,
+    # qwen3_coder or mistral; or the dotted path of your own parser; auto: found in the chat template.
+    tool_parser: str = AUTO_PARSER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_tool_parser(self.tool_parser)
 
 
@@ -239,8 +248,6 @@ class VllmConfig(Bounded):
     # [share] Part of the GPU's memory for weights and cache; null: 0.85, or on a shared GPU a part of what the others
     # leave.
     gpu_memory_utilization: float | None = above_0_to_1(None)
-    # Decode without CUDA graphs, which starts sooner and decodes slower; on a CPU always.
-    enforce_eager: bool = False
     prefix_caching: bool = True  # Requests that begin with the same tokens share their keys and values.
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False

@@ -17,6 +17,7 @@ BLOCKS = {
     "answer_start": "thinking.answer_start",
     "structured": "format.structured",
     "show_thoughts": "format.show_thoughts",
+    "show_truncation": "format.show_truncation",
     "truncation": "format.truncation",
     "score_min": "scale.low",
     "score_max": "scale.high",

@@ -25,8 +25,6 @@ class CriticConfig(Bounded):
     value_clip: float | None = 0.5
     # [updates] Optimizer steps of the critic on each batch; null: as algorithm.updates_per_batch.
     updates_per_batch: int | None = at_least(1, None)
-    # Most packed tokens of a pass on one rank; null: as train.micro_batch_tokens.
-    micro_batch_tokens: int | None = at_least(1, None)
     # How the critic's ranks share it; train.parallel is only for the policy.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -66,7 +64,6 @@ def critic_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
         train,
         lr=critic.lr,
         warmup_steps=critic.lr_warmup_steps,
-        micro_batch_tokens=critic.micro_batch_tokens or train.micro_batch_tokens,
         parallel=critic.parallel,
     )
 

@@ -169,7 +169,6 @@ class EnvConfig(Bounded):
     # After this time no further turn begins; the rollout is judged as it is.
     episode_s: float = positive(600.0, SECONDS)
     attempts: int = at_least(1, 3)  # [episodes] Most episodes of a sibling; the environment failed in all but the last.
-    retry_s: float = at_least(0, 0.5)  # Wait before the second episode; twice as long before each further one.
     # [episodes] Most episodes open at the same time. A group waits until there is room for all its siblings.
     capacity: int = at_least(1, 256)
     # Most starts of environments in a minute; null: no limit.

@@ -6,7 +6,7 @@ from typing import Any
 
 from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY
 from models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
-from models.settings import ModelConfig, ParallelConfig
+from models.settings import ModelConfig, ParallelConfig, PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def is_step(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class ModelEntry(GrmConfig):
+class ModelEntry(GrmConfig, PolicyConfig):
     """A model of a run that engines may serve, with its name, which is its role, and the section that a user types. The
     policy is one too, and has no `train` of its own.
     """

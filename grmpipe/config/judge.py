@@ -63,6 +63,8 @@ class FormatConfig(Bounded):
 
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
     show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
+    # A line after a response that was cut off says so, and why; false: judges aren't told.
+    show_truncation: bool = False
     # What happens if the judge's prompt exceeds its context window: the verdict fails (error), or the longest responses
     # lose their middle (middle): first what tools and the environment said, then whole turns, then all texts.
     truncation: str = one_of(TRUNCATIONS, "error")
@@ -349,6 +351,11 @@ def check_template(judge: JudgeConfig) -> None:
         raise ValueError(
             f"parser: {judge.parser} reads which of two responses is better, and a {judge.protocol} judgement isn't "
             "about a pair; type judge.protocol=pairwise, or judge.parser=boxed"
+        )
+    if judge.format.show_truncation and (judge.kind != "generative" or judge.protocol in ("steps", "turns")):
+        raise ValueError(
+            "format.show_truncation: is for generative judges of whole responses; type "
+            "judge.format.show_truncation=false, or judge=pointwise"
         )
 
 

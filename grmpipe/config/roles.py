@@ -13,7 +13,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from models.chat.renderer import Renderer
 from models.engines.engine_kind import AnyEngine, EngineSpec
 from scheduler.placement import Placement
-from scheduler.weights.weight_sync import SyncConfig
+from scheduler.weights.weight_push import TOLERANCE_QUANTIZED, SyncConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +252,6 @@ def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
 
 
 def resolve_sync(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:
-    if not engine.quantizes:
+    if not engine.quantizes or sync.probe_tolerance is not None:
         return sync
-    tolerance = sync.probe_tolerance_quantized
-    return dataclasses.replace(sync, probe_tolerance=tolerance, probe_tolerance_16bit=tolerance)
+    return dataclasses.replace(sync, probe_tolerance=TOLERANCE_QUANTIZED)

@@ -13,7 +13,7 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, RejudgeConfig, SimulateConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from models.settings import EngineConfig, ModelConfig
+from models.settings import EngineConfig, PolicyConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.slots.balance import BalanceConfig
 from scheduler.slots.engine_replacement import HealthConfig
@@ -51,7 +51,7 @@ class RunKeys:
 class NamedSections:
     """The models, judges and compositions: the first one of each kind has a section, further ones have names."""
 
-    policy: ModelConfig = field(default_factory=ModelConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     grm: GrmConfig = field(default_factory=lambda: GrmConfig(path="tiny://grm"))
     # Further models that judge: `+grm@models.<name>=<file>`. The name is the role of its engines in the placement.
     models: dict[str, GrmConfig] = field(default_factory=dict)

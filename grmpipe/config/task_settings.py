@@ -14,6 +14,7 @@ HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"
 A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "seed", "greedy")  # and only that of a policy
+ITEMS_AT_ONCE = 64  # labelled items, or prompts, that an evaluation has in flight
 NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
 TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
 
@@ -42,7 +43,6 @@ class EvaluateConfig(Bounded):
     temperature: float = at_least(0, 1.0)  # Temperature of the sampled answers.
     seed: int | None = None  # Seed of the sampled answers; null: that of the run.
     greedy: bool = True  # Also answer each prompt once at temperature 0.
-    max_concurrency: int = at_least(1, 64)  # [items] Most items, or prompts, in flight.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,11 +145,9 @@ class SimulateConfig(Bounded):
     steps: int = at_least(1, 20)  # [steps] Simulated steps.
     # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths.
     lengths: str | None = not_empty(None, "give a run's directory, or null")
-    # Standard deviation of the logarithm of a rollout's length; at 0.6 the longest of 100 is 4 times the median. The
-    # mean is that of task=plan: plan.rollout_tokens, plan.judgement_tokens.
-    rollout_sigma: float = at_least(0, 0.6)
-    # Standard deviation of the logarithm of a judgement's length; 0: equal lengths.
-    judgement_sigma: float = at_least(0, 0.3)
+    # Standard deviation of the logarithm of a rollout's length, and twice that of a judgement's; at 0.6 the longest of
+    # 100 is 4 times the median. The means are those of task=plan: plan.rollout_tokens, plan.judgement_tokens.
+    length_sigma: float = at_least(0, 0.6)
     unparseable_share: float = between_0_and_1(0.0)  # Share of judgements that can't be parsed.
 
 

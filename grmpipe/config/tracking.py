@@ -20,7 +20,6 @@ class TrackingConfig(Bounded):
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
     table_every: int = at_least(0, 10, "0 (no tables) or more steps")
-    table_rows: int = at_least(1, 8)  # [rows] Rollouts of a table.
     console: bool = True  # Show progress: a line per step.
     # The table of trackers. A new one is a file in grmpipe/trackers/, a row here and a test.
 

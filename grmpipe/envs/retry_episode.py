@@ -11,6 +11,7 @@ from grmpipe.types import EnvCause, Failed, Prompt, Rollout
 from models.seeds import derive_seed
 
 log = logging.getLogger(__name__)
+RETRY_S = 0.5  # wait before the second episode; twice as long before each further one
 
 
 class EpisodeFailed(Exception):
@@ -25,7 +26,7 @@ class EpisodeFailed(Exception):
         return self.failures[-1]
 
 
-def with_attempts(play: Play, *, attempts: int, retry_s: float) -> Play:
+def with_attempts(play: Play, *, attempts: int, retry_s: float = RETRY_S) -> Play:
     """A play of at most `attempts` episodes, each with its own seed. Raises EpisodeFailed instead of EnvFault."""
 
     seen: set[EnvCause] = set()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from grmpipe.types import Prompt, Rollout
+from grmpipe.types import Prompt, Rollout, TruncationReason
 from models.types import Message
 
 Voice = Literal["policy", "environment", "note"]
@@ -61,6 +61,23 @@ def make_trajectory(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Traj
     opening = show_opening(prompt, rollout)
     turns = (passage for turn in range(len(rollout.turns)) for passage in show_turn(rollout, turn, thoughts=thoughts))
     return Trajectory(passages=(*opening, *turns))
+
+
+CUT_BY: dict[TruncationReason, str] = {
+    "": "a limit",
+    "tokens": "the limit on its length",
+    "turns": "the limit on its turns",
+    "context": "the end of the context window",
+    "time": "the limit on its time",
+}
+
+
+def note_truncation(shown: Trajectory, rollout: Rollout) -> Trajectory:
+    """With a note at the end of a rollout that was truncated."""
+    if rollout.status != "truncated":
+        return shown
+    note = Passage(voice="note", text=f"[The response was cut off by {CUT_BY[rollout.reason]}.]")
+    return Trajectory(passages=(*shown.passages, replace(note, turn=len(rollout.turns) - 1)))
 
 
 def show_opening(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:

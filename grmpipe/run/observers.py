@@ -86,7 +86,7 @@ def open_trackers(config: RunConfig, run_dir: Path, state: RunState | None, own:
     settings, states = config.tracking, state.trackers if state is not None else {}
     first_step = state.pipeline_state.version + 1 if state is not None else 0
     shown = redact(without_secrets(fill_sections(config), free_on_resume))
-    trackers = AllTrackers(own, states, table_every=settings.table_every, table_rows=settings.table_rows)
+    trackers = AllTrackers(own, states, table_every=settings.table_every)
     for name in settings.trackers:
         run = TrackedRun(run_dir=run_dir, config=shown, state=states.get(name, {}), first_step=first_step)
         trackers.open(name, functools.partial(settings.open, name, run))

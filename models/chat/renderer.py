@@ -154,7 +154,7 @@ class Renderer:
         if self.tool_parser_name is None:
             raise ValueError(
                 "tool_parser: the chat template doesn't show in which format the model calls tools; set "
-                f"policy.tool_parser (or grm.tool_parser) to one of {', '.join(FORMATS)}"
+                f"policy.tool_parser to one of {', '.join(FORMATS)}"
             )
         return parser_named(self.tool_parser_name)
 

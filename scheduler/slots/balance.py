@@ -13,11 +13,12 @@ throughput of overlapping steps, which thin batches on many slots waste).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from models.bounds import Bounded, above, at_least, one_of
+from models.bounds import Bounded, above, one_of
 from scheduler.routing.in_flight import RoleBacklog
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
 SWAPS = ("auto", "sleep", "weights")
+HYSTERESIS = 1.0  # a move must gain this many times its cost, in addition to its cost
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,6 @@ class BalanceConfig(Bounded):
 
     every_s: float = above(0, 0.2)  # Longest time between two decisions.
     switch_s: float = above(0, 0.5)  # Assumed time of a move until moves are measured.
-    # A move must gain this many times its cost, in addition to its cost.
-    hysteresis: float = at_least(0, 1.0)
     # How a slot changes its role: between engines that sleep, or by the weights of one shared engine; docs/placement.md
     # says what auto chooses.
     swap: str = one_of(SWAPS, "auto")
@@ -65,7 +64,7 @@ class Pool:
     roles: Mapping[str, RoleBacklog]
     slots: Sequence[Slot]
     cost_s: Cost
-    hysteresis: float
+    hysteresis: float = HYSTERESIS
 
     def num_serving(self, role: str) -> int:
         return sum(slot.role == role and role in slot.able for slot in self.slots)

@@ -148,7 +148,7 @@ class ElasticPool:
         """The pool as the rules see it at this moment."""
         backlogs = {role: elastic.router.load.backlog(elastic.max_rows) for role, elastic in self._roles.items()}
         slots = [self._slot(slot) for slot in self._engines]
-        return Pool(roles=backlogs, slots=slots, cost_s=self._cost_s, hysteresis=self._config.hysteresis)
+        return Pool(roles=backlogs, slots=slots, cost_s=self._cost_s)
 
     def _slot(self, slot: str) -> Slot:
         role, engines = self._serves[slot], self._engines[slot]

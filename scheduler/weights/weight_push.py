@@ -9,7 +9,7 @@ on weights that must not be sampled from; a later push starts over and needs no 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
@@ -29,6 +29,9 @@ from scheduler.weights.weight_checks import (
 
 T = TypeVar("T")
 LEARNER = "learner"
+JOIN_S = 120.0  # limit for a new process group of broadcasts to connect
+# [nats] Tolerances of the probe, by what is sent and how the engine keeps it.
+TOLERANCE, TOLERANCE_16BIT, TOLERANCE_QUANTIZED = 1e-3, 0.25, 1.0
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,15 @@ class SyncConfig(Bounded):
     deadline_s: float = above(0, 60.0)
     # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
     min_mb_per_s: float = above(0, 100.0)
-    join_s: float = above(0, 120.0)  # Limit for a new process group of broadcasts to connect.
     # Most tokens of the probe.
     probe_tokens: int = at_least(2, 64, "at least 2 (the first token has no log-prob)")
-    # [nats] Largest median difference of log-probs over the likelier half of the probe, if float32 is sent.
-    probe_tolerance: float = above(0, 1e-3)
-    probe_tolerance_16bit: float = above(0, 0.25)  # [nats] The same tolerance if bfloat16 or float16 is sent.
-    # [nats] The same tolerance if the engine's options quantize its weights or cache.
-    probe_tolerance_quantized: float = above(0, 1.0)
+    # [nats] Largest median difference of log-probs over the likelier half of the probe; null: 0.001 if float32 is sent,
+    # 0.25 if bfloat16 or float16 is, 1 if the engine's options quantize its weights or cache.
+    probe_tolerance: float | None = above(0, None)
+
+    def tolerance(self, dtypes: Collection[str]) -> float:
+        """The tolerance for weights that are sent in these types."""
+        return self.probe_tolerance or (TOLERANCE if set(dtypes) <= {"float32"} else TOLERANCE_16BIT)
 
 
 class WeightSource(Protocol):
@@ -249,9 +253,7 @@ class Push:
         """The largest probe error over all engines; of weights that nobody has scored, from the first one. On a
         mismatch they are paused again: their weights must not be sampled from.
         """
-        config = self.config
-        tolerance = config.probe_tolerance if self.dtypes <= {"float32"} else config.probe_tolerance_16bit
-        tolerance = probe_bound(tolerance, self.last_error)
+        tolerance = probe_bound(self.config.tolerance(self.dtypes), self.last_error)
         scores = await self._on_engines("to score the probe", lambda engine: engine.score(self.probe_ids))
         expected = expected or next(iter(scores.values()))
         try:

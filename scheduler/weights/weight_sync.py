@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from models.types import Engine, EngineDied, GroupBackend, GroupLink
-from scheduler.weights.weight_push import LEARNER, Push, SyncConfig, SyncReport, WeightSource
+from scheduler.weights.weight_push import JOIN_S, LEARNER, Push, SyncConfig, SyncReport, WeightSource
 
 # Of the deadline: a broadcast whose peer is gone must end before the next push, which queues behind it.
 GROUP_TIMEOUT_SHARE = 1 / 3
@@ -185,7 +185,7 @@ class WeightSync:
         if self._link is not None and members == self._members:
             return self._link
         assert self._new_address is not None
-        push.allow(self._config.join_s)
+        push.allow(JOIN_S)
         address, port = await push.step(LEARNER, "to find a free port", self._new_address())
         return GroupLink(
             name=f"weights-{secrets.token_hex(4)}",
@@ -195,7 +195,7 @@ class WeightSync:
             rank=0,
             world_size=1 + len(members) * self._ranks_per_engine,
             timeout_s=self._config.deadline_s * GROUP_TIMEOUT_SHARE,
-            join_timeout_s=self._config.join_s,
+            join_timeout_s=JOIN_S,
         )
 
 

@@ -55,7 +55,7 @@ class Twice:
     async def close(self):
         CLOSED.append(self)
 '''
-TWICE = ("env=custom", "env.target=users_env.Twice", "rollout.max_turns=3", "env.retry_s=0")
+TWICE = ("env=custom", "env.target=users_env.Twice", "rollout.max_turns=3")
 
 
 @pytest.fixture(scope="module", autouse=True)

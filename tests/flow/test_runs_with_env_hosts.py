@@ -38,7 +38,7 @@ class Waits:
     async def close(self):
         pass
 """
-WAITS = ("env=custom", "env.target=waiting_env.Waits", "rollout.max_turns=2", "judge=rule", "env.retry_s=0")
+WAITS = ("env=custom", "env.target=waiting_env.Waits", "rollout.max_turns=2", "judge=rule")
 HERE = ("+placement.roles={env: {pool: judging, replicas: 1}}",)
 PROCESS = "env.isolation.kind=process"
 

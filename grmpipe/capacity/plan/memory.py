@@ -333,7 +333,7 @@ def remedy(roles: set[str], facts: RunFacts) -> str:
         return "give the roles separate pools"
     (role,) = roles
     if role == CRITIC:
-        return f"lower critic.micro_batch_tokens, {_smaller(facts.config.train)}or add critic ranks"
+        return f"lower train.micro_batch_tokens, {_smaller(facts.config.train)}or add critic ranks"
     if is_learning(role):
         return f"lower train.micro_batch_tokens, {_smaller(facts.config.train)}or add {role} ranks"
     if role not in facts.roles.served:

@@ -53,9 +53,9 @@ def make_workload(facts: RunFacts) -> Workload:
     settings = config.simulate
     means = {name: judge_lengths(name, facts).new_tokens for name in config.judging.generative}
     lengths = {
-        name: choose_lengths(name, mean, settings.judgement_sigma, settings.lengths) for name, mean in means.items()
+        name: choose_lengths(name, mean, settings.length_sigma / 2, settings.lengths) for name, mean in means.items()
     }
-    played = choose_lengths(POLICY, policy_lengths(facts).new_tokens, settings.rollout_sigma, settings.lengths)
+    played = choose_lengths(POLICY, policy_lengths(facts).new_tokens, settings.length_sigma, settings.lengths)
     return Workload(
         config=config,
         prompts=PromptStream(facts.data.train, seed=config.seed, shuffle=config.data.shuffle),

@@ -12,10 +12,10 @@ from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import RunKeys, RunSections, SharedSections
 from grmpipe.config.train import TrainConfig
-from models.settings import AUTO, ModelConfig
+from models.settings import AUTO, PolicyConfig
 from scheduler.placement import PlacementConfig
 
-Section = TypeVar("Section", ModelConfig, GrmConfig, JudgeConfig, RewardConfig)
+Section = TypeVar("Section", PolicyConfig, GrmConfig, JudgeConfig, RewardConfig)
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # the meaning of dtype=auto, on a GPU and elsewhere
 
 
@@ -45,7 +45,7 @@ def fill_sections(config: RunConfig) -> RunSections:
     del models[POLICY]
     return RunSections(
         **copy_shared(config),
-        policy=select_entries(ModelConfig, {POLICY: config.policy})[POLICY],
+        policy=select_entries(PolicyConfig, {POLICY: config.policy})[POLICY],
         grm=models.pop(GRM),
         models=models,
         judge=judges.pop(JUDGE),

@@ -25,7 +25,6 @@ FREE_ON_RESUME = (
     "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing",
     "train.activation_offload", "train.optimizer.offload", "train.checkpoint_every", "train.async_checkpoints",
     "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.parallel", "grm.train.parallel",
-    "critic.micro_batch_tokens",
     "meta_rm.max_batch_tokens",
     # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
     "judge.limits", "judge.max_failure_rate", "rollout.max_failure_rate", "rollout.pause_s",

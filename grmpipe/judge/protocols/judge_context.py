@@ -13,7 +13,7 @@ from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
 from grmpipe.judge.protocols.split_steps import Decode
-from grmpipe.judge.trajectory import Trajectory, make_trajectory
+from grmpipe.judge.trajectory import Trajectory, make_trajectory, note_truncation
 from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import Vote, average_weighted, best_indices, mean, vote_named
 from grmpipe.types import Failed, Judgement, Prompt, Rollout
@@ -39,8 +39,9 @@ class JudgeContext:
         return self.config.scale
 
     def show_rollout(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
-        """What the judge sees of a rollout: `judge.format.show_thoughts`."""
-        return make_trajectory(prompt, rollout, thoughts=self.config.format.show_thoughts)
+        """What the judge sees of a rollout: `judge.format.show_thoughts`, `judge.format.show_truncation`."""
+        shown = make_trajectory(prompt, rollout, thoughts=self.config.format.show_thoughts)
+        return note_truncation(shown, rollout) if self.config.format.show_truncation else shown
 
     async def prompt(
         self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None

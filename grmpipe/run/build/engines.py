@@ -174,7 +174,7 @@ async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWei
     role = prepared.roles.served[model.name]
     sync = role.sync
     if role.dtype != "float32":  # their bucket has no dtype
-        sync = replace(sync, probe_tolerance=sync.probe_tolerance_16bit)
+        sync = replace(sync, probe_tolerance=sync.tolerance({role.dtype}))
     probe_ids = pick_probe(model, prepared)
     return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
 

@@ -29,7 +29,7 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     if (workflow := envs.workflow) is not None:
         chats = EpisodeChats(sampler, renderer, params, limits, envs.events)
         asked = free_after(functools.partial(workflow.play, chats), engines)
-        return with_attempts(asked, attempts=env.attempts, retry_s=env.retry_s)
+        return with_attempts(asked, attempts=env.attempts)
     make = envs.make
     assert make is not None, "an episode without a workflow has an environment"
 
@@ -38,7 +38,7 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
 
     if env.env_kind.is_single:
         return played
-    return with_attempts(free_after(played, engines), attempts=env.attempts, retry_s=env.retry_s)
+    return with_attempts(free_after(played, engines), attempts=env.attempts)
 
 
 def free_after(play: Play, engines: KeepsTrajectories) -> Play:

@@ -10,6 +10,7 @@ from pathlib import Path
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import ITEMS_AT_ONCE
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.evaluation.judge_accuracy import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.judge.meta_rm import MetaRm
@@ -49,8 +50,8 @@ async def evaluate_judge(
 async def judge_items(
     judge: Judge, meta_rm: MetaRm | None, items: Sequence[Labelled], config: RunConfig, progress: Progress
 ) -> list[JudgedItem]:
-    """Judge items in their order, evaluate.max_concurrency at a time: those begun first end first."""
-    places = asyncio.Semaphore(config.evaluate.max_concurrency)
+    """Judge items in their order, ITEMS_AT_ONCE at a time: those begun first end first."""
+    places = asyncio.Semaphore(ITEMS_AT_ONCE)
     first, *others = config.judging.judges.values()
 
     async def judged(index: int, item: Labelled) -> JudgedItem:

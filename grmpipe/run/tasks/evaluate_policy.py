@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, replace
 
-from grmpipe.config.task_settings import NUM_SAMPLES
+from grmpipe.config.task_settings import ITEMS_AT_ONCE, NUM_SAMPLES
 from grmpipe.evaluation.held_out import AnswerJournal, Evaluator, HeldOutEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import show_policies, write_policies
@@ -82,7 +82,7 @@ def make_policy_evaluator(
     return replace(
         evaluator_on(found.prompts, ready.prepared, running, judge, sampling),
         judges_greedy=True,
-        places=asyncio.Semaphore(evaluate.max_concurrency * (sampling.num_samples + evaluate.greedy)),
+        places=asyncio.Semaphore(ITEMS_AT_ONCE * (sampling.num_samples + evaluate.greedy)),
         journal=answers,
         episodes=answers.counters.envs,
     )

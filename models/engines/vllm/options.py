@@ -39,7 +39,6 @@ INSTEAD = {
     "max_model_len": "engine.vllm.max_context_tokens",
     "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
     "gpu_memory_utilization": "engine.vllm.gpu_memory_utilization",
-    "enforce_eager": "engine.vllm.enforce_eager",
     "enable_prefix_caching": "engine.vllm.prefix_caching",
     "enable_sleep_mode": "engine.vllm.sleep_mode",
     "enable_return_routed_experts": "algorithm.router_replay",
@@ -137,7 +136,7 @@ def make_arguments(start: VllmStart) -> dict[str, Any]:
         "max_num_seqs": config.max_batch_rows,
         "kv_cache_memory_bytes": kv_cache_mb << 20 or None,
         "gpu_memory_utilization": config.memory_share,
-        "enforce_eager": config.enforce_eager or start.on_cpu,
+        "enforce_eager": start.on_cpu,
         "enable_prefix_caching": config.prefix_caching,
         "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # not supported on a CPU
         "tensor_parallel_size": spec.num_gpus,

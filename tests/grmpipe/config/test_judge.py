@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from configs import BLOCKS, judge_config
 
-from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import EarlyStopConfig, FormatConfig, JudgeConfig
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.prompt import TEMPLATES
 
@@ -118,6 +118,12 @@ def test_an_early_stop_where_it_would_change_what_counts_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         judge_config(early_stop=EarlyStopConfig(kind=kind), **settings)
+
+
+@pytest.mark.parametrize("keys", [{"protocol": "steps", "template": "steps"}, {"kind": "rule"}])
+def test_only_a_judge_that_reads_whole_responses_is_told_of_a_truncation(keys: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"^format\.show_truncation: "):
+        JudgeConfig(format=FormatConfig(show_truncation=True), **keys)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict,
 )
 def test_quantizing_engine_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
     given = config(policy={"engine": engine}, engine={engine: options})
-    assert served("policy", given).sync.probe_tolerance_16bit == tolerance
+    assert served("policy", given).sync.tolerance({"bfloat16"}) == tolerance
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from models.chat.json_tool_calls import MAX_CALLS, MAX_ERRORS
 from models.chat.tool_calls import FORMATS, check_tool_parser, detect_format, parser_named, read_turn
-from models.settings import ModelConfig
+from models.settings import PolicyConfig
 from models.types import ParsedTurn, ToolCall, ToolSpec
 
 
@@ -322,5 +322,5 @@ def test_custom_parser_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"^tool_parser: unknown value 'hermse'; known: auto, qwen3_coder, hermes, .*"):
-        ModelConfig(tool_parser="hermse")
-    assert ModelConfig(tool_parser="hermes").tool_parser == "hermes" and ModelConfig().tool_parser == "auto"
+        PolicyConfig(tool_parser="hermse")
+    assert PolicyConfig(tool_parser="hermes").tool_parser == "hermes" and PolicyConfig().tool_parser == "auto"

@@ -9,9 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_bound, probe_error
-from scheduler.weights.weight_push import SyncConfig
-
-TOLERANCE = SyncConfig().probe_tolerance_16bit
+from scheduler.weights.weight_push import TOLERANCE_16BIT as TOLERANCE
 
 
 def logprobs_of(seed: int, sharpness: float, dtype: torch.dtype) -> list[float]:

@@ -328,11 +328,11 @@ def test_a_large_model_has_the_time_that_its_bytes_take_and_a_hung_engine_no_mor
 def test_a_new_group_has_time_of_its_own_to_meet() -> None:
     async def scene() -> None:
         source, engine = Source(broadcast=True), Faulty()
-        sync = WeightSync(source, PROBE, SyncConfig(join_s=300), transport="gloo", group="gloo", new_address=address)
-        engine.meets_s = 200.0
-        assert (await sync.push(lambda: named(engine), 1)).seconds == pytest.approx(200)
+        sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", group="gloo", new_address=address)
+        engine.meets_s = 100.0
+        assert (await sync.push(lambda: named(engine), 1)).seconds == pytest.approx(100)
         assert source.links[0] is not None
-        assert (source.links[0].timeout_s, source.links[0].meeting_timeout_s) == (20, 300)
+        assert (source.links[0].timeout_s, source.links[0].meeting_timeout_s) == (20, 120)
         with pytest.raises(WeightSyncTimeout, match="within 60 s; waiting for policy-0 to begin"):
             await sync.push(lambda: named(engine), 2)  # in the group that it has
 
@@ -584,8 +584,8 @@ def test_tensors_are_named_by_their_layer() -> None:
     assert describe_tensors([f"h.{n}.w" for n in range(9)]).endswith("h.3.w and 5 more layers")
 
 
-@pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "probe_tolerance_16bit", "bucket_mb",
-     "min_mb_per_s", "join_s"])  # fmt: skip
+@pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "bucket_mb",
+     "min_mb_per_s"])  # fmt: skip
 def test_a_bad_value_names_its_key(key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         SyncConfig(**{key: -1})

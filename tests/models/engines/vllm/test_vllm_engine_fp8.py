@@ -16,7 +16,7 @@ from models.types import WeightReceipt
 from models.weights.object_store import ObjectStore
 from models.weights.weight_stream import WeightStream
 from scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_error
-from scheduler.weights.weight_push import SyncConfig
+from scheduler.weights.weight_push import TOLERANCE, TOLERANCE_QUANTIZED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
     model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
 ) -> None:
-    ids, sync = prompt_of(100), SyncConfig()
+    ids = prompt_of(100)
     engine = VllmEngine(
         EngineSpec(path=model_path, role="policy", dtype="bfloat16"), VllmConfig(kv_cache_mb=16, quantization="fp8")
     )
@@ -48,10 +48,10 @@ def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
         assert (await push(next_version_path, 1)).unapplied == ()
         after = await engine.score(ids)
         for scored, whole in ((before, plain), (after, next_plain)):
-            error = check_probe("policy-0", 1, expected(whole), scored, sync.probe_tolerance_quantized)
-            assert 10 * sync.probe_tolerance < error < probe_error(before, after) / 3
+            error = check_probe("policy-0", 1, expected(whole), scored, TOLERANCE_QUANTIZED)
+            assert 10 * TOLERANCE < error < probe_error(before, after) / 3
             with pytest.raises(WeightMismatch):
-                check_probe("policy-0", 1, expected(whole), scored, sync.probe_tolerance)
+                check_probe("policy-0", 1, expected(whole), scored, TOLERANCE)
         await push(model_path, 2)
         assert float(np.abs(np.subtract(await engine.score(ids), before)).max()) < 1e-3  # the same rounding again
 

@@ -32,7 +32,7 @@ KV_CACHE_MB = 512
 def test_vllm_sleeps_wakes_and_takes_weights(
     model_path: str, next_version_path: str, prompt_of: Any, next_plain: Any, tmp_path: Path, transport: str
 ) -> None:
-    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, sleep_mode=True, enforce_eager=True)
+    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, sleep_mode=True, options={"enforce_eager": True})
     engine = VllmEngine(EngineSpec(path=model_path, role="policy", device="cuda"), config)
     device = torch.device("cuda:0")
     stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "float32", bucket_bytes=1 << 15)
@@ -108,7 +108,7 @@ def test_vllm_reports_the_experts_that_the_model_itself_would_choose(
     )  # fmt: skip
     Qwen3MoeForCausalLM(shape).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
-    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, enforce_eager=True)
+    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, options={"enforce_eager": True})
     engine = VllmEngine(
         EngineSpec(path=str(tmp_path), role="policy", device="cuda", return_routed_experts=True), config
     )
