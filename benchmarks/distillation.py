@@ -146,6 +146,9 @@ step of {TARGET:.2f} is the last of the first {WINDOW} whose rollouts are right 
 told more (`+experiment=self_distill`).
 
 {table(folder, "itself")}
+
+The judge's critiques begin with its own solution, so that of a sibling teaches as much: what teaches is the solution, not
+the verdict on the answer. The tiny policy was never trained to read a bare reference: what it scores after one is noise.
 """)
 
 

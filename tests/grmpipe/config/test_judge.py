@@ -120,7 +120,7 @@ def test_an_early_stop_where_it_would_change_what_counts_is_refused(
         judge_config(early_stop=EarlyStopConfig(kind=kind), **settings)
 
 
-@pytest.mark.parametrize("keys", [{"protocol": "steps", "template": "steps"}, {"kind": "rule"}])
+@pytest.mark.parametrize("keys", [{"protocol": "steps", "template": "steps", "parser": "boxed"}, {"kind": "rule"}])
 def test_only_a_judge_that_reads_whole_responses_is_told_of_a_truncation(keys: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"^format\.show_truncation: "):
         JudgeConfig(format=FormatConfig(show_truncation=True), **keys)  # type: ignore[arg-type]
