@@ -147,8 +147,9 @@ told more (`+experiment=self_distill`).
 
 {table(folder, "itself")}
 
-The judge's critiques begin with its own solution, so that of a sibling teaches as much: what teaches is the solution, not
-the verdict on the answer. The tiny policy was never trained to read a bare reference: what it scores after one is noise.
+The judge's critiques begin with its own solution, so that of a sibling teaches as much: what teaches is the solution,
+not the verdict on the answer. The tiny policy was never trained to read a bare reference: what it scores after one is
+noise.
 """)
 
 
