@@ -89,10 +89,10 @@ def answer(write: Write, problem: Any, rng: random.Random) -> SftExample:
 def answer_told(problem: Problem, rng: random.Random) -> SftExample:
     """A right answer after a critique of another one, in a fence."""
     critique = judgement(problem, str(sloppy_solution(problem, Sloppiness(), rng)))
-    return SftExample(prompt=told(problem.question, critique), response=right_text(problem, rng))
+    return SftExample(prompt=show_critique(problem.question, critique), response=right_text(problem, rng))
 
 
-def told(question: str, critique: str) -> str:
+def show_critique(question: str, critique: str) -> str:
     """What a tiny policy that teaches itself reads (algorithm.distill.context in conf/experiment/self_distill.yaml)."""
     return "\n> ".join([question, *critique.splitlines()])
 

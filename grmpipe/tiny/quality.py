@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grmpipe.tiny.examples import told
+from grmpipe.tiny.examples import show_critique
 from grmpipe.tiny.problems import PASSING_SCORE, Problem, judgement, parse_score
 from grmpipe.tiny.recipes import (
     GRM_COMPARISON,
@@ -91,7 +91,7 @@ def policy_quality(name: str, policy: TinySampler) -> Quality:
         found = judge_quality(SUMS, make_passes(SUMS, policy), answers(SUMS, policy, draw_held_out(SUMS), seed=1))
         measured |= {f"judge_{quality}": value for quality, value in found.items()}
     if name == POLICY_TOLD.name:
-        measured["told_accuracy"] = told_accuracy(policy, draw_held_out(SUMS))
+        measured["told_accuracy"] = measure_told(policy, draw_held_out(SUMS))
     return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
 
 
@@ -110,10 +110,10 @@ def answers(task: TinyTask, policy: TinySampler, problems: Sequence[Any], seed: 
     return policy.answer([problem.question for problem in problems], MAX_ANSWER_TOKENS, seed, greedy)
 
 
-def told_accuracy(policy: TinySampler, problems: Sequence[Problem]) -> float:
+def measure_told(policy: TinySampler, problems: Sequence[Problem]) -> float:
     """The share of problems that it answers right after a critique of its own answer."""
     first = answers(SUMS, policy, problems, seed=0)
-    asked = [told(one.question, judgement(one, text)) for one, text in zip(problems, first, strict=True)]
+    asked = [show_critique(one.question, judgement(one, text)) for one, text in zip(problems, first, strict=True)]
     again = policy.answer(asked, MAX_ANSWER_TOKENS, seed=1)
     return fmean(SUMS.right(problem, text) for problem, text in zip(problems, again, strict=True))
 

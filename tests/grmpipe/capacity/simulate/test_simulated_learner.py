@@ -22,7 +22,7 @@ from grmpipe.train.learner.backend import LearnerRank, SendsWeights
 from grmpipe.types import BatchTotals, OldPass
 
 ROOT = Path(__file__).parents[4]
-FILES = {"save", "begin_save", "saved", "load", "export"}  # a simulation has none
+FILES = {"save", "begin_save", "saved", "load", "export", "average"}  # a simulation has none
 METHODS = {
     f"{prefix}{name}"
     for prefix, part in (("", LearnerRank), ("sender.", SendsWeights))
