@@ -18,8 +18,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import grmpipe
-from grmpipe.judge.teacher_context import Insertion, Reports, Rollouts, TextContext
-from grmpipe.run.build import start_serving
+from grmpipe.judge.teacher_context import Insertion, Reports, Rollouts, TeacherContext
+from grmpipe.run.build import make_judge
 from grmpipe.types import Prompt
 
 REPORT = Path(__file__).parent / "distillation.md"
@@ -55,7 +55,7 @@ ARMS: Mapping[str, Arm] = {
 }
 
 
-class ShuffledCritiques(TextContext):
+class ShuffledCritiques(TeacherContext):
     """Shows of each sibling what was written about the next one."""
 
     @property
@@ -76,7 +76,7 @@ def run(folder: Path, name: str, seed: int) -> None:
     if (run_dir / "summary.json").exists():
         return
     config = grmpipe.compose(overrides=[*arm.overrides, *COMMON, f"seed={seed}", f"run_dir={run_dir}"])
-    with patch.object(start_serving, "TextContext", ShuffledCritiques if arm.shuffled else TextContext):
+    with patch.object(make_judge, "TeacherContext", ShuffledCritiques if arm.shuffled else TeacherContext):
         grmpipe.launch(config)
 
 

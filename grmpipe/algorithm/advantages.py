@@ -17,9 +17,9 @@ from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import estimator_named
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
+from grmpipe.config.raw_scores import sigmoid
 from grmpipe.config.train import AlgorithmConfig
 
-MOST_NATS = 700.0  # exp of more overflows
 ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 
 Group = Sequence[Rewards]
@@ -139,7 +139,7 @@ def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     advantages_G = np.zeros(len(group))
     if outcomes_G[chosen] - outcomes_G[rejected] > algorithm.min_group_std:
         beta, margin = algorithm.kl_coefficient, group[chosen].log_ratio - group[rejected].log_ratio
-        advantages_G[chosen] = beta / (1 + math.exp(min(MOST_NATS, beta * margin)))
+        advantages_G[chosen] = beta * sigmoid(-beta * margin)
         advantages_G[rejected] = -advantages_G[chosen]
     return over_tokens(group, advantages_G)
 

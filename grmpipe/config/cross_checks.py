@@ -184,8 +184,8 @@ def check_teacher_context(config: RunConfig) -> None:
             "algorithm.distill.teachers: the policy itself teaches only what it reads beside the prompt; type "
             f"'{key}=\"\\n\\n{{critique}}\"', or a model beside the policy"
         )
-    judges = config.judging.generative.values()
-    if CRITIQUE in distill.context_fields and not any(judge.protocol_kind.about == "response" for judge in judges):
+    kinds = [judge.protocol_kind for judge in config.judging.generative.values()]
+    if CRITIQUE in distill.context_fields and not any(kind.scores != "turns" and not kind.compares for kind in kinds):
         raise ValueError(
             f"{key}: {{critique}} is what a generative judge writes about one response, and this run has none that "
             "does; type judge=pointwise, or leave {critique} out"

@@ -59,11 +59,16 @@ class GrmConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps = self.policy_updates
-        every = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
-        if not every and not (isinstance(steps, Sequence) and sorted(set(filter(is_step, steps))) == list(steps)):
+        rise = isinstance(steps, Sequence) and sorted(set(filter(is_step, steps))) == list(steps)
+        if not is_step(steps) and not rise:
             raise ValueError(
-                f"policy_updates: expected rising steps of 1 or more, as in [20, 40], or a number, as in 5 for every "
+                "policy_updates: expected rising steps of 1 or more, as in [20, 40], or a number, as in 5 for every "
                 f"fifth step, got {steps}"
+            )
+        if self.policy_update_rate < 1 and not steps:
+            raise ValueError(
+                f"policy_update_rate: {self.policy_update_rate:g} of the policy at no step; type policy_updates=5 in "
+                "the same section, or leave it out"
             )
 
     def list_updates(self, num_steps: int) -> tuple[int, ...]:

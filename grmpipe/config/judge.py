@@ -352,7 +352,7 @@ def check_template(judge: JudgeConfig) -> None:
             f"parser: {judge.parser} reads which of two responses is better, and a {judge.protocol} judgement isn't "
             "about a pair; type judge.protocol=pairwise, or judge.parser=boxed"
         )
-    if judge.format.show_truncation and (judge.kind != "generative" or judge.protocol in ("steps", "turns")):
+    if judge.format.show_truncation and (judge.kind != "generative" or not judge.protocol_kind.is_of_whole):
         raise ValueError(
             "format.show_truncation: is for generative judges of whole responses; type "
             "judge.format.show_truncation=false, or judge=pointwise"

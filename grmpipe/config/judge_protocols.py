@@ -44,6 +44,11 @@ class JudgeProtocol:
         return not self.compares and self.scores in ("responses", "turns")
 
     @property
+    def is_of_whole(self) -> bool:
+        """Whether a judgement shows whole responses."""
+        return self.scores in ("responses", "criteria")
+
+    @property
     def template_fields(self) -> tuple[str, ...]:
         """The template's fields for the work under judgement: `responses` and `steps` are lists of texts, all others
         are texts.

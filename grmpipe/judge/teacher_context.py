@@ -4,9 +4,9 @@ With the policy's own weights as its teacher this is self-distillation: from fee
 the reference (OPSD, arXiv 2601.18734).
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE, REFERENCE, DistillConfig
 from grmpipe.judge.grm import PromptRenderer
@@ -39,23 +39,7 @@ class Insertion:
 NO_INSERTION = Insertion(0, 0, ())
 
 
-class Context(Protocol):
-    """Finds what a teacher reads and the policy doesn't.
-
-    waits: whether it needs the reports on all siblings.
-    """
-
-    @property
-    def waits(self) -> bool: ...
-
-    def find(self, prompt: Prompt, sibling: int, rollouts: Rollouts, reports: Reports) -> Insertion | None:
-        """What to insert into the prompts of a sibling whose report is known. None: there is nothing to show, so that
-        the rollout isn't taught.
-        """
-        ...
-
-
-class TextContext:
+class TeacherContext:
     """A text with fields, after the last message of the prompt. Texts of models are fenced: they are no instructions.
 
     renderer: of the policy, whose prompts these are.
@@ -68,16 +52,23 @@ class TextContext:
 
     @property
     def waits(self) -> bool:
+        """Whether it needs the reports on all siblings."""
         return BETTER_ANSWER in self._fields
 
     def find(self, prompt: Prompt, sibling: int, rollouts: Rollouts, reports: Reports) -> Insertion | None:
-        critique, better = find_critique(sibling, reports), find_better_answer(sibling, rollouts, reports)
-        known = {CRITIQUE: fence_text(critique), REFERENCE: prompt.reference, BETTER_ANSWER: fence_text(better)}
-        missing = {CRITIQUE: not critique, REFERENCE: not prompt.reference, BETTER_ANSWER: not better}
-        if any(missing[field] for field in self._fields):
+        """What to insert into the prompts of a sibling whose report is known. None: there is nothing to show, so that
+        the rollout isn't taught.
+        """
+        known = {
+            CRITIQUE: find_critique(sibling, reports),
+            REFERENCE: prompt.reference or "",
+            BETTER_ANSWER: find_better_answer(sibling, rollouts, reports),
+        }
+        if not all(known[field] for field in self._fields):
             return None
+        shown = {field: text if field == REFERENCE else fence_text(text) for field, text in known.items()}
         rollout = rollouts[sibling]
-        return self._insert(self._text.format(**known), rollout.opening or prompt.messages, rollout)
+        return self._insert(self._text.format(**shown), rollout.opening or prompt.messages, rollout)
 
     def _insert(self, text: str, messages: Sequence[Message], rollout: Rollout) -> Insertion | None:
         """The text after the last message, in the tokens of the rollout's prompts. A prompt may begin with tools, which
@@ -105,13 +96,15 @@ def count_alike(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def find_critique(sibling: int, reports: Reports) -> str:
-    """What a judge wrote about a whole response, without its thoughts: of several judgements the one whose score is
-    nearest to their mean. Empty: nothing.
+    """What a judge wrote about a whole response, without its thoughts: the first judge that wrote anything, and of its
+    judgements the one whose score is nearest to their mean. Empty: nothing.
     """
-    about = [one for one in reports[sibling].judgements if one.siblings == (sibling,) and one.turn is None]
-    mean = sum(one.scores[0] for one in about) / max(1, len(about))
-    nearest = min(about, key=lambda one: abs(one.scores[0] - mean), default=None)
-    return "" if nearest is None else nearest.completion.answer.strip()
+    for report in reports[sibling].own_reports.values():
+        about = [one for one in report.judgements if one.siblings == (sibling,) and one.turn is None]
+        if about:
+            mean = statistics.fmean(one.scores[0] for one in about)
+            return min(about, key=lambda one: abs(one.scores[0] - mean)).completion.answer.strip()
+    return ""
 
 
 def find_better_answer(sibling: int, rollouts: Rollouts, reports: Reports) -> str:

@@ -7,10 +7,11 @@ optional; it is never a number. A teacher that reads more than the policy scores
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from grmpipe.judge.teacher_context import NO_INSERTION, Context, Insertion
+from grmpipe.judge.teacher_context import NO_INSERTION, Insertion, TeacherContext
 from grmpipe.types import (
     Cause,
     Failed,
@@ -25,6 +26,7 @@ from grmpipe.types import (
     Verdict,
     judge_tasks_of_turn,
 )
+from models.chat.long_texts import count_chars, off_loop_if_long
 from models.engines.request_gates import PrioritySemaphore
 from models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, make_scoring_params
 from scheduler.work_queue import BusyMeter
@@ -44,7 +46,7 @@ class Teacher:
     name: str
     engine: Generates
     top_k: int = 0
-    context: Context | None = None
+    context: TeacherContext | None = None
     meter: BusyMeter = field(default_factory=BusyMeter)
 
     async def score(
@@ -195,7 +197,7 @@ class ToldTeachingSession:
     owner: TeachingJudge
     session: JudgeSession
     teacher: Teacher
-    context: Context
+    context: TeacherContext
     prompt: Prompt
     size: int
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -228,7 +230,8 @@ class ToldTeachingSession:
         report = self._reports[sibling]
         if isinstance(report.verdict, Failed):
             return report
-        more = self.context.find(self.prompt, sibling, self._rollouts, self._reports)
+        find = partial(self.context.find, self.prompt, sibling, self._rollouts, dict(self._reports))
+        more = await off_loop_if_long(count_chars(self.prompt.messages), find)
         if more is None:
             return report
         return self.owner.join(report, await self.teacher.score(self._rollouts[sibling], priority, more))

@@ -76,8 +76,8 @@ def note_truncation(shown: Trajectory, rollout: Rollout) -> Trajectory:
     """With a note at the end of a rollout that was truncated."""
     if rollout.status != "truncated":
         return shown
-    note = Passage(voice="note", text=f"[The response was cut off by {CUT_BY[rollout.reason]}.]")
-    return Trajectory(passages=(*shown.passages, replace(note, turn=len(rollout.turns) - 1)))
+    text = f"[The response was cut off by {CUT_BY[rollout.reason]}.]"
+    return Trajectory(passages=(*shown.passages, Passage(voice="note", text=text, turn=len(rollout.turns) - 1)))
 
 
 def show_opening(prompt: Prompt, rollout: Rollout) -> tuple[Passage, ...]:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from grmpipe.data.catalogs import resolve_model
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_reader import read_run
 from grmpipe.types import Verdict
+from models.chat.renderer import Renderer
 
 TEACHER = ("+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}")
 ALONE = (*TEACHER, "reward=none")
@@ -60,8 +62,9 @@ def test_a_policy_that_teaches_itself_is_scored_after_the_critique_and_trained_w
     files.check_complete(12)
     assert files.summary["teaching"]["scored"] == ROLLOUTS and "policy" in files.summary["busy_s"]
     assert all(step["train/taught_share"] == 1.0 for step in files.steps())
-    prompts = {line["prompt_id"]: line["messages"] for line in files.lines("rollouts") if "messages" in line}
-    assert not any(">" in message["content"] for messages in prompts.values() for message in messages)
+    renderer = Renderer.load(resolve_model("tiny://policy_told"))
+    prompts = [renderer.decode(line["turns"][0]["new_ids"]) for line in files.lines("rollouts")]
+    assert len(prompts) == ROLLOUTS and all("How many" in prompt and ">" not in prompt for prompt in prompts)
 
 
 def test_a_better_sibling_teaches_those_with_a_lower_reward(small_run: Callable) -> None:

@@ -111,6 +111,7 @@ def test_a_policy_that_judges_itself_is_asked_under_its_newest_version(small_run
     [
         (["grm.policy_updates=[2]"], r"^grm\.policy_updates: tiny://grm is another model than .*type grm\.path='\$"),
         (["grm=policy", "grm.policy_updates=6"], r"^grm\.policy_updates: 6 is not before the last step, .* = 5"),
+        (["grm=policy", "grm.policy_update_rate=0.5"], r"^grm\.policy_update_rate: 0\.5 of .* type policy_updates=5"),
         (["grm=policy", "grm.policy_updates=often"], r"^grm\.policy_updates: expected rising steps .* got often"),
         (["grm=policy", "grm.policy_updates=[4, 2]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),
         (["grm=policy", "grm.policy_updates=[0]"], r"^grm\.policy_updates: expected rising steps of 1 or more"),

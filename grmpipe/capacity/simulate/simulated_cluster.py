@@ -3,7 +3,6 @@ learner take time instead of working, and the driver takes the time it is given.
 """
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from grmpipe.capacity.simulate.workload import Workload, make_flow, make_judge, 
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
-from grmpipe.judge.teacher_context import TextContext
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
@@ -206,11 +204,7 @@ class Simulation:
             slots=EpisodeSlots(),
             play=make_play(self._workload, learners.engines, self._driver),
             judge=make_judge(self._workload, routers, self._driver),
-            teachers=make_teachers(
-                self._config,
-                routers,
-                functools.partial(TextContext, renderer=CountingRenderer(self._workload.chars_per_token[POLICY])),
-            ),
+            teachers=make_teachers(self._config, routers, CountingRenderer(self._workload.chars_per_token[POLICY])),
             journal=NoJournal(),
             events=self._events,
         )

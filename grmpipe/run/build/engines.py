@@ -172,9 +172,7 @@ async def read_stored_weights(
 async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWeights:
     """The weights of a model that an engine has just loaded."""
     role = prepared.roles.served[model.name]
-    sync = role.sync
-    if role.dtype != "float32":  # their bucket has no dtype
-        sync = replace(sync, probe_tolerance=sync.tolerance({role.dtype}))
+    sync = replace(role.sync, probe_tolerance=role.sync.tolerance({role.dtype}))  # their bucket has no dtype
     probe_ids = pick_probe(model, prepared)
     return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
 

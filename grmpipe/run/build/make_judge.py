@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from grmpipe.config.distill import DistillConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.grm import Grm
+from grmpipe.judge.grm import Grm, PromptRenderer
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
@@ -18,7 +17,7 @@ from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.teacher_context import Context
+from grmpipe.judge.teacher_context import TeacherContext
 from grmpipe.judge.teaching import NoReward, Teacher
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
@@ -47,14 +46,10 @@ def make_judge(resources: JudgeResources) -> Judge:
     return compose(config, config.rewards, make_judges(resources, config.judging.judges))
 
 
-def make_teachers(
-    config: RunConfig, routers: Mapping[str, Generates], make_context: Callable[[DistillConfig], Context]
-) -> dict[str, Teacher]:
-    """The models that teach the policy, by name. routers: of their engines, by role. make_context: of what they read
-    and the policy doesn't.
-    """
+def make_teachers(config: RunConfig, routers: Mapping[str, Generates], renderer: PromptRenderer) -> dict[str, Teacher]:
+    """The models that teach the policy, by name. routers: of their engines, by role. renderer: of the policy."""
     distill = config.algorithm.distill
-    context = None if distill.context is None else make_context(distill)
+    context = None if distill.context is None else TeacherContext(distill, renderer)
     return {
         name: Teacher(name=name, engine=routers[name], top_k=distill.top_k, context=context) for name in config.teachers
     }

@@ -1,6 +1,5 @@
 """Prepared run -> what serves its requests: engines, scorers, endpoints, environments. Here nothing learns."""
 
-import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.meta_rm import MetaRm
-from grmpipe.judge.teacher_context import TextContext
 from grmpipe.judge.teaching import Teacher
 from grmpipe.observe.progress import Describe, time_text
 from grmpipe.run.build.engines import ServingEngines, start_routers
@@ -136,8 +134,6 @@ async def start_serving(
         scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
         scalars=scalars,
         meta_rm=make_meta_rm(prepared.meta_rm, meta_rm, requests),
-        teachers=make_teachers(
-            prepared.config, served.routers, functools.partial(TextContext, renderer=prepared.policy.renderer)
-        ),
+        teachers=make_teachers(prepared.config, served.routers, prepared.policy.renderer),
         envs=envs,
     )

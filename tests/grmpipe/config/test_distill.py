@@ -74,6 +74,7 @@ def test_the_source_of_a_prompt_chooses_its_teacher() -> None:
         ((*TEACHER, told("{critic}")), CONTEXT + r"unknown field \{critic\}; known are \{critique\}, \{reference\}"),
         ((*TEACHER, told("{critique")), CONTEXT + r".*expected '\}'.*; braces of the text itself are written double"),
         ((*TEACHER, told("{critique}"), "judge=listwise"), CONTEXT + r"\{critique\} is what .* about one response"),
+        ((*TEACHER, told("{critique}"), "judge=turns"), CONTEXT + r"\{critique\} is what .* about one response"),
         ((*TEACHER, told("{critique}"), "reward=none"), CONTEXT + r"\{critique\} is what a generative judge writes"),
         ((*TEACHER, told("{better_answer}"), "reward=none"), CONTEXT + r"\{better_answer\} needs rewards of siblings"),
         (("algorithm.distill.teachers=teacher",), KEY + "must be sources of prompts"),

@@ -11,7 +11,7 @@ import pytest
 from grmpipe.config.distill import DistillConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.judge.pointwise_adapter import judge_group
-from grmpipe.judge.teacher_context import Insertion, TextContext
+from grmpipe.judge.teacher_context import Insertion, TeacherContext
 from grmpipe.judge.teaching import Teacher, TeachingJudge
 from grmpipe.types import (
     Failed,
@@ -40,8 +40,8 @@ def renderer() -> Renderer:
     return Renderer.load(resolve_model("tiny://policy"))
 
 
-def context(text: str, renderer: Renderer) -> TextContext:
-    return TextContext(DistillConfig(context=text), renderer)
+def context(text: str, renderer: Renderer) -> TeacherContext:
+    return TeacherContext(DistillConfig(context=text), renderer)
 
 
 def completion(text: str, *ids: int) -> Completion:
@@ -77,7 +77,7 @@ def report(sibling: int = 0, reward: float = 0.0, critiques: Mapping[str, float]
     return JudgeReport(verdict=verdict, judgements=tuple(judgements))
 
 
-def read(context: TextContext, one: Rollout, renderer: Renderer, *reports: JudgeReport) -> str | None:
+def read(context: TeacherContext, one: Rollout, renderer: Renderer, *reports: JudgeReport) -> str | None:
     """The teacher's prompt as text; None: the rollout isn't taught."""
     found = context.find(PROMPT, one.sibling, {one.sibling: one}, dict(enumerate(reports)))
     return None if found is None else renderer.decode_special(found.insert(next(one.prompts())))
@@ -96,6 +96,14 @@ def test_of_several_judgements_the_one_nearest_to_their_mean_is_shown(renderer: 
         context(" {critique}", renderer), rollout(renderer), renderer, report(critiques={"low": 1, "mid": 5, "top": 10})
     )
     assert shown is not None and "> mid" in shown and "low" not in shown
+
+
+def test_of_several_judges_whose_scales_differ_the_first_that_wrote_is_shown(renderer: Renderer) -> None:
+    by_judge = {"rule": report(), "a": report(critiques={"by a": 1}), "b": report(critiques={"by b": 9})}
+    every = tuple(judgement for one in by_judge.values() for judgement in one.judgements)
+    several = replace(report(), judgements=every, by_judge=by_judge)
+    shown = read(context(" {critique}", renderer), rollout(renderer), renderer, several)
+    assert shown is not None and "> by a" in shown and "by b" not in shown
 
 
 def test_the_reference_is_shown_as_it_is_and_a_hint_needs_no_field(renderer: Renderer) -> None:
