@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from grmpipe.config.judge import LabelConfig
 from grmpipe.config.task_settings import RftConfig
 from models.bounds import Bounded, above, above_0_to_1, at_least, not_empty, one_of
+from models.types import ThinkingBudget
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class RolloutConfig(Bounded):
     temperature: float = 1.0
     # Texts that end a turn, such as "</search>": their tokens are trained, the text is shown without them.
     stop: list[str] = field(default_factory=list)
+    # Tokens of a turn after which a thought that still goes on is ended, so that the policy must answer; the tokens that
+    # end it are never trained. They count towards max_new_tokens. 0: a thought may fill max_new_tokens.
+    thinking_budget_tokens: int = at_least(0, 0)
     max_turns: int = at_least(1, 1)  # [turns] Most turns of a rollout.
     # Truncated rollouts: judged and trained like any other (train); judged, but none of their tokens is trained (mask:
     # DAPO's overlong filtering, TRL's mask_truncated_completions); or failed, so that their group is dropped (fail).
@@ -50,10 +54,19 @@ class RolloutConfig(Bounded):
     max_failure_rate: float = above_0_to_1(0.5)
     pause_s: float = at_least(0, 30.0)  # Length of a pause, in which no group is opened.
 
+    def make_thinking_budget(self) -> ThinkingBudget | None:
+        """How long the policy may think in a turn. None: as long as it likes."""
+        return ThinkingBudget(num_tokens=self.thinking_budget_tokens) if self.thinking_budget_tokens else None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if "" in self.stop:
             raise ValueError("stop: a text is empty, and would end every turn at once")
+        if self.thinking_budget_tokens and self.stop:
+            raise ValueError(
+                "thinking_budget_tokens: a turn is sampled by two requests, and a text of rollout.stop may cross their "
+                "border; type rollout.thinking_budget_tokens=0 or rollout.stop=[]"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature: must be above 0 to train (siblings would be equal at 0), got {self.temperature}"

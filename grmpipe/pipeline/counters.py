@@ -119,6 +119,7 @@ class Counters(Counts):
 
     rollouts: int = 0
     truncated: int = 0
+    forced: int = 0  # rollouts in which the thinking budget ended a thought
     policy_tokens: int = 0
     kept_policy_tokens: int = 0  # of these, tokens from before a resume
     aborted: int = 0  # judge tasks aborted because a new version of the judge came
@@ -137,6 +138,7 @@ class Counters(Counts):
     def rollout(self, rollout: Rollout) -> None:
         self.rollouts += 1
         self.truncated += rollout.status == "truncated"
+        self.forced += any(turn.completion.inserted is not None for turn in rollout.turns)
         self.policy_tokens += rollout.num_sampled_tokens
         self.envs.rollout(rollout)
 

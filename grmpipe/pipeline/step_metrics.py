@@ -62,6 +62,8 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
         "judge/voided_verdicts": float(counts.voided),
         **counts.envs.metrics(),
     }
+    if counts.forced:
+        metrics["rollout/forced_share"] = counts.forced / counts.rollouts
     for name, judge in counts.by_judge.items():
         own = judge.metrics(seconds) | judge.mean_scores()
         metrics |= {f"judge/{name}/{key}": value for key, value in own.items()}

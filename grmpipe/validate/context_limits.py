@@ -18,7 +18,7 @@ from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.models import FoundScalarModel
 from grmpipe.validate.sections import section
 from models.chat.renderer import Renderer
-from models.chat.thinking import thinks
+from models.chat.thinking import ThinkingMarkers, thinks
 from models.types import Message
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
         for prompt in one_of_each_kind((*data.held_out, *data.train)):
             policy.renderer.render(prompt.messages)
     check_stop(config.rollout.stop, policy.renderer)
+    if budget := config.rollout.thinking_budget_tokens:
+        markers = find_thoughts("rollout.thinking_budget_tokens", POLICY, policy.renderer, off="0")
+        ending = len(policy.renderer.encode_markup(markers.end_of_thought()))
+        check_room("rollout.max_new_tokens", config.rollout.max_new_tokens, budget, ending, "an answer")
     check_context_limit(
         name=POLICY,
         context_tokens=policy.context_tokens,
@@ -247,20 +251,24 @@ def check_thinking_budget(judge: JudgeConfig, role: ServedRole, grm: Model | Non
         )
     if grm is None:
         return
-    if (markers := grm.renderer.thinking) is None:
+    markers = find_thoughts(f"{key}.thinking.budget_tokens", role.key, grm.renderer, off="null")
+    ending = len(grm.renderer.encode_markup(markers.end_of_thought(judge.thinking.answer_start)))
+    check_room(f"{key}.max_new_tokens", judge.max_new_tokens, judge.thinking.budget_tokens, ending, "a verdict")
+
+
+def find_thoughts(key: str, model: str, renderer: Renderer, off: str) -> ThinkingMarkers:
+    """The markers of a model that has a thinking budget. `off`: the value of `key` without one. Raises ConfigError."""
+    if (markers := renderer.thinking) is None:
         raise ConfigError(
-            f"{key}.thinking.budget_tokens: neither the tokenizer nor the chat template of {role.key} has markers of "
-            f"thoughts; type {key}.thinking.budget_tokens=null for a model that doesn't think, or name its markers: "
-            f"{role.key}.thinking_markers=['<think>','</think>']"
+            f"{key}: neither the tokenizer nor the chat template of {model} has markers of thoughts; type {key}={off} "
+            f"for a model that doesn't think, or name its markers: {model}.thinking_markers=['<think>','</think>']"
         )
     if markers.is_off:
         raise ConfigError(
-            f"{key}.thinking.budget_tokens: the chat template of {role.key} begins each answer with an empty "
-            f"thought, so the "
-            f"model doesn't think; type {role.key}.chat_template_kwargs.enable_thinking=true, or "
-            f"{key}.thinking.budget_tokens=null"
+            f"{key}: the chat template of {model} begins each answer with an empty thought, so the model doesn't "
+            f"think; type {model}.chat_template_kwargs.enable_thinking=true, or {key}={off}"
         )
-    check_room(judge, len(grm.renderer.encode_markup(markers.end_of_thought(judge.thinking.answer_start))))
+    return markers
 
 
 def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:
@@ -278,12 +286,11 @@ def note_default_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None)
     )  # fmt: skip
 
 
-def check_room(judge: JudgeConfig, num_inserted: int) -> None:
-    assert judge.thinking.budget_tokens, "a budget that was typed"
-    least = judge.thinking.budget_tokens + num_inserted
-    if judge.max_new_tokens <= least:
+def check_room(key: str, max_new_tokens: int, budget_tokens: int, num_inserted: int, what: str) -> None:
+    """Check that `what` has tokens left after a thought that was ended."""
+    least = budget_tokens + num_inserted
+    if max_new_tokens <= least:
         raise ConfigError(
-            f"{judge.key}.max_new_tokens: {judge.max_new_tokens} leave no tokens for a verdict after "
-            f"{judge.thinking.budget_tokens} of thinking and {num_inserted} that end it; type "
-            f"{judge.key}.max_new_tokens={least + 512}"
+            f"{key}: {max_new_tokens} leave no tokens for {what} after {budget_tokens} of thinking and {num_inserted} "
+            f"that end it; type {key}={least + 512}"
         )

@@ -283,6 +283,12 @@ def merge_params(params: SamplingParams, options: ChatOptions) -> SamplingParams
     """The run's parameters, with what the call asks for. Raises ChatRefused."""
     if "" in options.stop:
         raise ChatRefused("invalid_request", "stop: a text is empty, and would end every reply at once")
+    if options.stop and params.thinking is not None:
+        raise ChatRefused(
+            "invalid_request",
+            "stop: a text may cross the border between a thought that was ended and the answer; ask without, or type "
+            "rollout.thinking_budget_tokens=0",
+        )
     limit = params.max_new_tokens if options.max_tokens is None else options.max_tokens
     if limit < 1:
         raise ChatRefused("invalid_request", f"max_tokens: must be at least 1, got {limit}")

@@ -17,8 +17,9 @@ from grmpipe.run.errors import RunFailed
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.types import Metrics
+from grmpipe.types import Metrics, MicroBatch
 
+TEMPLATES = Path(__file__).parents[1] / "models" / "chat" / "templates"
 FILES = {
     "config.yaml", "summary.json", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "groups.jsonl",
     "timeline.json", "run.log", "checkpoints", "policy", "report.html",
@@ -70,6 +71,33 @@ def test_sampled_log_probs_equal_the_learners_on_policy_and_three_judgements_are
     judging = files.summary["judging"]
     assert "judge/score_std" in files.steps()[0]
     assert judging["counted"] + sum(judging["failed"].values()) == judging["asked"] >= 3 * 2 * 16
+
+
+def test_a_thinking_budget_ends_the_policys_thoughts_and_its_tokens_are_not_trained(
+    small_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that opens a thought in the prompt: the tiny policy writes on in it, and never closes it itself."""
+    micro_batches: list[MicroBatch] = []
+    accumulate = Learner.accumulate
+
+    def watched(learner: Learner, micro_batch: MicroBatch, *old: object) -> Metrics:
+        micro_batches.append(micro_batch)
+        return accumulate(learner, micro_batch, *old)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Learner, "accumulate", watched)
+    files = small_run(
+        f"policy.chat_template={TEMPLATES}/deepseek_r1.jinja", "rollout.thinking_budget_tokens=3",
+        "rollout.max_new_tokens=48", "train.num_steps=1", "train.max_staleness=0", "data.eval_path=null",
+    )  # fmt: skip
+    (step,) = files.steps()
+    completions = [line.rollout.turns[0].completion for line in load_rollouts(files.run_dir / "rollouts.jsonl")]
+    forced = [one.inserted for one in completions if one.inserted is not None]
+    assert forced and {start for start, _ in forced} == {3}
+    assert step["rollout/forced_share"] == len(forced) / len(completions)
+    sampled = sum(len(one.token_ids) for one in completions) - sum(end - start for start, end in forced)
+    trained = sum(int(one.loss_mask_E.sum()) for one in micro_batches)
+    assert trained == sampled
+    assert step["mismatch/max_nats"] < 1e-3  # of sampled tokens only: an inserted one has no sampler's log-prob
 
 
 def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(plain_run: Any) -> None:

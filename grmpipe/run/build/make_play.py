@@ -18,7 +18,12 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     """An episode without its request and prompt. engines: of the policy."""
     rollout, env = prepared.config.rollout, prepared.config.env
     sampler, renderer = ReasoningEngine(engines, prepared.policy.renderer), prepared.policy.renderer
-    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature, stop=tuple(rollout.stop))
+    params = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=temperature,
+        stop=tuple(rollout.stop),
+        thinking=rollout.make_thinking_budget(),
+    )
     limits = EpisodeLimits(
         max_turns=rollout.max_turns,
         context_tokens=prepared.policy.context_tokens,

@@ -75,6 +75,29 @@ def test_the_end_of_a_thought_must_leave_room_for_a_verdict() -> None:
         prepared({"thinking_markers": ["<think>", "</think>"]}, max_new_tokens=41)
 
 
+def prepared_policy(rollout: dict[str, object], **policy: object) -> Prepared:
+    values = {"cluster": {"kind": "inprocess"}, "placement": PLACES, "data": {"num_prompts": 5, "num_eval_prompts": 2}}
+    budget = {"thinking_budget_tokens": 20, "max_new_tokens": 64, **rollout}
+    return prepare(build_config({**values, "policy": policy, "rollout": budget}))
+
+
+def test_a_policy_without_thoughts_has_no_budget() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.thinking_budget_tokens: .* type rollout\.thinking_budget_tokens=0 .*policy\.think"
+    ):
+        prepared_policy({})
+
+
+def test_the_end_of_a_thought_must_leave_room_for_an_answer() -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.max_new_tokens: 21 leave no tokens for an answer"):
+        prepared_policy({"max_new_tokens": 21}, thinking_markers=["<think>", "</think>"])
+
+
+def test_a_stop_text_and_a_thinking_budget_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.thinking_budget_tokens: .* type .*=0 or rollout\.stop=\[\]"):
+        prepared_policy({"stop": ["</search>"]}, thinking_markers=["<think>", "</think>"])
+
+
 def test_an_endpoint_has_its_own_budget() -> None:
     with pytest.raises(
         ConfigError,
