@@ -18,7 +18,7 @@ from grmpipe.config.algorithm_tables import estimator_named
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 from grmpipe.config.raw_scores import sigmoid
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.train import MIN_GROUP_STD, AlgorithmConfig
 
 ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 
@@ -38,7 +38,7 @@ def center(rewards_G: np.ndarray) -> np.ndarray:
     return rewards_G - rewards_G.mean()
 
 
-def standardize(rewards_G: np.ndarray, std: str, min_group_std: float) -> np.ndarray:
+def standardize(rewards_G: np.ndarray, std: str, min_group_std: float = MIN_GROUP_STD) -> np.ndarray:
     """Group-relative advantage in units of the group's standard deviation (GRPO, arXiv 2402.03300).
 
     `min_group_std` is added to the deviation: rewards that differ by much less give advantages near 0, and no advantage
@@ -59,7 +59,7 @@ def compare_at(
     if len(places) < 2:
         return []
     there_G = np.array([values[sibling][step] for sibling, step in places])
-    compared_G = standardize(there_G, algorithm.std, algorithm.min_group_std)
+    compared_G = standardize(there_G, algorithm.std)
     return [(*place, advantage) for place, advantage in zip(places, compared_G, strict=True)]
 
 
@@ -68,7 +68,7 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
     return center(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
 
 
-def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float) -> np.ndarray:
+def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float = MIN_GROUP_STD) -> np.ndarray:
     """The contribution of a sibling to the best of k: the mean of max over the k-subsets that contain it, minus the
     mean over all k-subsets, in units of the deviation over all. With rewards of 0 and 1 that is pass@k training (arXiv
     2508.10751).
@@ -102,7 +102,7 @@ def over_tokens(group: Group, advantages_G: np.ndarray) -> OfGroup:
 
 
 def grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    return over_tokens(group, standardize(outcomes(group), algorithm.std, algorithm.min_group_std))
+    return over_tokens(group, standardize(outcomes(group), algorithm.std))
 
 
 def dr_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
@@ -114,16 +114,16 @@ def rloo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 
 def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_at_k.k, algorithm.min_group_std))
+    return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_at_k.k))
 
 
 def raft(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """1 for the siblings with the highest reward, 0 for all others: with policy_gradient that is the likelihood of the
-    best of n (RAFT, arXiv 2304.06767). Rewards that differ by `min_group_std` or less are equal; a group whose rewards
+    best of n (RAFT, arXiv 2304.06767). Rewards that differ by MIN_GROUP_STD or less are equal; a group whose rewards
     are all equal has no best one.
     """
     outcomes_G = outcomes(group)
-    best_G = outcomes_G >= outcomes_G.max() - algorithm.min_group_std
+    best_G = outcomes_G >= outcomes_G.max() - MIN_GROUP_STD
     return over_tokens(group, np.where(best_G & ~best_G.all(), 1.0, 0.0))
 
 
@@ -132,12 +132,12 @@ def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
     With h = log(pi / reference) of a rollout, the loss -log sigmoid(beta (h_chosen - h_rejected)) has the gradient of
     policy_gradient with the advantages +-beta sigmoid(-beta (h_chosen - h_rejected)). Of siblings with the same reward
-    the first one counts; a group whose rewards differ by `min_group_std` or less has no pair.
+    the first one counts; a group whose rewards differ by MIN_GROUP_STD or less has no pair.
     """
     outcomes_G = outcomes(group)
     chosen, rejected = int(outcomes_G.argmax()), int(outcomes_G.argmin())
     advantages_G = np.zeros(len(group))
-    if outcomes_G[chosen] - outcomes_G[rejected] > algorithm.min_group_std:
+    if outcomes_G[chosen] - outcomes_G[rejected] > MIN_GROUP_STD:
         beta, margin = algorithm.kl_coefficient, group[chosen].log_ratio - group[rejected].log_ratio
         advantages_G[chosen] = beta * sigmoid(-beta * margin)
         advantages_G[rejected] = -advantages_G[chosen]
@@ -183,7 +183,7 @@ def process_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     together; a token's advantage is their sum from its step on, or their mean if the outcome is a mean of steps.
     """
     everyone = np.concatenate([rewards.earned_K for rewards in group])
-    normal = standardize(everyone, algorithm.std, algorithm.min_group_std)
+    normal = standardize(everyone, algorithm.std)
     by_sibling = np.split(normal, np.cumsum([len(rewards.values_K) for rewards in group])[:-1])
     return [
         rewards.spread(to_come(rewards, normal_K.tolist(), algorithm.gamma))
@@ -227,14 +227,14 @@ def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 # -- over the whole batch --------------------------------------------------------------------------------------------
 
 
-def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
+def whiten(advantages: Advantages, std: str) -> Advantages:
     """Scale to zero mean and unit deviation over all sampled tokens of the batch: long rollouts weigh more. `std` none:
     only to zero mean.
     """
     everything = np.concatenate([advantages_N for group in advantages for advantages_N in group])
     if len(everything) < 2:
         return advantages
-    spread = 1.0 if std == "none" else everything.std(ddof=1 if std == "sample" else 0) + epsilon
+    spread = 1.0 if std == "none" else everything.std(ddof=1 if std == "sample" else 0) + MIN_GROUP_STD
     return [[(advantages_N - everything.mean()) / spread for advantages_N in group] for group in advantages]
 
 
@@ -243,18 +243,18 @@ def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
     the outcome minus the KL from there on.
     """
     raw = [[rewards.spread(returns(rewards.values_K, algorithm.gamma)) for rewards in group] for group in groups]
-    return whiten(raw, algorithm.std, algorithm.min_group_std)
+    return whiten(raw, algorithm.std)
 
 
 def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Outcomes minus their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
     raw = [over_tokens(group, center(outcomes(group))) for group in groups]
-    return whiten(raw, algorithm.std, algorithm.min_group_std)
+    return whiten(raw, algorithm.std)
 
 
 def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Advantages from a critic's values, whitened over the batch, as in PPO."""
-    return whiten([gae_raw(group, algorithm) for group in groups], algorithm.std, algorithm.min_group_std)
+    return whiten([gae_raw(group, algorithm) for group in groups], algorithm.std)
 
 
 # -- by name ---------------------------------------------------------------------------------------------------------

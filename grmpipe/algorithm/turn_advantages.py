@@ -55,7 +55,7 @@ def gigpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """GRPO's advantage of the episode, plus `gigpo.step_advantage_w` times that of each turn's return from there on
     among all turns in the same state (GiGPO, arXiv 2505.10978, eq. 3 to 9).
     """
-    episodes = over_tokens(group, standardize(outcomes(group), algorithm.std, algorithm.min_group_std))
+    episodes = over_tokens(group, standardize(outcomes(group), algorithm.std))
     found = [to_come_by_turn(rewards, algorithm.gamma) for rewards in group]
     steps = among_equal_states(group, found, algorithm)
     return [
@@ -71,7 +71,7 @@ def mt_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     The outcome is the reward of the last turn; the rewards of the turns before it aren't part of it.
     """
     earned = [rewards.sum_by_turn() for rewards in group]
-    last_G = standardize(np.array([earned_U[-1] for earned_U in earned]), algorithm.std, algorithm.min_group_std)
+    last_G = standardize(np.array([earned_U[-1] for earned_U in earned]), algorithm.std)
     advantages = [np.full(len(earned_U), outcome) for earned_U, outcome in zip(earned, last_G, strict=True)]
     for turn in range(max(map(len, earned)) - 1):
         there = [(sibling, turn) for sibling, earned_U in enumerate(earned) if len(earned_U) > turn + 1]
@@ -111,4 +111,4 @@ def gae_of_turns(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarr
 def gae_turns(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Advantages over turns and within them from a critic's values, whitened over the batch."""
     raw = [[gae_of_turns(rewards, algorithm)[0] for rewards in group] for group in groups]
-    return whiten(raw, algorithm.std, algorithm.min_group_std)
+    return whiten(raw, algorithm.std)

@@ -37,7 +37,7 @@ class RolloutConfig(Bounded):
     temperature: float = 1.0
     # Texts that end a turn, such as "</search>": their tokens are trained, the text is shown without them.
     stop: list[str] = field(default_factory=list)
-    # Tokens of a turn after which a thought that still goes on is ended, so that the policy must answer; the tokens that
+    # Tokens of a turn after which a thought that goes on is ended, so that the policy must answer; the tokens that
     # end it are never trained. They count towards max_new_tokens. 0: a thought may fill max_new_tokens.
     thinking_budget_tokens: int = at_least(0, 0)
     max_turns: int = at_least(1, 1)  # [turns] Most turns of a rollout.

@@ -16,9 +16,10 @@ from grmpipe.config.algorithm_tables import (
 )
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.keys.path_table import PathTable
-from models.bounds import Bounded, above, at_least, between_0_and_1, one_of
+from models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
 from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
 
+MIN_GROUP_STD = 1e-6  # [reward] added to the standard deviation of a group, or of a batch (GRPO's epsilon)
 STD_KINDS = ("population", "sample", "none")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
 FSDP2 = "fsdp2"
@@ -48,6 +49,17 @@ class ReplayBufferConfig(Bounded):
 
 
 @dataclass(frozen=True)
+class SftConfig(Bounded):
+    """Demonstrations that the policy imitates beside its own rollouts: supervised fine-tuning as a term of the loss."""
+
+    # Demonstrations: a .jsonl or .parquet file with TRL's columns, `messages` or `prompt` and `completion`. Null: none.
+    path: str | None = not_empty(None, "give a file, or type algorithm.sft.path=null")
+    # Weight of their mean negative log-likelihood per token, beside the loss of the rollouts.
+    coefficient: float = above(0, 1.0)
+    batch_size: int = at_least(1, 16)  # [demonstrations] Those of an optimizer step.
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig(KindSettings, Bounded):
     """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update per batch.
 
@@ -65,8 +77,6 @@ class AlgorithmConfig(KindSettings, Bounded):
     estimator: str = "grpo"
     # Standard deviation that advantages are divided by; none: by nothing.
     std: str = one_of(STD_KINDS, "population")
-    # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
-    min_group_std: float = above(0, 1e-6)
     # Discount per step of a process reward; per turn for gigpo; per token for gae, gae_raw, gae_turns and for
     # reinforce_pp with a KL in the reward.
     gamma: float = between_0_and_1(1.0)
@@ -121,9 +131,10 @@ class AlgorithmConfig(KindSettings, Bounded):
     updates_per_batch: int = at_least(1, 1)
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
 
-    # Distillation.
+    # Distillation and imitation.
 
     distill: DistillConfig = field(default_factory=DistillConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
         self._check_names()

@@ -1,5 +1,6 @@
 """The order of prompts. Random access: a position is one integer. Pure."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,6 +46,12 @@ class PromptStream:
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        # RandomState never changes (NEP 19): a run resumed under a newer numpy gets the same prompts.
-        bits = np.random.MT19937(np.random.SeedSequence((self._seed, epoch)))
-        return np.random.RandomState(bits).permutation(len(self._prompts))
+        return permute(len(self._prompts), self._seed, epoch)
+
+
+@functools.lru_cache(4)
+def permute(num_items: int, seed: int, epoch: int) -> np.ndarray:
+    """[N] int64: the order of N items in an epoch."""
+    # RandomState never changes (NEP 19): a run resumed under a newer numpy gets the same prompts.
+    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
+    return np.random.RandomState(bits).permutation(num_items)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
+from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.demonstrations import Demonstrations, load_demonstrations
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import disjoint, find_place, identify_prompt, load_prompts
 from grmpipe.data.stream import PromptStream
@@ -105,6 +107,15 @@ def load_judging_tasks(
     if len(kept) < len(items):
         log.warning("%d judging tasks of %s use held-out prompts: they are not trained", len(items) - len(kept), path)
     return judging_tasks.of(kept)
+
+
+def read_demonstrations(config: RunConfig, policy: Model) -> Demonstrations | None:
+    """What the policy imitates beside its rollouts."""
+    if (path := config.algorithm.sft.path) is None:
+        return None
+    with section("algorithm.sft.path: "):
+        conversations = load_demonstrations(path)
+    return Demonstrations(conversations, policy.renderer, config.seed)
 
 
 def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:

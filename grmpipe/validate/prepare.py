@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
@@ -21,7 +22,7 @@ from grmpipe.judge.kinds.rule import Rule
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
-from grmpipe.validate.data import load_stored_tasks, read_data
+from grmpipe.validate.data import load_stored_tasks, read_data, read_demonstrations
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_swap, check_tensor_parallel
 from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.learners import (
@@ -65,6 +66,7 @@ class Prepared:
     # Stored judging tasks, by GRM that is trained next to the policy.
     judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
     critic: CriticModel | None = None  # for estimators that need values
+    demonstrations: Demonstrations | None = None  # that the policy imitates
 
     @property
     def is_right(self) -> Rule:
@@ -112,6 +114,7 @@ def prepare(config: RunConfig) -> Prepared:
         meta_rm=meta_rm_model(config, grms),
         judging_tasks={role: load_stored_tasks(config, role, data) for role in config.trained_grms},
         critic=critic_model(config, policy),
+        demonstrations=read_demonstrations(config, policy),
     )
     check_models(prepared)
     check_tools(config, policy)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
+from grmpipe.validate.data import read_demonstrations
 from grmpipe.validate.engines import check_slots
 from grmpipe.validate.learners import check_divides, check_learns, check_parallel
 from grmpipe.validate.machines import check_machine
@@ -26,6 +28,7 @@ class PreparedRetraining:
     placement: Placement
     roles: Roles
     recorded: RecordedRun
+    demonstrations: Demonstrations | None = None  # that the policy imitates
 
 
 def prepare_retraining(config: RunConfig) -> PreparedRetraining:
@@ -44,7 +47,14 @@ def prepare_retraining(config: RunConfig) -> PreparedRetraining:
     check_learns(policy, "policy")
     check_divides(config, "learner", "policy", policy.path)
     check_tokens(config, policy, recorded)
-    return PreparedRetraining(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)
+    return PreparedRetraining(
+        config=config,
+        policy=policy,
+        placement=placement,
+        roles=roles,
+        recorded=recorded,
+        demonstrations=read_demonstrations(config, policy),
+    )
 
 
 def without_time_sharing(placement: PlacementConfig) -> PlacementConfig:

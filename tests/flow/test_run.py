@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.errors import RunFailed
 from grmpipe.tiny.resolve import resolve_model
@@ -98,6 +99,19 @@ def test_a_thinking_budget_ends_the_policys_thoughts_and_its_tokens_are_not_trai
     trained = sum(int(one.loss_mask_E.sum()) for one in micro_batches)
     assert trained == sampled
     assert step["mismatch/max_nats"] < 1e-3  # of sampled tokens only: an inserted one has no sampler's log-prob
+
+
+def test_demonstrations_are_imitated_beside_the_rollouts(small_run: Callable, tmp_path: Path) -> None:
+    rows = [{"prompt": "What is 6 x 7?", "completion": "6 x 7 = 42"}, {"prompt": "2 + 2", "completion": "4"}]
+    (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = small_run(
+        "algorithm.sft.path=shown.jsonl", "algorithm.sft.batch_size=2", "algorithm.updates_per_batch=2",
+        "train.num_steps=3", "train.lr=1e-3", "data.eval_path=null",
+    )  # fmt: skip
+    nll = [step["train/sft_nll_nats"] for step in files.steps()]
+    assert len(nll) == 3 and nll[-1] < nll[0] - 0.1
+    with pytest.raises(ConfigError, match=r"^algorithm\.sft\.path: absent\.jsonl: no such file"):
+        small_run("algorithm.sft.path=absent.jsonl", run_dir="other")
 
 
 def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(plain_run: Any) -> None:

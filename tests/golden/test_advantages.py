@@ -26,7 +26,7 @@ from grmpipe.algorithm.advantages import (
 )
 from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind, PassAtK
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.train import MIN_GROUP_STD, AlgorithmConfig
 
 COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # gae_raw uses only a critic's values
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])
@@ -350,7 +350,7 @@ def test_dpo_has_the_gradient_of_the_loss_of_its_paper(rewards: list[float], bet
     (found,) = estimate([group], algorithm)
     chosen, rejected = rewards.index(max(rewards)), rewards.index(min(rewards))
     h = torch.tensor(ratios[: len(rewards)], dtype=torch.float64, requires_grad=True)
-    if rewards[chosen] - rewards[rejected] > algorithm.min_group_std:
+    if rewards[chosen] - rewards[rejected] > MIN_GROUP_STD:
         (-torch.nn.functional.logsigmoid(beta * (h[chosen] - h[rejected]))).backward()
     expected = torch.zeros(len(rewards), dtype=torch.float64) if h.grad is None else -h.grad
     np.testing.assert_allclose([advantages_N[0] for advantages_N in found], expected.numpy(), atol=1e-12)

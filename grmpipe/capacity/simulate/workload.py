@@ -92,13 +92,7 @@ def make_judge(workload: Workload, grms: Mapping[str, Router], driver: Simulated
     judges = {
         name: make_generative_judge(workload, judge, grms, driver) for name, judge in config.judging.judges.items()
     }
-    return compose_judge(
-        config.rewards,
-        judges,
-        config.judges,
-        config.seed,
-        min_group_std=config.algorithm.min_group_std,
-    )
+    return compose_judge(config.rewards, judges, config.judges, config.seed)
 
 
 def make_generative_judge(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.train import MIN_GROUP_STD
 from grmpipe.judge.verdict import mix_verdicts, outcome, sum_spans
 from grmpipe.types import RewardSpan, Rollout, Verdict
 
@@ -59,20 +60,19 @@ def average_normalised(
     group: Sequence[Mapping[str, Verdict]],
     mine: Mapping[str, Verdict],
     weights: Mapping[str, float],
-    min_group_std: float,
 ) -> Verdict:
     """The weighted mean of a sibling's components; for training, of each by its own group: (reward - mean) / (standard
-    deviation + min_group_std).
+    deviation + MIN_GROUP_STD).
 
     group: the components of every sibling that has all of them. A component on which all agree gives 0. The reward and
     the score stay those of the plain weighted mean.
     """
-    moved = {name: by_group(verdict, [one[name] for one in group], min_group_std) for name, verdict in mine.items()}
+    moved = {name: by_group(verdict, [one[name] for one in group]) for name, verdict in mine.items()}
     plain = average_components(mine, weights)
     return replace(plain, normalised=average_components(moved, weights).rewards)
 
 
-def by_group(verdict: Verdict, group: Sequence[Verdict], min_group_std: float) -> Verdict:
+def by_group(verdict: Verdict, group: Sequence[Verdict]) -> Verdict:
     """The verdict with its reward less the group's mean, in sample standard deviations of the group.
 
     A span of a mean of steps bears its share of the group's mean. Where rewards of several turns add up, all are only
@@ -89,5 +89,5 @@ def by_group(verdict: Verdict, group: Sequence[Verdict], min_group_std: float) -
     def centered(span: RewardSpan) -> float:
         return span.value - mean * (share if span.share is None else span.share)
 
-    scale = 1 / (spread + min_group_std)
+    scale = 1 / (spread + MIN_GROUP_STD)
     return replace(verdict, rewards=tuple(replace(span, value=scale * centered(span)) for span in verdict.rewards))

@@ -35,15 +35,13 @@ def compose_judge(
     configs: Mapping[str, JudgeConfig],
     seed: int,
     skill: MeasuredSkill | None = None,
-    min_group_std: float = 0.0,
 ) -> Judge:
     """The judge of a run: the only one itself, or several as the tree composes them.
 
     Takes settings that `check_rewards` has checked. judges: at least those of the tree. configs: also the first
-    judge's, on whose scale the scores are shown. min_group_std: added to the standard deviation of rewards that are
-    normalised by their group.
+    judge's, on whose scale the scores are shown.
     """
-    build = Builder(rewards=tree.entries, configs=configs, seed=seed, min_group_std=min_group_std)
+    build = Builder(rewards=tree.entries, configs=configs, seed=seed)
     root = build.part(tree.root)
     if isinstance(root, JudgePart):
         return judges[root.name]
@@ -103,7 +101,6 @@ class Builder:
     rewards: Mapping[str, RewardConfig]
     configs: Mapping[str, JudgeConfig]
     seed: int
-    min_group_std: float
     built: dict[str, RewardPart] = field(default_factory=dict)
 
     def part(self, name: str | None) -> RewardPart:
@@ -126,7 +123,7 @@ class Builder:
         weights = {part: float(weight) for part, weight in config.mix.items()}
         parts = tuple(map(self.part, weights))
         by_group = config.normalise == "group_std"
-        return Mix(name=config.name, parts=parts, weights=weights, by_group=by_group, min_group_std=self.min_group_std)
+        return Mix(name=config.name, parts=parts, weights=weights, by_group=by_group)
 
     def route(self, config: RewardConfig) -> RewardPart:
         by_source = {source: self.part(inner) for source, inner in config.route.items()}

@@ -46,17 +46,12 @@ class JudgePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """The weighted mean.
-
-    by_group:      each component is normalised by its group before it is weighted.
-    min_group_std: added to the group's standard deviation.
-    """
+    """The weighted mean. by_group: each component is normalised by its group before it is weighted."""
 
     name: str
     parts: tuple[RewardPart, ...]
     weights: Mapping[str, float]
     by_group: bool = False
-    min_group_std: float = 0.0
 
     def outcome(self, group: KnownGroup, sibling: int) -> Outcome:
         found = collect_outcomes(group, self.parts, sibling)
@@ -76,7 +71,7 @@ class Mix:
         if len(known) < group.size:
             return Unsettled()
         valid = [found.verdicts for found in known if not found.failures]
-        return average_normalised(valid, mine.verdicts, self.weights, self.min_group_std)
+        return average_normalised(valid, mine.verdicts, self.weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.config.run_config import RunConfig
+from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
 from grmpipe.judge.teaching import Teacher, TeachingJudge
@@ -67,6 +68,7 @@ def compose(
     teachers: Mapping[str, Teacher],
     journal: GroupJournal,
     events: EventSink,
+    demonstrations: Demonstrations | None = None,
 ) -> PipelineComponents:
     """The components of the policy's pipeline, in a real run and in a simulated one. teachers: by name."""
     critic = learners.critic
@@ -76,7 +78,7 @@ def compose(
         play=learners.cotrainings.record(play),
         judge=compose_teaching(config, judge, teachers),
         judge_guard=JudgeHealth(compose_health(config), compose_teaching_health(config)),
-        trainer=compose_trainer(config, learners),
+        trainer=compose_trainer(config, learners, demonstrations),
         push_weights=compose_push(learners.sync, learners.engines, learners.share),
         journal=journal,
         events=events,
@@ -126,7 +128,7 @@ def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:
     )
 
 
-def compose_trainer(config: RunConfig, learners: Learners) -> Trainer:
+def compose_trainer(config: RunConfig, learners: Learners, demonstrations: Demonstrations | None) -> Trainer:
     trainer: Trainer = BatchTrainer(
         learners.policy,
         config.train,
@@ -135,6 +137,7 @@ def compose_trainer(config: RunConfig, learners: Learners) -> Trainer:
         learners.critic,
         config.seed,
         mask_truncated=config.rollout.truncated == "mask",
+        demonstrations=demonstrations,
     )
     if learners.share is not None:
         trainer = TimeSharedTrainer(trainer, begin_learner_phase(learners.share))
@@ -170,6 +173,7 @@ def make_parts(
         teachers=running.teachers,
         journal=observers.recorder,
         events=observers.timeline,
+        demonstrations=prepared.demonstrations,
     )
 
 

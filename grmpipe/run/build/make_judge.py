@@ -71,7 +71,7 @@ def make_judges(resources: JudgeResources, judges: Mapping[str, JudgeConfig]) ->
 
 
 def compose(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge]) -> Judge:
-    return compose_judge(rewards, judges, config.judges, config.seed, min_group_std=config.algorithm.min_group_std)
+    return compose_judge(rewards, judges, config.judges, config.seed)
 
 
 def generative_judge(resources: JudgeResources, judge: JudgeConfig) -> Judge:

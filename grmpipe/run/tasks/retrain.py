@@ -96,6 +96,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
             config.rollout.max_new_tokens,
             seed=config.seed,
             mask_truncated=config.rollout.truncated == "mask",
+            demonstrations=self._prepared.demonstrations,
         )
         if self._num_steps < config.train.num_steps:
             log.warning("%s holds %d steps: the replay ends there", self._recorded.rollouts, self._num_steps)

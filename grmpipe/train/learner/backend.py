@@ -57,6 +57,12 @@ class LearnerRank(Protocol):
         """
         ...
 
+    def imitate(self, micro_batch: MicroBatch, totals: BatchTotals) -> None:
+        """Forward and backward on demonstrations, for the step of a batch of this size; their advantages sum to 1 over
+        all micro-batches. The gradient of the step gets that of algorithm.sft.coefficient times their negative
+        log-likelihood, weighted by them. Only called with algorithm.sft.path.
+        """
+
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
         """log pi_old of the micro-batch, before the first of several updates."""
         ...

@@ -30,6 +30,11 @@ class BatchMetrics:
         self._ratios_and_ages.append(torch.stack([ratios_N, ages_N.to(ratios_N.dtype)], dim=1))
         return {f"train/{name}_sum": value for name, value in sums.items()}
 
+    def add_imitated(self, total: Tensor, nll: Tensor) -> None:
+        """Add a micro-batch of demonstrations: its part of the loss, and its weighted negative log-likelihood."""
+        for name, value in (("loss", total), ("sft_nll_nats", nll)):
+            self._sums[name] = self._sums.get(name, 0.0) + value.item()
+
     def read(self, totals: BatchTotals, denominator: float, group: dist.ProcessGroup | None = None) -> Metrics:
         """Means over the batch: the loss as optimized, everything else per trained token. A collective.
 
@@ -42,9 +47,10 @@ class BatchMetrics:
         tokens = sums.pop("tokens")
         assert tokens == totals.num_loss_tokens, f"{tokens} tokens accumulated, {totals.num_loss_tokens} in the batch"
         loss = sums.pop("loss") / denominator
+        imitated = {f"train/{name}": sums.pop(name) for name in ("sft_nll_nats",) if name in sums}
         means = {f"train/{name}": value / tokens for name, value in sums.items()}
         ratios_N, ages_N = _gather(torch.cat(self._ratios_and_ages), group).unbind(1)
-        return {"train/loss": loss, **means, **mismatch(ratios_N), **mismatch_by_age(ratios_N, ages_N)}
+        return {"train/loss": loss, **imitated, **means, **mismatch(ratios_N), **mismatch_by_age(ratios_N, ages_N)}
 
 
 def _gather(rows_NC: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.train.batching.kl_in_reward import Kl, kl_of_rollouts
 from grmpipe.train.batching.packer import MicroBatchRound, Packer, pack_rounds
@@ -22,7 +23,7 @@ from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
+from grmpipe.types import BatchTotals, JudgedGroup, Metrics, OldPass, TrainingSample
 
 SUMMED = ("train/packed_tokens", "train/unshared_tokens", "train/loss_tokens", "perf/model_flops")  # over updates
 
@@ -44,9 +45,11 @@ class BatchTrainer:
         seed: int = 0,
         *,
         mask_truncated: bool = False,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
         """`max_new_tokens`: of a turn; needed if long answers are penalised. `critic`: if advantages need one.
-        `seed`: of the split of groups over several updates. mask_truncated: see to_samples.
+        `seed`: of the split of groups over several updates. mask_truncated: see to_samples. demonstrations: those that
+        each optimizer step imitates.
         """
         assert max_new_tokens > 0 or algorithm.overlong_buffer.share == 0, "a penalty for length needs the limit"
         self._learner = learner
@@ -60,6 +63,7 @@ class BatchTrainer:
             times=algorithm.replay_buffer.uses,
         )
         self._max_new_tokens, self._mask_truncated = max_new_tokens, mask_truncated
+        self._demonstrations = demonstrations
         self._max_tokens = train.max_packed_tokens
         self._shared = train.prefix_sharing
         self._packer = Packer(self._max_tokens, learner.dp_size, self._shared, algorithm.needs_whole_rollouts)
@@ -183,7 +187,7 @@ class BatchTrainer:
             )
         for round_ in self._packer.flush() if self.starts_early else self._pack(samples):
             await self._learner.accumulate(round_)
-        return await self._learner.step(totals)
+        return await self._end_update(totals)
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
         """Train in several updates, split by groups at random. Returns the metrics of the last update, with sums of
@@ -201,9 +205,18 @@ class BatchTrainer:
         for part, rounds, olds in zip(parts, packed, old, strict=True):
             for round_, old_pass in zip(rounds, olds, strict=True):
                 await self._learner.accumulate(round_, old_pass)
-            updates.append(await self._learner.step(count(part, oldest)))
+            updates.append(await self._end_update(count(part, oldest)))
         last = updates[-1]
         return last | {name: sum(update[name] for update in updates) for name in SUMMED if name in last}
+
+    async def _end_update(self, totals: BatchTotals) -> Metrics:
+        """An optimizer step on what was accumulated, and on its demonstrations."""
+        if self._demonstrations is not None:
+            draw, version = self._demonstrations.draw, self._learner.version
+            samples = await asyncio.to_thread(draw, version, self._algorithm.sft.batch_size)
+            for round_ in self._pack(samples):
+                await self._learner.imitate(round_, totals)
+        return await self._learner.step(totals)
 
     async def _old_pass(self, round_: MicroBatchRound) -> Sequence[OldPass] | None:
         """The log-probs to take the ratio against; None if the ratio doesn't need them."""

@@ -114,6 +114,19 @@ class Learner(TrainingRank):
             self._usage.add(micro_batch, gradients=False)
         return self._meter.add(loss, ages_E[batch.loss_mask_E > 0])
 
+    def imitate(self, micro_batch: MicroBatch, totals: BatchTotals) -> None:
+        """Add the gradient of algorithm.sft.coefficient times the negative log-likelihood of these demonstrations,
+        weighted by their advantages. totals: of the batch that the next step ends, whose denominator divides it.
+        """
+        batch = DeviceBatch.of(micro_batch, self._device)
+        with self._experts.count_load(idle=not micro_batch.loss_mask_E.any()):
+            logprobs_T = self._forward(self._model, batch, temperature=1.0).logprobs_T
+        nll = -(batch.advantages_E * batch.loss_mask_E * logprobs_T[batch.places_E]).sum()
+        weighed = self._spec.algorithm.sft.coefficient * self._denominator(totals) * nll
+        weighed.backward()
+        self._usage.add(micro_batch, gradients=True)
+        self._meter.add_imitated(weighed.detach(), nll.detach())
+
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
         self._usage.add(micro_batch, gradients=False)
@@ -136,10 +149,7 @@ class Learner(TrainingRank):
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
-        algorithm = self._spec.algorithm
-        denominator = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation).denominator(
-            totals, self._spec.max_new_tokens
-        )
+        denominator = self._denominator(totals)
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
         metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._experts.balance()}
@@ -194,7 +204,14 @@ class Learner(TrainingRank):
         """Replace exported weights by `share` of theirs, and the rest of another model's."""
         average_files(directory, find_files(other, weights=True), share)
 
-    def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
+    def _denominator(self, totals: BatchTotals) -> float:
+        aggregation = AGGREGATIONS.find_object(self._spec.algorithm.aggregation, Aggregation)
+        return aggregation.denominator(totals, self._spec.max_new_tokens)
+
+    def _forward(
+        self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False, temperature: float | None = None
+    ) -> PackedLogprobs:
+        """temperature: None for that of the rollouts."""
         return compute_packed_logprobs(
             model,
             batch.token_ids_T,
@@ -205,7 +222,7 @@ class Learner(TrainingRank):
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.wanted_T,
             also_TK=batch.likely_ids() if entropy else None,
-            temperature=self._spec.temperature,
+            temperature=self._spec.temperature if temperature is None else temperature,
             fp32_logits=self._train.fp32_lm_head,
             context=self._context,
         )

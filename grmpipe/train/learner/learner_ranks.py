@@ -47,6 +47,13 @@ class LearnerRanks(Ranks):
             sums = await self._call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
+    async def imitate(self, round_: MicroBatchRound, totals: BatchTotals) -> None:
+        """Forward and backward on a round of demonstrations, for the step of a batch of this size."""
+        self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
+        each = [(micro_batch, totals) for micro_batch in round_.micro_batches]
+        async with self._takes_memory():
+            await self._call_each("imitate", each)
+
     async def old_pass(self, round_: MicroBatchRound) -> list[OldPass]:
         """The old pass over each micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]

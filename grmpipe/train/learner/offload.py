@@ -28,6 +28,10 @@ class OffloadingLearner(Learner):
         self._assert_has_all()
         return super().accumulate(micro_batch, old)
 
+    def imitate(self, micro_batch: MicroBatch, totals: BatchTotals) -> None:
+        self._assert_has_all()
+        super().imitate(micro_batch, totals)
+
     def step(self, totals: BatchTotals) -> Metrics:
         self._assert_has_all()
         return super().step(totals)

@@ -83,7 +83,7 @@ def prepared_policy(rollout: dict[str, object], **policy: object) -> Prepared:
 
 def test_a_policy_without_thoughts_has_no_budget() -> None:
     with pytest.raises(
-        ConfigError, match=r"^rollout\.thinking_budget_tokens: .* type rollout\.thinking_budget_tokens=0 .*policy\.think"
+        ConfigError, match=r"^rollout\.thinking_budget_tokens: .*; type rollout\.thinking_budget_tokens=0 .*policy\.th"
     ):
         prepared_policy({})
 

@@ -170,7 +170,6 @@ def composed(
     skill: MeasuredSkill | None = None,
     delays: int | None = None,
     seed: int = 0,
-    min_group_std: float = 0.0,
 ) -> Table:
     draw = random.Random(delays)
     delay_s = (lambda: 0.0) if delays is None else draw.random
@@ -193,7 +192,7 @@ def composed(
     tree = RewardTree.of(root, nested)
     check_rewards(tree, made, group_baseline=False)
     configs.setdefault("judge", JudgeConfig())
-    return Table(judges=made, judge=compose_judge(tree, as_judges, configs, seed, skill, min_group_std))
+    return Table(judges=made, judge=compose_judge(tree, as_judges, configs, seed, skill))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from configs import judge_config
 from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
+from grmpipe.config.train import MIN_GROUP_STD
 from grmpipe.judge.composition.combine_verdicts import by_group
 from grmpipe.judge.composition.composed_judge import compares, compose_judge
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
@@ -119,8 +120,8 @@ def test_a_step_bears_its_share_of_the_groups_mean(bench: Any) -> None:
     )
     verdict = Verdict(rewards=steps, score=0.5, breakdown={}, score_std=0.0, num_judgements=1)
     low = replace(verdict, rewards=(replace(steps[0], value=0.1), steps[1]))
-    moved = by_group(verdict, [verdict, low], min_group_std=0.0)
+    moved = by_group(verdict, [verdict, low])
     mean, std = 0.3, 0.4 / 2**0.5
-    assert moved.outcome == pytest.approx((0.5 - mean) / std)
+    assert moved.outcome == pytest.approx((0.5 - mean) / (std + MIN_GROUP_STD))
     earned = place_rewards(bench.rollout("x" * 8), moved).earned_K.tolist()
     assert earned == pytest.approx([(0.5 / 0.75 - mean) / std, (0.0 - mean) / std])

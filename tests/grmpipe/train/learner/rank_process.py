@@ -10,19 +10,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rank_metrics import of_all_ranks
 from torch.distributed.tensor import DTensor
 
 from grmpipe.algorithm.losses import Aggregation
 from grmpipe.config.algorithm_tables import AGGREGATIONS
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
-from models.types import CudaHandle, CudaHandles, InlineBytes, WeightBucket
+from models.types import CudaHandle, CudaHandles, InlineBytes, TokenScores, WeightBucket
 from models.weights.sending import UnshardedBucket, WeightTransport
 from models.weights.transports import TRANSPORTS
 
@@ -49,8 +51,11 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["by_algorithm"] = {}
     for one_cut, (name, algorithm) in itertools.product((cut, *other_cuts), algorithms.items()):
         learner._spec = replace(spec, algorithm=algorithm)
-        for round_ in rounds_as_they_come(samples, one_cut, world_size):
+        for round_ in rounds_as_they_come(taught(samples, algorithm), one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
+        if algorithm.sft.path is not None:
+            for round_ in rounds_as_they_come(demonstrated(batches[0]), one_cut, world_size):
+                learner.imitate(round_.micro_batches[rank], totals)
         aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
         denominator = aggregation.denominator(totals, spec.max_new_tokens)
         out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
@@ -115,6 +120,28 @@ def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], wo
     packer = Packer(max_tokens, world_size, shared)
     groups = itertools.groupby(samples, lambda sample: sample.group_id)
     return [round_ for _, group in groups for round_ in packer.add(list(group))] + packer.flush()
+
+
+def taught(samples: list[TrainingSample], algorithm: AlgorithmConfig) -> list[TrainingSample]:
+    """With the scores of a teacher, whose likely tokens differ by place; every third sample has none."""
+    if not algorithm.distill.by_source:
+        return samples
+    top_k, found = algorithm.distill.top_k, []
+    for number, sample in enumerate(samples):
+        places_T = np.arange(len(sample.token_ids))
+        top_TK = (places_T[:, None] + 7 * np.arange(top_k)).astype(np.int32) % 50
+        scores = TokenScores(
+            logprobs_N=np.float32(-1.0 - places_T % 3),
+            top_ids_NK=top_TK,
+            top_logprobs_NK=np.float32(-1.5 - top_TK % 5),
+        )
+        found.append(replace(sample, teacher=scores if number % 3 else None))
+    return found
+
+
+def demonstrated(samples: list[TrainingSample]) -> list[TrainingSample]:
+    num_tokens = sum(sum(sample.loss_mask[1:]) for sample in samples)
+    return [replace(one, advantages=tuple(trained / num_tokens for trained in one.loss_mask)) for one in samples]
 
 
 def mixture_gradients(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from grmpipe.algorithm.distillation import divergence
 from grmpipe.config.algorithm_tables import Cap, Truncation
 from grmpipe.config.distill import DistillConfig
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, SftConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.device_usage import measure_sizes
@@ -91,6 +91,14 @@ def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig)
     return total / sum(len(loss) for loss in per_sample)
 
 
+def logprobs_of(model, sample: TrainingSample) -> np.ndarray:
+    """log pi of the trained tokens."""
+    ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask[1:], dtype=torch.bool)
+    with torch.no_grad():
+        log_softmax = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return log_softmax.gather(-1, ids[1:, None])[:, 0][mask].numpy()
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -124,6 +132,42 @@ def test_gradients_in_pieces_equal_the_naive_loss(gpt2_path: str, make_samples, 
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
     assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-9)
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(sft=SftConfig(coefficient=0.3)),
+        AlgorithmConfig(sft=SftConfig(coefficient=2.0), estimator="dr_grpo", aggregation="constant"),
+    ],
+)
+def test_demonstrations_add_their_mean_negative_log_likelihood_to_the_loss(
+    gpt2_path: str, make_samples, algorithm: AlgorithmConfig
+) -> None:
+    samples, shown = make_samples()[:7], make_samples()[7:]
+    totals, num_shown = count(samples, 0), sum(sum(sample.loss_mask[1:]) for sample in shown)
+    learner = make_learner(gpt2_path, algorithm)
+    learner.accumulate(pack(samples))
+    for some in (shown[:2], shown[2:]):
+        weighed = [replace(one, advantages=tuple(trained / num_shown for trained in one.loss_mask)) for one in some]
+        learner.imitate(pack(weighed), totals)
+    model = AutoModelForCausalLM.from_pretrained(gpt2_path, dtype=torch.float64).eval()
+    imitated = AlgorithmConfig(correction="none")
+    as_shown = [replace(one, advantages=tuple(map(float, one.loss_mask))) for one in shown]
+    naive_loss(model, as_shown, imitated).backward()  # -A r at r = 1 has the gradient of -A log pi
+    mine = {name: algorithm.sft.coefficient * parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    naive_loss(model, samples, algorithm).backward()
+    denominator = totals.num_loss_tokens if algorithm.aggregation == "token_mean" else len(samples) * MAX_NEW_TOKENS
+    ours = gradients(learner)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name] / denominator, parameter.grad + mine[name], atol=1e-7, rtol=0)
+    nll = -np.concatenate([logprobs_of(model, one) for one in shown]).mean()
+    metrics = learner.step(totals)
+    assert metrics["train/sft_nll_nats"] == pytest.approx(nll)
+    assert metrics["train/loss"] == pytest.approx(
+        naive_loss(model, samples, algorithm).item() + algorithm.sft.coefficient * nll
+    )
 
 
 @pytest.mark.parametrize(("coefficient", "passes"), [(0.0, 3), (0.5, 4)])

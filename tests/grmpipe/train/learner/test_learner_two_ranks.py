@@ -16,7 +16,8 @@ from rank_metrics import of_all_ranks
 from transformers import AutoModelForCausalLM
 
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.distill import DistillConfig
+from grmpipe.config.train import AlgorithmConfig, SftConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
@@ -42,6 +43,9 @@ ALGORITHMS = {
     )
     for loss in LOSSES
     for aggregation in AGGREGATIONS
+} | {
+    "taught": AlgorithmConfig(distill=DistillConfig(teachers={"default": "teacher"}, beta=0.5, top_k=3)),
+    "imitating": AlgorithmConfig(sft=SftConfig(path="demonstrations.jsonl", coefficient=0.5)),
 }
 Mixture = tuple[LearnerSpec, list[TrainingSample]]
 SCRIPT = Path(__file__).with_name("rank_process.py")
