@@ -56,7 +56,7 @@ class SftConfig(Bounded):
     path: str | None = not_empty(None, "give a file, or type algorithm.sft.path=null")
     # Weight of their mean negative log-likelihood per token, beside the loss of the rollouts.
     coefficient: float = above(0, 1.0)
-    batch_size: int = at_least(1, 16)  # [demonstrations] Those of an optimizer step.
+    rows_per_step: int = at_least(1, 16)  # [demonstrations] Those of an optimizer step.
 
 
 @dataclass(frozen=True)

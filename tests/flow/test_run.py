@@ -105,7 +105,7 @@ def test_demonstrations_are_imitated_beside_the_rollouts(small_run: Callable, tm
     rows = [{"prompt": "What is 6 x 7?", "completion": "6 x 7 = 42"}, {"prompt": "2 + 2", "completion": "4"}]
     (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = small_run(
-        "algorithm.sft.path=shown.jsonl", "algorithm.sft.batch_size=2", "algorithm.updates_per_batch=2",
+        "algorithm.sft.path=shown.jsonl", "algorithm.sft.rows_per_step=2", "algorithm.updates_per_batch=2",
         "train.num_steps=3", "train.lr=1e-3", "data.eval_path=null",
     )  # fmt: skip
     nll = [step["train/sft_nll_nats"] for step in files.steps()]

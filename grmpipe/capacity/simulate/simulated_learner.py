@@ -60,6 +60,9 @@ class SimulatedRanks(SimulatedProcess):
                 case "accumulate":
                     await self._spend(self._most_tokens(args_by_rank) * self._accumulate_s)
                     return [{}] * self._num_ranks
+                case "imitate":
+                    await self._spend(self._most_tokens(args_by_rank) * self._speed.token_s)
+                    return [None] * self._num_ranks
                 case "scores":
                     await self._spend(self._most_tokens(args_by_rank) * self._speed.forward_s)
                     return [np.zeros(num_tokens(args[0]), dtype=np.float32) for args in args_by_rank]

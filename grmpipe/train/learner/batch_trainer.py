@@ -213,7 +213,7 @@ class BatchTrainer:
         """An optimizer step on what was accumulated, and on its demonstrations."""
         if self._demonstrations is not None:
             draw, version = self._demonstrations.draw, self._learner.version
-            samples = await asyncio.to_thread(draw, version, self._algorithm.sft.batch_size)
+            samples = await asyncio.to_thread(draw, version, self._algorithm.sft.rows_per_step)
             for round_ in self._pack(samples):
                 await self._learner.imitate(round_, totals)
         return await self._learner.step(totals)

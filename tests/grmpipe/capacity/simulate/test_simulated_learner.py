@@ -29,12 +29,14 @@ METHODS = {
     for name, _ in getmembers(part, isfunction)
     if not name.startswith("_")
 } - FILES
+TOTALS = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     "expect": (3,),
     "accumulate": (idle(), None),
     "old_pass": (idle(),),
     "reference_logprobs": (idle(),),
-    "step": (BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0),),
+    "imitate": (idle(), TOTALS),
+    "step": (TOTALS,),
     "sender.connect": (None,),
     "sender.bucket": (0,),
     "sender.deliver": (0,),
