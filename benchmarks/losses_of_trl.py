@@ -2,7 +2,8 @@
 
     python benchmarks/losses_of_trl.py runs/algorithms      # in an environment that also has trl
 
-Calls TRL's own `GRPOTrainer._compute_loss` with log-probs instead of a model, and no trainer around it. Writes
+Calls TRL's own `GRPOTrainer._compute_loss` with log-probs instead of a model, and no trainer around it; and
+`GKDTrainer.generalized_jsd_loss` on the logits of both models. Writes
 runs/algorithms/trl.json, which `benchmarks/algorithms.py report` includes. Trains nothing.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor
+from trl.experimental.gkd import GKDTrainer
 
+from grmpipe.algorithm.distillation import divergence
 from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS, DualClip, OffPolicy
+from grmpipe.config.algorithm_tables import AGGREGATIONS, DualClip, OffPolicy, Sapo
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -42,6 +45,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "cispo", "epsilon_high": 1.28},
     ),
     "k3 in the loss": ({"kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
+    "sapo": ({"loss": "sapo", "aggregation": "sequence_mean"}, {"loss_type": "sapo"}),
+    "k3_unbiased in the loss, pi_old is mu": (
+        {"kl_coefficient": 0.3, "kl_estimator": "k3_unbiased"},
+        {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True},
+    ),
     "off_policy rejection": (
         {"rejections": ["off_policy"], "off_policy": OffPolicy(delta=0.05)},
         {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
@@ -108,12 +116,17 @@ def trls(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
     current_BL = batch.current_BL.clone().requires_grad_()
     settings = {
         "loss_type": "dapo", "delta": None, "importance_sampling_level": "token", "epsilon_low": 0.2,
-        "epsilon_high": 0.28, "beta": 0.0, "off_policy_mask_threshold": None, **keys,
+        "epsilon_high": 0.28, "beta": 0.0, "off_policy_mask_threshold": None, "use_bias_correction_kl": False, **keys,
     }  # fmt: skip
     one_process = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
     trainer = SimpleNamespace(
         **{key: value for key, value in settings.items() if key != "delta"},
-        args=SimpleNamespace(delta=settings["delta"], use_bias_correction_kl=False),
+        args=SimpleNamespace(
+            delta=settings["delta"],
+            use_bias_correction_kl=settings["use_bias_correction_kl"],
+            sapo_temperature_pos=Sapo().temperature_pos,
+            sapo_temperature_neg=Sapo().temperature_neg,
+        ),
         accelerator=one_process,
         model=SimpleNamespace(training=False),
         max_completion_length=MAX_NEW_TOKENS,
@@ -150,10 +163,36 @@ def compare() -> dict[str, float]:
         gaps = []
         for seed in range(20):
             batch = make_batch(seed)
+            if "pi_old is mu" in name:
+                batch = replace(batch, sampler_BL=batch.old_BL)
             pairs = zip(ours(batch, our_keys), trls(batch, their_keys), strict=True)
             gaps += [float((mine - theirs).abs().max()) for mine, theirs in pairs]
         found[name] = max(gaps)
-    return found
+    return found | {f"distillation, beta={beta:g}": compare_distillation(beta) for beta in (0.0, 0.5, 1.0)}
+
+
+def compare_distillation(beta: float) -> float:
+    """The largest difference of the mean divergence over the whole vocabulary, or of its gradient by the logits."""
+    gaps = []
+    for seed in range(20):
+        draw = torch.Generator().manual_seed(seed)
+        own_BLV, teacher_BLV = (2 * torch.randn(4, 9, 30, generator=draw, dtype=torch.float64) for _ in range(2))
+        labels_BL = torch.where(torch.rand(4, 9, generator=draw) < 0.7, 1, -100)
+        trained_BL, found = labels_BL != -100, []
+        for side in ("grmpipe", "trl"):
+            logits_BLV = own_BLV.clone().requires_grad_()
+            if side == "trl":
+                value = GKDTrainer.generalized_jsd_loss(
+                    logits_BLV, teacher_BLV, labels_BL, beta, num_items_in_batch=trained_BL.sum()
+                )
+            else:
+                value = divergence(
+                    logits_BLV.log_softmax(-1)[trained_BL], teacher_BLV.log_softmax(-1)[trained_BL], beta
+                ).mean()
+            value.backward()
+            found.append((value.detach(), logits_BLV.grad))
+        gaps += [float((mine - theirs).abs().max()) for mine, theirs in zip(*found, strict=True)]
+    return max(gaps)
 
 
 def main() -> None:

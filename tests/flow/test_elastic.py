@@ -12,13 +12,14 @@ from grmpipe.observe.recorder import load_rollouts
 ELASTIC = ("placement=elastic", "train.num_steps=4", "slots.balance.switch_s=0.05")
 
 
-def check_moves(run: Any, steps: int) -> None:
-    """Moves in both directions, counted, drawn and logged; and the slots add up."""
+def check_moves(run: Any, steps: int, roles: tuple[str, ...] = ("policy", "grm")) -> None:
+    """Moves between all roles, counted, drawn and logged; and the slots add up."""
     moves = run.summary["moves"]
-    assert set(moves) == {"policy->grm", "grm->policy"}
+    assert {role for move in moves for role in move.split("->")} == set(roles)
+    assert {"policy->grm", "grm->policy"} <= set(moves)
     lines = run.steps()
     assert len(lines) == steps
-    assert all(line["slots/policy"] + line["slots/grm"] == 2 for line in lines)
+    assert all(sum(line[f"slots/{role}"] for role in roles) == 2 for line in lines)
     assert 0 < lines[-1]["moves/total"] <= sum(moves.values())
     spans = [event for event in json.loads((run.run_dir / "timeline.json").read_text()) if event["ph"] == "X"]
     drawn = Counter(span["name"].removeprefix("switch ") for span in spans if span["name"].startswith("switch "))
@@ -37,10 +38,12 @@ def first_rollouts(run: Any) -> dict[tuple[str, int], tuple[int, ...]]:
     }
 
 
-def test_slots_move_both_ways_and_every_sample_is_whole(small_run: Callable) -> None:
-    run = small_run(*ELASTIC)
-    check_moves(run, 4)
+def test_slots_move_between_policy_judge_and_teacher_and_every_sample_is_whole_and_taught(small_run: Callable) -> None:
+    run = small_run(*ELASTIC, experiment="distill")
+    check_moves(run, 4, ("policy", "grm", "teacher"))
     run.check_complete(16)
+    assert run.summary["teaching"]["failed"] == {}
+    assert all(line["train/taught_share"] == 1 for line in run.steps())
 
 
 def test_the_same_rollouts_come_from_elastic_slots_and_from_fixed_ones(small_run: Callable) -> None:

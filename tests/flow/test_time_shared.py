@@ -46,12 +46,15 @@ def test_engines_sleep_while_the_learner_steps_and_what_runs_ahead_loses_nothing
         abort(worker, request_id)
 
     monkeypatch.setattr(EmbeddedWorker, "abort", note)
-    run = small_run(*BY_TURNS, "train.max_staleness=1", "train.num_steps=4", "train.checkpoint_every=2")
+    ahead = ("train.max_staleness=1", "train.num_steps=4", "train.checkpoint_every=2")
+    run = small_run(*BY_TURNS, *ahead, experiment="distill")
     run.check_complete(16)
+    assert all(line["train/taught_share"] == 1 for line in run.steps())
     assert aborted, "nothing was in flight at any step: nothing was shown"
     steps = run.steps()
     assert steps[0]["memory/freed_by_policy_gb"] > 0
     assert steps[0]["memory/freed_by_grm_gb"] > 0
+    assert "memory/freed_by_teacher_gb" in steps[0]
     assert len(turns_of(run)) >= 4 + 2, "four steps, and checkpoints between them"
 
 
