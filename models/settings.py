@@ -308,7 +308,7 @@ class SglangConfig(Bounded):
 
 @dataclass(frozen=True)
 class OpenAIConfig(Bounded):
-    """A judge behind an OpenAI-compatible endpoint; `grm.path` is the model's name there."""
+    """A model behind an OpenAI-compatible endpoint, which judges, scores or teaches; its `path` is its name there."""
 
     base_url: str = "https://api.openai.com/v1"  # URL of the endpoint.
     # Environment variable with the endpoint's key; empty: the endpoint needs none.
@@ -323,7 +323,8 @@ class OpenAIConfig(Bounded):
     # For a scalar reward model: the route of its scores, vLLM's /classify (classify) or SGLang's /v1/embeddings
     # (embeddings).
     scores: str = one_of((CLASSIFY, EMBEDDINGS), CLASSIFY)
-    # For a scalar reward model: Hugging Face directory or hub name of its tokenizer and chat template; empty: path.
+    # For a scalar reward model and a teacher: Hugging Face directory or hub name of its tokenizer and chat template;
+    # empty: path.
     tokenizer: str = ""
     # Regular expressions of chat markup, which a space breaks in the policy's text before the judge reads it.
     chat_markup: list[str] = field(default_factory=lambda: list(CHAT_MARKUP))

@@ -474,6 +474,12 @@ class ChatEngine(Protocol):
     async def close(self) -> None: ...
 
 
+class RemoteTeacher(Generates, Protocol):
+    """A model behind an endpoint that scores prompts: `generate` takes params with `scoring` only."""
+
+    async def close(self) -> None: ...
+
+
 class SendLimits(Protocol):
     """Holds requests back before they are sent."""
 

@@ -99,10 +99,8 @@ def find_scalar_models(config: RunConfig) -> tuple[FoundScalarModel, ...]:
     for role in config.asked.scalar_roles:
         options, engine = config.models[role], resolve_engine(role, config)
         with section(f"{options.key}."):
-            if engine.endpoint is None:
-                model = find_scalar_model(role, config)
-            else:
-                model = find_remote_scalar_model(options, engine)
+            is_here = engine.endpoint is None
+            model = find_scalar_model(role, config) if is_here else find_remote_model(options, engine)
         if engine.endpoint is None:
             check_vocabulary(options.key, options, model.renderer)
         else:
@@ -127,8 +125,14 @@ def find_scalar_model(role: str, config: RunConfig) -> Model:
     return Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
 
 
-def find_remote_scalar_model(options: ModelEntry, engine: AnyEngine) -> Model:
-    """Find the tokenizer of a reward model that an endpoint serves: the run renders and sends token ids."""
+def find_remote_teacher(role: ServedRole) -> Model:
+    """Find the tokenizer of a teacher that an endpoint serves. Raises ConfigError, which begins with its section."""
+    with section(f"{role.key}."):
+        return find_remote_model(role.model, role.engine)
+
+
+def find_remote_model(options: ModelEntry, engine: AnyEngine) -> Model:
+    """Find the tokenizer of a model that an endpoint serves, and that is sent token ids."""
     assert engine.endpoint is not None
     tokenizer = engine.endpoint.scorer_tokenizer(options)
     try:

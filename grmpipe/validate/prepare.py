@@ -42,6 +42,7 @@ from grmpipe.validate.models import (
     find_critic,
     find_meta_rm,
     find_model,
+    find_remote_teacher,
     find_scalar_models,
 )
 from grmpipe.validate.role_placement import seat_roles
@@ -156,7 +157,9 @@ def check_models(prepared: Prepared) -> None:
         if role.num_gpus > 1:
             check_tensor_parallel(role, read_heads(model.path))
     for name in config.teachers:
-        check_teacher(prepared.model[name], roles.served[name], prepared.policy, config)
+        role = roles.served[name]
+        teacher = prepared.model[name] if role.engine.endpoint is None else find_remote_teacher(role)
+        check_teacher(teacher, role, prepared.policy, config)
     check_swap(roles, prepared.models)
     check_routing(config, prepared.policy, roles.served[POLICY])
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from models.engines.endpoint_use import EndpointUse
 from models.engines.engine_memory import EngineMemory
 from models.settings import EngineConfig, LoraConfig, ModelConfig
-from models.types import ChatEngine, Engine, RemoteScorer
+from models.types import ChatEngine, Engine, RemoteScorer, RemoteTeacher
 
 UNBOUNDED_ROWS = UNBOUNDED_RANK = 1 << 30
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
@@ -79,8 +79,12 @@ class Endpoint(ABC):
             f"{key}=openai for a pooling endpoint"
         )
 
+    def connect_teacher(self, role: str, model: ModelConfig, use: EndpointUse) -> RemoteTeacher:
+        """Make the client of a model that scores the tokens of prompts. Only called where the kind `scores`."""
+        raise NotImplementedError(f"{type(self).__name__} connects no teachers")
+
     def scorer_tokenizer(self, model: ModelConfig) -> str:
-        """Where the tokenizer of a reward model is: a Hugging Face directory or hub name."""
+        """Where the tokenizer of a model is that is sent token ids: a Hugging Face directory or hub name."""
         return model.path
 
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from teacher_endpoint import serve_teacher
 
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.observe.recorder import load_verdicts
+from grmpipe.run.errors import RunFailed
 from grmpipe.run_reader import read_run
 from grmpipe.types import Verdict
 from models.chat.renderer import Renderer
@@ -30,6 +32,25 @@ def test_a_teacher_with_the_policys_weights_leaves_it_as_it_is_and_scores_every_
         assert isinstance(report.verdict, Verdict) and report.verdict.teacher is not None
         (scores,) = report.verdict.teacher.by_turn
         np.testing.assert_allclose(scores.logprobs_N, rollouts[key]["turns"][0]["logprobs"], atol=1e-4)
+
+
+def test_a_teacher_behind_an_endpoint_scores_as_one_here_and_what_it_refuses_has_a_cause(small_run: Callable) -> None:
+    with serve_teacher("tiny://policy") as server:
+        outside = (
+            *ALONE, "models.teacher.engine=openai", "models.teacher.path=a-teacher",
+            f"engine.openai.base_url={server.url}", "engine.openai.api_key_env=''",
+            "+models.teacher.engine_options.tokenizer=tiny://policy",
+            "train.max_staleness=0", "train.num_steps=1", "data.eval_path=null",
+        )  # fmt: skip
+        server.script = [503]
+        files = small_run(*outside)
+        (step,) = files.steps()
+        assert abs(step["train/distill_kl_nats"]) < 1e-4 and step["train/taught_share"] == 1.0
+        assert files.summary["teaching"]["scored"] == 16 and files.summary["teaching"]["failed"] == {}
+        assert len(server.asked) == 17, "one was asked again"
+        server.without = True
+        with pytest.raises(RunFailed, match=r"gave no prompt_logprobs, which a teacher's endpoint must give"):
+            small_run(*outside, "judge_monitor.pause_s=0", run_dir="without")
 
 
 def test_without_a_reward_nothing_on_file_is_a_reward_of_0(small_run: Callable) -> None:

@@ -45,11 +45,11 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
 
 
 def make_workload(facts: RunFacts) -> Workload:
-    """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
+    """The workload of a run. Raises ConfigError for a model elsewhere, whose speed is unknown."""
     config = facts.config
     for role in config.judging.remote_roles:
         key = config.models[role].key
-        raise ConfigError(f"{key}.engine: a judge behind an endpoint can't be simulated; type {key}.engine=vllm")
+        raise ConfigError(f"{key}.engine: a model behind an endpoint can't be simulated; type {key}.engine=vllm")
     settings = config.simulate
     means = {name: judge_lengths(name, facts).new_tokens for name in config.judging.generative}
     lengths = {

@@ -3,9 +3,11 @@ endpoints.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.roles import Model, Roles
+from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
@@ -15,7 +17,7 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.prepare import Prepared
 from models.engines.endpoint_use import EndpointUse
-from models.types import ChatEngine, Generates, RequestLog
+from models.types import ChatEngine, Generates, RemoteTeacher, RequestLog
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.routing.rate_limits import RateLimits
@@ -25,19 +27,37 @@ LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
 
 
-def connect_endpoints(roles: Roles, requests: LogOf) -> dict[str, ChatEngine]:
-    """Role -> client, for models behind endpoints. Each has limits of its own."""
-    clients: dict[str, ChatEngine] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteModels:
+    """The clients of models behind endpoints, by role: of those that judges ask, and of those that teach. What one
+    model does has the same limits.
+    """
+
+    judging: Mapping[str, ChatEngine]
+    teaching: Mapping[str, RemoteTeacher]
+
+    @property
+    def clients(self) -> tuple[ChatEngine | RemoteTeacher, ...]:
+        return (*self.judging.values(), *self.teaching.values())
+
+
+def connect_endpoints(config: RunConfig, roles: Roles, requests: LogOf) -> RemoteModels:
+    """Make the clients of models behind endpoints. Each model has limits of its own."""
+    asked = {judge.model for judge in config.asked.generative.values()}
+    judging: dict[str, ChatEngine] = {}
+    teaching: dict[str, RemoteTeacher] = {}
     for role in roles.served.values():
-        if (endpoint := role.engine.endpoint) is not None:
-            limits = RateLimits(
-                requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
-            )
-            use = EndpointUse(
-                model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name)
-            )
-            clients[role.name] = endpoint.connect(role.name, role.model, use)
-    return clients
+        if (endpoint := role.engine.endpoint) is None:
+            continue
+        limits = RateLimits(
+            requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
+        )
+        use = EndpointUse(model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name))
+        if role.name in asked:
+            judging[role.name] = endpoint.connect(role.name, role.model, use)
+        if role.name in config.teachers:
+            teaching[role.name] = endpoint.connect_teacher(role.name, role.model, use)
+    return RemoteModels(judging=judging, teaching=teaching)
 
 
 def find_grms(

@@ -22,7 +22,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.types import Judge
 from grmpipe.validate.evaluation import PreparedEvaluation
 from grmpipe.validate.prepare import Prepared
-from models.types import ChatEngine
+from models.types import ChatEngine, RemoteTeacher
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster, InProcessCluster
 from scheduler.routing.router import Router
@@ -35,7 +35,7 @@ MACHINES = "the machines and their processes"  # what a start waits for first
 class Serving:
     """The started processes that answer requests, and what keeps them alive.
 
-    grms: that judges ask, by role.  endpoints: of models that judge elsewhere.
+    grms: that judges ask, by role.  endpoints: of models elsewhere.
     scorers: of the meta-RM and of reward models.  scalars: that scalar judges ask.
     teachers: of the policy, by role.
     """
@@ -44,7 +44,7 @@ class Serving:
     routers: Mapping[str, Router]
     maintenance: Maintenance
     grms: Mapping[str, Grm]
-    endpoints: tuple[ChatEngine, ...]
+    endpoints: tuple[ChatEngine | RemoteTeacher, ...]
     scorers: tuple[ScorerPool, ...]
     scalars: ScalarModels
     meta_rm: MetaRm | None
@@ -124,16 +124,16 @@ async def start_serving(
     meta_rm = await start_meta_rm(cluster, prepared, events)
     scalars = await start_scalar_models(cluster, prepared, events, requests)
     envs = await start_envs(cluster, prepared.config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
-    endpoints = connect_endpoints(prepared.roles, requests)
+    remote = connect_endpoints(prepared.config, prepared.roles, requests)
     return Serving(
         cluster=cluster,
         routers=served.routers,
         maintenance=maintenance,
-        grms=find_grms(prepared, served.routers, endpoints, events, requests, maintenance.stops),
-        endpoints=tuple(endpoints.values()),
+        grms=find_grms(prepared, served.routers, remote.judging, events, requests, maintenance.stops),
+        endpoints=remote.clients,
         scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
         scalars=scalars,
         meta_rm=make_meta_rm(prepared.meta_rm, meta_rm, requests),
-        teachers=make_teachers(prepared.config, served.routers, prepared.policy.renderer),
+        teachers=make_teachers(prepared.config, {**served.routers, **remote.teaching}, prepared.policy.renderer),
         envs=envs,
     )

@@ -1,4 +1,4 @@
-"""The kind of a judge behind an OpenAI-compatible endpoint."""
+"""The kind of a model behind an OpenAI-compatible endpoint."""
 
 import os
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from models.engines.endpoint_use import EndpointUse
 from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
 from models.settings import EngineConfig, ModelConfig, OpenAIConfig
-from models.types import ChatEngine, RemoteScorer
+from models.types import ChatEngine, RemoteScorer, RemoteTeacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,11 @@ class OpenAIEndpoint(Endpoint):
 
         return PoolingScorer(model.path, self.options, use=use)
 
+    def connect_teacher(self, role: str, model: ModelConfig, use: EndpointUse) -> RemoteTeacher:
+        from models.engines.openai.prompt_scorer import PromptScorer
+
+        return PromptScorer(model.path, role, self.options, use=use)
+
     def scorer_tokenizer(self, model: ModelConfig) -> str:
         return self.options.tokenizer or model.path
 
@@ -31,6 +36,7 @@ class OpenAIEndpoint(Endpoint):
 class OpenAIKind(EngineKind[OpenAIConfig]):
     section = "openai"
     outside = True
+    scores = True
 
     @classmethod
     def read_options(cls, sections: EngineConfig) -> OpenAIConfig:

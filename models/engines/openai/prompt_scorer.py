@@ -1,0 +1,143 @@
+"""A teacher behind an OpenAI-compatible endpoint of vLLM: token ids in, their log-probs out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from models.engines.endpoint_use import EndpointUse
+from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
+from models.engines.request_gates import SingleFlight
+from models.settings import OpenAIConfig
+from models.types import (
+    Completion,
+    EngineRefused,
+    PromptScoring,
+    RequestContext,
+    SamplingParams,
+    TokenScores,
+    VersionSpan,
+    ignore_first_token,
+)
+
+BYTES_PER_SCORE, MIN_ANSWER_BYTES = 512, 2**20
+FIELDS_OF_OURS = frozenset({"model", "prompt", "prompt_logprobs", "max_tokens", "n", "stream", "add_special_tokens"})
+NOT_GIVEN = (
+    "no prompt_logprobs, which a teacher's endpoint must give: vLLM's server does (SGLang's and most services' don't)"
+)
+
+
+class PromptScorer:
+    """POSTs token ids to `base_url`/completions with `prompt_logprobs`, a field of vLLM (see EndpointClient).
+
+    model_path: the model's name at the endpoint.  model_name: its name in version spans.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str,
+        config: OpenAIConfig,
+        transport: httpx.AsyncBaseTransport | None = None,
+        use: EndpointUse | None = None,
+    ) -> None:
+        refuse_fields_of_ours(config, FIELDS_OF_OURS)
+        self._model_path, self._extra_body = model_path, config.extra_body
+        self._version = VersionSpan(model=model_name, version=0, start=0, end=0)
+        self._in_flight: SingleFlight[Completion] = SingleFlight()
+        self._client = EndpointClient(model_path, config, use or EndpointUse(), transport)
+        self._url = config.base_url.rstrip("/") + "/completions"
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Score a prompt, as an engine does (`make_scoring_params`).
+
+        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up,
+        EngineDenied if it serves nothing (see EndpointClient).
+        """
+        assert params.scoring is not None, "it samples nothing"
+        scoring = params.scoring
+        return await self._in_flight.join(context.request_id, lambda: self._score(prompt_ids, scoring, context))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _score(self, prompt_ids: Sequence[int], scoring: PromptScoring, context: RequestContext) -> Completion:
+        body = {
+            "model": self._model_path,
+            "prompt": list(prompt_ids),
+            "prompt_logprobs": scoring.top_k,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "add_special_tokens": False,
+            **self._extra_body,
+        }
+        tokens = len(prompt_ids) + 1
+        size = RequestSize(
+            expected_tokens=tokens,
+            most_tokens=2 * tokens,
+            max_bytes=MIN_ANSWER_BYTES + BYTES_PER_SCORE * (1 + scoring.top_k) * tokens,
+        )
+
+        async def attempt(num_failed: int) -> Completion:
+            retry = context.is_retry or num_failed > 0
+            reply = await self._client.post(self._url, body, size, context.priority, retry=retry)
+            return self._completion(reply, prompt_ids, scoring)
+
+        return await self._client.retry(context.request_id, context.priority, attempt)
+
+    def _completion(self, reply: Reply, prompt_ids: Sequence[int], scoring: PromptScoring) -> Completion:
+        self._client.check_status(reply)
+        given = find_entries(reply.body)
+        if given is None:
+            raise EngineRefused(f"{self._client.host} gave {NOT_GIVEN}")
+        try:
+            scores = read_scores(given, prompt_ids, scoring)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            cause = f"prompt_logprobs that aren't those of the prompt: {error}; the answer: {reply.words}"
+        else:
+            model = reply.body.get("model")
+            self._client.check_model(model if isinstance(model, str) else "")
+            return Completion(
+                token_ids=(), logprobs=(), text="", finish_reason="stop", versions=(self._version,), scores=scores
+            )
+        raise BusyError(cause)
+
+
+def find_entries(body: Mapping[str, Any]) -> list[Any] | None:
+    """An entry for each token of the prompt. None if the endpoint gives none."""
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return None
+    given = choices[0].get("prompt_logprobs")
+    return given if isinstance(given, list) else None
+
+
+def read_scores(given: Sequence[Any], prompt_ids: Sequence[int], scoring: PromptScoring) -> TokenScores:
+    """The scores of the tokens from `start` on. An entry maps token ids, as texts, to a log-prob and a rank: those of
+    the likeliest, and of the token itself, whatever its rank.
+    """
+    if len(given) != len(prompt_ids):
+        raise ValueError(f"{len(given)} entries for {len(prompt_ids)} tokens")
+    logprobs, top_ids, top_logprobs = [], [], []
+    for token_id, entry in zip(prompt_ids[scoring.start :], given[scoring.start :], strict=True):
+        logprobs.append(float(entry[str(token_id)]["logprob"]))
+        likeliest = sorted(
+            ((int(one["rank"]), int(name), float(one["logprob"])) for name, one in entry.items()),
+        )[: scoring.top_k]
+        if len(likeliest) < scoring.top_k:
+            raise ValueError(f"{len(likeliest)} likely tokens in place of {scoring.top_k}")
+        top_ids.append([name for _, name, _ in likeliest])
+        top_logprobs.append([logprob for _, _, logprob in likeliest])
+    shape = (len(logprobs), scoring.top_k)
+    return TokenScores(
+        logprobs_N=np.array(logprobs, np.float32),
+        top_ids_NK=np.array(top_ids, np.int32).reshape(shape) if scoring.top_k else None,
+        top_logprobs_NK=np.array(top_logprobs, np.float32).reshape(shape) if scoring.top_k else None,
+    )
