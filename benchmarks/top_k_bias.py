@@ -8,6 +8,7 @@ vocabulary. Writes benchmarks/top_k_bias.md. Trains nothing.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def make_rows(policy_NV: Tensor, teacher_NV: Tensor) -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     policy_NV, teacher_NV = asyncio.run(score_answers())
     rows = "\n".join(make_rows(policy_NV, teacher_NV))
     REPORT.write_text(f"""# What a teacher's most likely tokens leave out

@@ -86,8 +86,8 @@ def test_the_source_of_a_prompt_chooses_its_teacher() -> None:
         ((*TEACHER, "algorithm.distill.beta=0.5"), r"^algorithm\.distill\.top_k: .* type algorithm\.distill\.top_k=16"),
         ((*TEACHER, "algorithm.distill.form=advantage", "algorithm.distill.top_k=4"), r"^algorithm\.distill\.form: "),
         (
-            (*TEACHER, "models.teacher.engine=openai", "models.teacher.path=big"),
-            r"^models\.teacher\.engine: openai gives no log-probs.*teacher\.engine=embedded or vllm or sglang",
+            (*TEACHER, "models.teacher.engine=openai"),
+            r"^models\.teacher\.path: .* is a shipped tiny model; .* type the model's name at the endpoint",
         ),
         (("train.max_skipped_steps=1", "algorithm.updates_per_batch=2"), r"^train\.max_skipped_steps: an earlier"),
         (("train.max_skipped_steps=1", "algorithm=ppo", "critic=policy"), r"^train\.max_skipped_steps: a critic"),
