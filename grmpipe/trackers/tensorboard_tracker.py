@@ -4,7 +4,6 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from grmpipe.trackers.tracker import SampleRow, TrackedRun, Tracker, TrackerConfig
 from grmpipe.types import Metrics
@@ -16,25 +15,20 @@ class TensorboardConfig(TrackerConfig):
 
     library = "tensorboard"
 
-    # Folder in which each run has a folder of its name with its event files; null: `tensorboard/` in run_dir.
-    log_dir: str | None = None
-
     def open(self, run: TrackedRun) -> Tracker:
-        return TensorboardTracker(self, run)
+        return TensorboardTracker(run)
 
     def missing(self) -> str:
         return "" if importlib.util.find_spec(self.library) else "type `pip install 'grmpipe[tensorboard]'`"
 
 
 class TensorboardTracker(Tracker):
-    """The event files of one run. A resume hides the steps after its checkpoint, which it makes again."""
+    """The event files in a run's directory. A resume hides the steps after its checkpoint, which it makes again."""
 
-    def __init__(self, config: TensorboardConfig, run: TrackedRun) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # late: it imports tensorboard, which may not be installed
 
-        own = run.run_dir / "tensorboard"
-        directory = own if config.log_dir is None else Path(config.log_dir) / run.run_dir.resolve().name
-        self._writer = SummaryWriter(str(directory), purge_step=run.first_step)
+        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.first_step)
         self._writer.add_text("config", as_code(json.dumps(run.config, indent=1)), run.first_step)
 
     def log(self, step: int, metrics: Metrics) -> None:

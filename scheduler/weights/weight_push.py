@@ -48,8 +48,6 @@ class SyncConfig(Bounded):
     deadline_s: float = above(0, 60.0)
     # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
     min_mb_per_s: float = above(0, 100.0)
-    # Most tokens of the probe.
-    probe_tokens: int = at_least(2, 64, "at least 2 (the first token has no log-prob)")
     # [nats] Largest median difference of log-probs over the likelier half of the probe; null: 0.001 if float32 is sent,
     # 0.25 if bfloat16 or float16 is, 1 if the engine's options quantize its weights or cache.
     probe_tolerance: float | None = above(0, None)

@@ -24,6 +24,7 @@ from scheduler.weights.stored_weights import StoredWeights, load_files
 from scheduler.weights.weight_sync import WeightSync
 
 MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
+MOST_PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +180,7 @@ async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWei
 
 def pick_probe(model: Model, prepared: Prepared) -> tuple[int, ...]:
     """Tokens that show whether two copies of a model are equal: the beginning of a prompt of the data."""
-    most = prepared.roles.served[model.name].sync.probe_tokens
-    return tuple(model.renderer.render(prepared.prompts.at(0).messages)[:most])
+    return tuple(model.renderer.render(prepared.prompts.at(0).messages)[:MOST_PROBE_TOKENS])
 
 
 def make_router(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:

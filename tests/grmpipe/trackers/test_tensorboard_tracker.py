@@ -45,14 +45,13 @@ def test_event_files_hold_each_step_the_configuration_and_rollouts_as_they_are(t
 
 def test_a_resume_hides_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    settings, directory = TensorboardConfig(log_dir=str(tmp_path / "all")), tmp_path / "all" / "run"
     for first_step, steps, value in ((0, range(4), 1.0), (3, range(3, 5), 2.0)):
         run = TrackedRun(run_dir=tmp_path / "run", config={}, state={}, first_step=first_step)
-        tracker = settings.open(run)
+        tracker = TensorboardConfig().open(run)
         for step in steps:
             tracker.log(step, {"x": value})
         tracker.close()
-    assert scalars(directory, "x") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert scalars(tmp_path / "run" / "tensorboard", "x") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
 def test_without_tensorboard_a_run_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
