@@ -10,7 +10,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.data.demonstrations import Demonstrations, load_demonstrations
+from grmpipe.data.demonstrations import Demonstrations, load_demonstrations, make_sample
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import disjoint, find_place, identify_prompt, load_prompts
 from grmpipe.data.stream import PromptStream
@@ -110,11 +110,13 @@ def load_judging_tasks(
 
 
 def read_demonstrations(config: RunConfig, policy: Model) -> Demonstrations | None:
-    """What the policy imitates beside its rollouts."""
+    """What the policy imitates beside its rollouts. Checks that its chat template takes each order of roles."""
     if (path := config.algorithm.sft.path) is None:
         return None
     with section("algorithm.sft.path: "):
         conversations = load_demonstrations(path)
+        for one in {tuple(message.role for message in one): one for one in conversations}.values():
+            make_sample(one, policy.renderer, "a demonstration")
     return Demonstrations(conversations, policy.renderer, config.seed)
 
 

@@ -30,6 +30,7 @@ def result(row: str, seed: int, after: float) -> algorithms.Result:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_every_row_composes_and_all_names_are_among_them() -> None:
     """All except those that equal others with one reward per rollout, or with whitening."""
     used: dict[str, set[str]] = {"estimator": set(), "loss": set(), "correction": set(), "rejections": set()}

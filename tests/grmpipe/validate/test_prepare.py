@@ -64,6 +64,19 @@ def test_a_judge_whose_format_has_no_system_message_is_refused_for_prompts_with_
         prepare(config(judge={**PAIRS, **RANKING}, data=data, train=train))
 
 
+def test_demonstrations_whose_roles_the_policys_template_does_not_take_are_refused(tmp_path: Path) -> None:
+    template = tmp_path / "users_only.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{{ m.content }}</s>{% endfor %}"
+    )
+    rows = [[{"role": role, "content": role} for role in roles] for roles in (("user",), ("system", "user"))]
+    shown = tmp_path / "shown.jsonl"
+    shown.write_text("".join(json.dumps({"prompt": row, "completion": "4"}) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"^algorithm\.sft\.path: .*no system message"):
+        prepare(config(policy={"chat_template": str(template)}, algorithm={"sft": {"path": str(shown)}}))
+
+
 def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
     prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}))
     assert [model.context_tokens for model in prepared.models] == [400, 400]
