@@ -121,7 +121,7 @@ def test_a_step_bears_its_share_of_the_groups_mean(bench: Any) -> None:
     verdict = Verdict(rewards=steps, score=0.5, breakdown={}, score_std=0.0, num_judgements=1)
     low = replace(verdict, rewards=(replace(steps[0], value=0.1), steps[1]))
     moved = by_group(verdict, [verdict, low])
-    mean, std = 0.3, 0.4 / 2**0.5
-    assert moved.outcome == pytest.approx((0.5 - mean) / (std + MIN_GROUP_STD))
+    mean, std = 0.3, 0.4 / 2**0.5 + MIN_GROUP_STD
+    assert moved.outcome == pytest.approx((0.5 - mean) / std)
     earned = place_rewards(bench.rollout("x" * 8), moved).earned_K.tolist()
     assert earned == pytest.approx([(0.5 / 0.75 - mean) / std, (0.0 - mean) / std])
