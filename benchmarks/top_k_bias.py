@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,12 +31,11 @@ POLICY, TEACHER = "tiny://policy", "tiny://teacher_arithmetic"
 NUM_PROMPTS = 256
 KS = (1, 2, 4, 8, 16, 32, 64)
 BETAS = {"reverse KL": 1.0, "JSD, beta 0.5": 0.5, "forward KL": 0.0}
-NEXT = {"request": 0}
+NUMBERS = itertools.count()
 
 
-def number_request() -> RequestContext:
-    NEXT["request"] += 1
-    return RequestContext(request_id=str(NEXT["request"]), group_id="", role="policy")
+def next_request() -> RequestContext:
+    return RequestContext(request_id=str(next(NUMBERS)), group_id="", role="policy")
 
 
 async def score_answers() -> tuple[Tensor, Tensor]:
@@ -47,12 +47,11 @@ async def score_answers() -> tuple[Tensor, Tensor]:
 
     async def score(prompt_ids: tuple[int, ...], seed: int) -> list[TokenScores]:
         params = SamplingParams(max_new_tokens=64, seed=seed)
-        answer = await engines[0].generate(prompt_ids, params, number_request())
+        answer = await engines[0].generate(prompt_ids, params, next_request())
         scoring = make_scoring_params(len(prompt_ids), top_k=renderer.vocab_size)
         whole = (*prompt_ids, *answer.token_ids)
-        done = [await engine.generate(whole, scoring, number_request()) for engine in engines]
-        assert all(one.scores is not None for one in done)
-        return [one.scores for one in done if one.scores is not None]
+        scores = [(await engine.generate(whole, scoring, next_request())).scores for engine in engines]
+        return [one for one in scores if one is not None]
 
     prompts = load_prompts("tiny://held_out", num_tiny_prompts=NUM_PROMPTS)
     try:

@@ -38,16 +38,16 @@ def center(rewards_G: np.ndarray) -> np.ndarray:
     return rewards_G - rewards_G.mean()
 
 
-def standardize(rewards_G: np.ndarray, std: str, min_group_std: float = MIN_GROUP_STD) -> np.ndarray:
+def standardize(rewards_G: np.ndarray, std: str) -> np.ndarray:
     """Group-relative advantage in units of the group's standard deviation (GRPO, arXiv 2402.03300).
 
-    `min_group_std` is added to the deviation: rewards that differ by much less give advantages near 0, and no advantage
+    MIN_GROUP_STD is added to the deviation: rewards that differ by much less give advantages near 0, and no advantage
     exceeds sqrt(G - 1) in size. `std` none: only centered.
     """
     if std == "none":
         return center(rewards_G)
     spread = rewards_G.std(ddof=1 if std == "sample" else 0)
-    return center(rewards_G) / (spread + min_group_std)
+    return center(rewards_G) / (spread + MIN_GROUP_STD)
 
 
 def compare_at(
@@ -68,7 +68,7 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
     return center(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
 
 
-def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float = MIN_GROUP_STD) -> np.ndarray:
+def best_of_k(rewards_G: np.ndarray, k: int) -> np.ndarray:
     """The contribution of a sibling to the best of k: the mean of max over the k-subsets that contain it, minus the
     mean over all k-subsets, in units of the deviation over all. With rewards of 0 and 1 that is pass@k training (arXiv
     2508.10751).
@@ -88,7 +88,7 @@ def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float = MIN_GROUP_ST
     later_G = np.array([math.comb(j - 1, k - 2) / holding if j > 0 and k > 1 else 0.0 for j in range(size)]) * rising_G
     with_it_G = own_G + later_G[::-1].cumsum()[::-1] - later_G
     advantages_G = np.empty(size)
-    advantages_G[order] = (with_it_G - mean) / (spread + min_group_std)
+    advantages_G[order] = (with_it_G - mean) / (spread + MIN_GROUP_STD)
     return advantages_G
 
 

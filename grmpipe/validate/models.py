@@ -101,7 +101,7 @@ def find_scalar_models(config: RunConfig) -> tuple[FoundScalarModel, ...]:
         with section(f"{options.key}."):
             is_here = engine.endpoint is None
             model = find_scalar_model(role, config) if is_here else find_remote_model(options, engine)
-        if engine.endpoint is None:
+        if is_here:
             check_vocabulary(options.key, options, model.renderer)
         else:
             with section(""):

@@ -20,6 +20,8 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.tasks import run_task
+from grmpipe.train.learner.learner import Learner
+from grmpipe.types import Metrics, MicroBatch
 from scheduler.placement import ClusterConfig, PlacementConfig, place
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +89,20 @@ def small_run(
     monkeypatch.chdir(tmp_path)
     yield functools.partial(run_small, tmp_path)
     logging.captureWarnings(False)  # a run captures them itself
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
+    """Every micro-batch that a learner gets from now on."""
+    seen: list[MicroBatch] = []
+    accumulate = Learner.accumulate
+
+    def watched(learner: Learner, micro_batch: MicroBatch, *old: object) -> Metrics:
+        seen.append(micro_batch)
+        return accumulate(learner, micro_batch, *old)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Learner, "accumulate", watched)
+    return seen
 
 
 @pytest.fixture(scope="module")

@@ -12,24 +12,9 @@ import pytest
 from grmpipe.run.errors import RunInterrupted
 from grmpipe.run.tasks.retrain import RecordedRunTraining
 from grmpipe.train.batching import packer
-from grmpipe.train.learner.learner import Learner
-from grmpipe.types import Metrics, MicroBatch
+from grmpipe.types import MicroBatch
 
 TOLD_BY_LEARNER = ("train/", "mismatch/", "staleness/")
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
-    """Every micro-batch that a learner gets from now on."""
-    seen: list[MicroBatch] = []
-    accumulate = Learner.accumulate
-
-    def watched(learner: Learner, micro_batch: MicroBatch, *old: object) -> Metrics:
-        seen.append(micro_batch)
-        return accumulate(learner, micro_batch, *old)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Learner, "accumulate", watched)
-    return seen
 
 
 def without_seconds(trained: list[dict]) -> list[dict]:

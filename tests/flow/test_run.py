@@ -75,17 +75,9 @@ def test_sampled_log_probs_equal_the_learners_on_policy_and_three_judgements_are
 
 
 def test_a_thinking_budget_ends_the_policys_thoughts_and_its_tokens_are_not_trained(
-    small_run: Callable, monkeypatch: pytest.MonkeyPatch
+    small_run: Callable, taken: list[MicroBatch]
 ) -> None:
     """A template that opens a thought in the prompt: the tiny policy writes on in it, and never closes it itself."""
-    micro_batches: list[MicroBatch] = []
-    accumulate = Learner.accumulate
-
-    def watched(learner: Learner, micro_batch: MicroBatch, *old: object) -> Metrics:
-        micro_batches.append(micro_batch)
-        return accumulate(learner, micro_batch, *old)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Learner, "accumulate", watched)
     files = small_run(
         f"policy.chat_template={TEMPLATES}/deepseek_r1.jinja", "rollout.thinking_budget_tokens=3",
         "rollout.max_new_tokens=48", "train.num_steps=1", "train.max_staleness=0", "data.eval_path=null",
@@ -96,7 +88,7 @@ def test_a_thinking_budget_ends_the_policys_thoughts_and_its_tokens_are_not_trai
     assert forced and {start for start, _ in forced} == {3}
     assert step["rollout/forced_share"] == len(forced) / len(completions)
     sampled = sum(len(one.token_ids) for one in completions) - sum(end - start for start, end in forced)
-    trained = sum(int(one.loss_mask_E.sum()) for one in micro_batches)
+    trained = sum(int(one.loss_mask_E.sum()) for one in taken)
     assert trained == sampled
     assert step["mismatch/max_nats"] < 1e-3  # of sampled tokens only: an inserted one has no sampler's log-prob
 

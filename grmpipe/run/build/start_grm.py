@@ -29,8 +29,8 @@ Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteModels:
-    """The clients of models behind endpoints, by role: of those that judges ask, and of those that teach. What one
-    model does has the same limits.
+    """The clients of models behind endpoints, by role: of those that judges ask, and of those that teach. A model that
+    does both has two, under the same limits.
     """
 
     judging: Mapping[str, ChatEngine]

@@ -36,7 +36,8 @@ class BatchMetrics:
             self._sums[name] = self._sums.get(name, 0.0) + value.item()
 
     def read(self, totals: BatchTotals, denominator: float, group: dist.ProcessGroup | None = None) -> Metrics:
-        """Means over the batch: the loss as optimized, everything else per trained token. A collective.
+        """Means over the batch: the loss as optimized, everything else per trained token; of demonstrations, per token
+        of theirs. A collective.
 
         group: ranks that together have each sample once; None: all ranks.
         """
@@ -47,7 +48,7 @@ class BatchMetrics:
         tokens = sums.pop("tokens")
         assert tokens == totals.num_loss_tokens, f"{tokens} tokens accumulated, {totals.num_loss_tokens} in the batch"
         loss = sums.pop("loss") / denominator
-        imitated = {f"train/{name}": sums.pop(name) for name in ("sft_nll_nats",) if name in sums}
+        imitated = {"train/sft_nll_nats": sums.pop("sft_nll_nats")} if "sft_nll_nats" in sums else {}
         means = {f"train/{name}": value / tokens for name, value in sums.items()}
         ratios_N, ages_N = _gather(torch.cat(self._ratios_and_ages), group).unbind(1)
         return {"train/loss": loss, **imitated, **means, **mismatch(ratios_N), **mismatch_by_age(ratios_N, ages_N)}

@@ -1,11 +1,13 @@
 """A teacher behind an OpenAI-compatible endpoint of vLLM: token ids in, their log-probs out."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
 import numpy as np
 
+from models.chat.long_texts import off_loop_if_long
 from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
 from models.engines.request_gates import SingleFlight
@@ -23,9 +25,7 @@ from models.types import (
 
 BYTES_PER_SCORE, MIN_ANSWER_BYTES = 512, 2**20
 FIELDS_OF_OURS = frozenset({"model", "prompt", "prompt_logprobs", "max_tokens", "n", "stream", "add_special_tokens"})
-NOT_GIVEN = (
-    "no prompt_logprobs, which a teacher's endpoint must give: vLLM's server does (SGLang's and most services' don't)"
-)
+NOT_GIVEN = "no prompt_logprobs, which a teacher's endpoint must give: vLLM's own server does"
 
 
 class PromptScorer:
@@ -88,17 +88,17 @@ class PromptScorer:
         async def attempt(num_failed: int) -> Completion:
             retry = context.is_retry or num_failed > 0
             reply = await self._client.post(self._url, body, size, context.priority, retry=retry)
-            return self._completion(reply, prompt_ids, scoring)
+            return await self._completion(reply, prompt_ids, scoring)
 
         return await self._client.retry(context.request_id, context.priority, attempt)
 
-    def _completion(self, reply: Reply, prompt_ids: Sequence[int], scoring: PromptScoring) -> Completion:
+    async def _completion(self, reply: Reply, prompt_ids: Sequence[int], scoring: PromptScoring) -> Completion:
         self._client.check_status(reply)
         given = find_entries(reply.body)
         if given is None:
             raise EngineRefused(f"{self._client.host} gave {NOT_GIVEN}")
         try:
-            scores = read_scores(given, prompt_ids, scoring)
+            scores = await off_loop_if_long(len(reply.raw), partial(read_scores, given, prompt_ids, scoring))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             cause = f"prompt_logprobs that aren't those of the prompt: {error}; the answer: {reply.words}"
         else:
@@ -128,9 +128,10 @@ def read_scores(given: Sequence[Any], prompt_ids: Sequence[int], scoring: Prompt
     logprobs, top_ids, top_logprobs = [], [], []
     for token_id, entry in zip(prompt_ids[scoring.start :], given[scoring.start :], strict=True):
         logprobs.append(float(entry[str(token_id)]["logprob"]))
-        likeliest = sorted(
-            ((int(one["rank"]), int(name), float(one["logprob"])) for name, one in entry.items()),
-        )[: scoring.top_k]
+        if not scoring.top_k:
+            continue
+        by_rank = sorted((int(one["rank"]), int(name), float(one["logprob"])) for name, one in entry.items())
+        likeliest = by_rank[: scoring.top_k]
         if len(likeliest) < scoring.top_k:
             raise ValueError(f"{len(likeliest)} likely tokens in place of {scoring.top_k}")
         top_ids.append([name for _, name, _ in likeliest])
