@@ -60,6 +60,8 @@ def supervise(
     kernel.hide_from_others()
     kernel.set_parent_death_signal(signal.SIGTERM)
     output, inherited = os.pipe()
+    # Before the fork: the worker may mount a /proc of its own, in which this process isn't, at any time after it.
+    imported_bytes = own_bytes(os.getpid())
     worker = os.fork()
     if worker == 0:
         os.close(output)
@@ -67,7 +69,7 @@ def supervise(
         become_worker(bounds, had, inherited, live)
     os.close(inherited)
     env.close()
-    supervisor = _Supervisor(worker, output, run, bounds)
+    supervisor = _Supervisor(worker, output, run, bounds, imported_bytes)
     signal.signal(signal.SIGTERM, lambda number, frame: supervisor.kill())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     supervisor.stay()
@@ -120,10 +122,10 @@ def become_worker(bounds: Bounds, had: Namespaces, output: int, live: Callable[[
 class _Supervisor:
     """One worker, from its fork to its end."""
 
-    def __init__(self, worker: int, output: int, run: socket.socket, bounds: Bounds) -> None:
+    def __init__(self, worker: int, output: int, run: socket.socket, bounds: Bounds, imported_bytes: int) -> None:
         self._worker = worker
         self._bounds = bounds
-        self._imported_bytes = own_bytes(os.getpid())  # this process is a fork of the same one
+        self._imported_bytes = imported_bytes
         self._next_sum_s = time.monotonic() + MEMORY_S
         self._holds_too_much = False
         self._process = os.pidfd_open(worker)
