@@ -181,6 +181,8 @@ class Summary:
     voided_by_resumes: VoidedWork = field(default_factory=VoidedWork)
     max_staleness_trained: int = 0
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
+    # Why the run began again at its last checkpoint ("step 7: learner-0 died: .."), resumes included.
+    restarts: tuple[str, ...] = ()
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots, by "policy->grm"
     bottleneck: str | None = None  # None if nothing dominated
     alarms: tuple[str, ...] = ()

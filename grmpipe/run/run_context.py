@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from grmpipe.observe.changes import read_changes
 from grmpipe.observe.summary import Status, Summary, with_requests, write_summary
 from grmpipe.run.loop_watchdog import watch_loop
 from grmpipe.run.observers import Observers
+from grmpipe.run.restarts import Restart, Restarts
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import end_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
@@ -43,8 +45,8 @@ P = TypeVar("P", bound=HasConfig)
 class RunContext:
     """What a run has before its task begins: its directory, its observers, and where a resume continues.
 
-    resumed: the checkpoint that a resume continues from; None for a new run. state: the one there, or the beginning.
-    watcher: who acts between steps.
+    resumed: the checkpoint that a resume, or a restart, continues from; None without one. state: the one there, or the
+    beginning. watcher: who acts between steps.
     """
 
     run_dir: Path
@@ -67,6 +69,10 @@ class Run(ABC, Generic[P]):
         self._run_dir = context.run_dir
         self._observers = context.observers
         self._began_s = time.monotonic()
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run_dir
 
     @property
     def since_start_s(self) -> float:
@@ -94,6 +100,16 @@ class Run(ABC, Generic[P]):
         failures of journals.
         """
 
+    @property
+    def restarts(self) -> tuple[str, ...]:
+        """The causes of the restarts so far, resumes included."""
+        return self._context.state.restarts
+
+    @property
+    def restartable_step(self) -> int | None:
+        """The step that the run is at, if it can begin again at its last checkpoint; else None."""
+        return None
+
     async def after_failure(self, error: Exception) -> str:
         """Save what can be saved. Returns a text for the failure in the summary."""
         return ""
@@ -109,58 +125,81 @@ async def run_in_directory(
     resumed: Path | None = None,
     watcher: RunWatcher | None = None,
 ) -> Summary:
-    """Run a task to an end of any kind, write its summary, show where its files are.
+    """Run a task to an end of any kind, write its summary, show where its files are. A run whose learner or critic died
+    begins again at its newest checkpoint.
 
     resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
     """
     config = prepared.config
     with end_by_signals(), watch_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        restarts = Restarts(checkpoints, config.slots.health.max_replacements)
         state = load_state(resumed) if resumed else BEGINNING
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
-        observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
-        try:
-            context = RunContext(
-                run_dir=run_dir,
-                observers=observers,
-                checkpoints=checkpoints,
-                resumed=resumed,
-                state=state,
-                watcher=watcher or RunWatcher(),
-            )
-            run = make_run(prepared, context)
-            observers.show_changes(changes := read_changes(run_dir))
-            async with observers.progress.show():
-                summary = await run_to_end(run, run_dir, is_new=resumed is None)
-        finally:
-            observers.close()
-        judging = with_requests(summary.judging, observers.requests.totals)
-        summary = replace(summary, judging=judging, changes=changes, journal_failures=observers.journal_failures)
-        summary = write_summary(with_objective(summary, config.objective), run_dir / SUMMARY)
-        observers.show_end(run_dir, run.rows, summary.bottleneck)
-        return summary
+        unwritten = Counter[str]()  # lines, by journal
+        while True:
+            observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
+            try:
+                context = RunContext(
+                    run_dir=run_dir,
+                    observers=observers,
+                    checkpoints=checkpoints,
+                    resumed=resumed,
+                    state=state,
+                    watcher=watcher or RunWatcher(),
+                )
+                run = make_run(prepared, context)
+                observers.show_changes(changes := read_changes(run_dir))
+                async with observers.progress.show():
+                    summary = await run_to_end(run, restarts, is_new=resumed is None)
+            except Restart as restart:
+                observers.note(f"{restart}; the run begins again at its last checkpoint")
+                resumed, state = restart.checkpoint, begin_again(restart, make_summary(run, "failed", restart.cause))
+                continue
+            finally:
+                observers.close()
+                unwritten.update(observers.journal_failures)
+            summary = replace(summary, changes=changes, journal_failures=dict(unwritten))
+            return write_end(summary, observers, run, config.objective)
 
 
-async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
-    """The summary of the run's end, whatever it is. Raises only ConfigError."""
+def write_end(summary: Summary, observers: Observers, run: Run[P], objective: str) -> Summary:
+    """Write summary.json and the report; show where the files are. Returns what was written."""
+    run_dir = run.run_dir
+    summary = replace(summary, judging=with_requests(summary.judging, observers.requests.totals))
+    summary = write_summary(with_objective(summary, objective), run_dir / SUMMARY)
+    observers.show_end(run_dir, run.rows, summary.bottleneck)
+    return summary
+
+
+def begin_again(restart: Restart, ended: Summary) -> RunState:
+    """The state at a restart. Its checkpoint lacks the time of the attempt that ended."""
+    state = load_state(restart.checkpoint) if restart.checkpoint is not None else BEGINNING
+    return replace(state, wall_s=ended.wall_s, busy_s=ended.busy_s, restarts=(*ended.restarts, restart.cause))
+
+
+async def run_to_end(run: Run[P], restarts: Restarts, *, is_new: bool) -> Summary:
+    """The summary of the run's end, whatever it is. Raises only ConfigError, and Restart."""
     try:
         return make_summary(run, await run.run())
     except asyncio.CancelledError:
         return make_summary(run, "interrupted")
-    except ConfigError:
-        if is_new:  # the directory is free for the same command with the key set right
-            (run_dir / "config.yaml").unlink(missing_ok=True)
-        raise
     except Exception as error:
+        if isinstance(error, ConfigError) and not restarts.were_made:
+            if is_new:  # the directory is free for the same command with the key set right
+                (run.run_dir / "config.yaml").unlink(missing_ok=True)
+            raise
         log.exception("the run failed", extra={"file_only": True})
         saved = await run.after_failure(error)
+        if (restart := restarts.plan(error, run.restartable_step)) is not None:
+            raise restart from error
         return make_summary(run, "failed", describe_failure(error) + saved)
     finally:
         await run.close()
 
 
 def make_summary(run: Run[P], status: Status, failure: str | None = None) -> Summary:
-    return replace(run.results(), status=status, wall_s=run.wall_s, failure=failure)
+    return replace(run.results(), status=status, wall_s=run.wall_s, restarts=run.restarts, failure=failure)
 
 
 def with_objective(summary: Summary, path: str) -> Summary:

@@ -23,6 +23,7 @@ class RunState:
     totals: Mapping[str, object] = field(default_factory=dict)  # counts of all closed steps
     busy_s: Mapping[str, float] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()  # the cause of each
     run_id: str = ""
     grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read

@@ -34,7 +34,8 @@ RETRY_AFTER_S = 2.0  # the memory of the last try may not be free yet
 class HealthConfig(Bounded):
     """How many dead engines are replaced, and how soon an idle engine's death is noticed."""
 
-    # [replacements] Most tries to replace an engine within an hour; 0: a dead engine stays dead.
+    # [replacements] Most tries to replace an engine within an hour, and most restarts of a run whose learner or critic
+    # died; 0: a dead engine stays dead, a dead learner ends the run.
     max_replacements: int = at_least(0, 3)
     check_every_s: float = above(0, 5.0)  # Interval between checks of engines.
     # An engine that answers neither checks nor requests for this long counts as dead.

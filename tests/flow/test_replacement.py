@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,14 @@ def kill(run: Path, victims: Sequence[tuple[int, str]], how: signal.Signals, ove
 def run_and_kill(small_run: Callable, tmp_path: Path) -> Callable[..., Any]:
     """A run in which processes are killed, or stopped, once a step is done; returns its files."""
 
-    def run(*overrides: str, victims: Sequence[tuple[int, str]], how: signal.Signals = signal.SIGKILL) -> Any:
+    def run(
+        *overrides: str, victims: Sequence[tuple[int, str]], how: signal.Signals = signal.SIGKILL, **where: str
+    ) -> Any:
         over = threading.Event()
         killer = threading.Thread(target=kill, args=(tmp_path / "run", victims, how, over))
         killer.start()
         try:
-            return small_run(*ON_RAY, *overrides)
+            return small_run(*ON_RAY, *overrides, **where)
         finally:
             over.set()
             killer.join()
@@ -139,12 +142,34 @@ def test_a_stopped_engine_is_replaced_and_no_sample_is_altered_or_doubled(run_an
     assert f"{engine} died: it hangs" in (run.run_dir / "run.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("victims", "experiment"),
+    [
+        pytest.param(((1, "learner-0"),), "quickstart", id="a learner"),
+        pytest.param(((1, "learner-0"), (3, "critic-0")), "ppo", id="a learner and a critic", marks=pytest.mark.long),
+    ],
+)
+def test_when_a_learner_or_a_critic_dies_the_run_begins_again_at_its_last_checkpoint(
+    run_and_kill: Callable, victims: tuple[tuple[int, str], ...], experiment: str
+) -> None:
+    run = run_and_kill("train.checkpoint_every=1", victims=victims, experiment=experiment)
+    assert run.summary["status"] == "completed"
+    assert len(run.summary["restarts"]) == len(victims)
+    for (step, died), cause in zip(victims, run.summary["restarts"], strict=True):
+        assert re.match(rf"step [{step}{step + 1}]: {died} died: process \d+ is gone", cause)
+    assert run.summary["groups"] == {"submitted": 4 * STEPS, "trained": 4 * STEPS, "dropped": {}, "in_flight": 0}
+    assert [line["step"] for line in run.steps()] == list(range(1, STEPS + 1))
+    assert all(line["mismatch/max_nats"] < 1e-3 for line in run.steps())
+    trained = Counter((line["group_id"], line["sibling"]) for line in run.lines("trained"))
+    assert (len(trained), set(trained.values())) == (16 * STEPS, {1}), "each sibling once"
+
+
 @pytest.mark.long
-def test_a_dead_learner_ends_the_run_with_words_and_it_is_resumed(
+def test_without_restarts_a_dead_learner_ends_the_run_with_words_and_it_is_resumed(
     run_and_kill: Callable, small_run: Callable, tmp_path: Path
 ) -> None:
     with pytest.raises(RunFailed, match="learner-0 died: process") as failed:
-        run_and_kill("train.checkpoint_every=1", victims=((2, "learner-0"),))
+        run_and_kill("train.checkpoint_every=1", "slots.health.max_replacements=0", victims=((2, "learner-0"),))
     assert "Traceback" not in str(failed.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and "learner-0 died" in summary["failure"]

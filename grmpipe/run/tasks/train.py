@@ -56,6 +56,7 @@ class TrainingRun(Run[Prepared]):
         self._pipeline: Pipeline | None = None
         self._features: RunFeatures | None = None
         self._alarms = list(self._state.alarms)
+        self._stopping = False  # a signal came
 
     @property
     def rows(self) -> Sequence[SampleRow]:
@@ -71,6 +72,11 @@ class TrainingRun(Run[Prepared]):
         self._observers.note(f"ready after {self.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
+
+    @property
+    def restartable_step(self) -> int | None:
+        pipeline = self._pipeline  # None while it starts: what dies then would die again
+        return None if pipeline is None or self._stopping else pipeline.version
 
     async def after_failure(self, error: Exception) -> str:
         await self._writer.close(wait=True)
@@ -248,6 +254,7 @@ class TrainingRun(Run[Prepared]):
             features=features.states,
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(self._alarms),
+            restarts=self.restarts,
             run_id=self._run_id,
             trackers=self._observers.trackers.resume_states(),
         )
@@ -272,6 +279,7 @@ class TrainingRun(Run[Prepared]):
 
     def _stop(self, pipeline: Pipeline) -> None:
         log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
+        self._stopping = True
         pipeline.interrupt()
         if self._features is not None:
             self._features.periodic_eval.interrupt()

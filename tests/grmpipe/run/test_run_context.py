@@ -9,16 +9,20 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from configs import run_config
 
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_sections import SlotsConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.run_context import Run, RunContext, run_in_directory
+from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recovery import BEGINNING
+from scheduler.processes.actors import ActorDied
+from scheduler.slots.engine_replacement import HealthConfig
 
 
 @dataclass
@@ -121,3 +125,87 @@ def test_a_task_knows_where_it_writes(run_dir: Path) -> None:
     config = run_config(tracking=TrackingConfig(trackers=[], console=False))
     asyncio.run(run_in_directory(Looks, Prepared(config, nothing), run_dir))
     assert (found[0].run_dir, found[0].resumed, found[0].state) == (run_dir, None, BEGINNING)
+
+
+class Dies(Task):
+    """Its learner dies where the test says; a checkpoint is whatever `Checkpoints` finds."""
+
+    deaths: ClassVar[list[tuple[int, str]]]  # (step, process), of each attempt
+    attempts: ClassVar[list[RunContext]]
+
+    async def run(self) -> Status:
+        self.attempts.append(self._context)
+        self._steps = 0
+        if not self.deaths:
+            return "completed"
+        self._steps, died = self.deaths.pop(0)
+        try:
+            raise ActorDied(died, "process 7 is gone\n  | its last line")
+        except ActorDied as error:
+            raise RuntimeError("the step was given up") from error
+
+    @property
+    def restartable_step(self) -> int | None:
+        return self._steps
+
+
+@pytest.fixture
+def dies(run_dir: Path) -> Callable[..., Summary]:
+    """The summary of a run whose processes die so."""
+
+    def run(*deaths: tuple[int, str], most: int = 3) -> Summary:
+        config = run_config(
+            tracking=TrackingConfig(trackers=[], console=False),
+            slots=SlotsConfig(health=HealthConfig(max_replacements=most)),
+        )
+        Dies.deaths, Dies.attempts = list(deaths), []
+        return asyncio.run(run_in_directory(Dies, Prepared(config, nothing), run_dir))
+
+    return run
+
+
+def test_a_death_begins_the_run_again_and_its_first_cause_is_counted(dies: Callable[..., Summary]) -> None:
+    summary = dies((3, "learner-0"), (5, "critic-0"))
+    assert summary.status == "completed"
+    assert summary.restarts == (
+        "step 3: learner-0 died: process 7 is gone",
+        "step 5: critic-0 died: process 7 is gone",
+    )
+    first, second, third = (context.state for context in Dies.attempts)
+    assert first.wall_s < second.wall_s < third.wall_s, "the time of an attempt is the run's"
+
+
+def test_the_same_death_at_the_same_step_ends_the_run(dies: Callable[..., Summary]) -> None:
+    summary = dies((3, "learner-0"), (3, "learner-1"), (3, "learner-0"))
+    assert summary.status == "failed"
+    assert summary.failure is not None and "learner-0 died: process 7 is gone" in summary.failure
+    assert len(summary.restarts) == 2
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_a_run_begins_again_as_often_as_an_engine_is_replaced(dies: Callable[..., Summary], most: int) -> None:
+    summary = dies(*[(step, "learner-0") for step in range(5)], most=most)
+    assert (summary.status, len(summary.restarts), len(Dies.attempts)) == ("failed", most, most + 1)
+
+
+def test_a_restart_continues_from_the_newest_whole_checkpoint(dies: Callable[..., Summary], run_dir: Path) -> None:
+    checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=2)
+    state = replace(BEGINNING, alarms=("as it was",), wall_s=0.0)
+    for step in (2, 4):
+        newest = checkpoints.publish(checkpoints.draft(step), state, [])
+    (newest / "run_state.json").write_text("{")  # damaged
+    dies((5, "learner-0"))
+    again = Dies.attempts[1]
+    assert again.resumed == run_dir / "checkpoints" / "step_2"
+    assert (again.state.alarms, again.state.restarts) == (
+        ("as it was",),
+        ("step 5: learner-0 died: process 7 is gone",),
+    )
+
+
+def test_where_no_checkpoint_is_whole_a_death_ends_the_run(dies: Callable[..., Summary], run_dir: Path) -> None:
+    checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=2)
+    whole = checkpoints.publish(checkpoints.draft(4), BEGINNING, [])
+    (whole / "run_state.json").write_text("{")
+    assert dies((5, "learner-0")).status == "failed"
+    assert len(Dies.attempts) == 1
