@@ -158,6 +158,10 @@ class ForkServer:
     def _end_all(self) -> None:
         for file in self._workers:
             signal.pidfd_send_signal(file, signal.SIGKILL)
+        path = Path(self._listener.getsockname())
+        with contextlib.suppress(OSError):  # a driver that was not killed removes it too
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
 
 
 def become_worker(files: Sequence[int], arguments: list[str], environment: dict[str, str]) -> NoReturn:

@@ -102,10 +102,12 @@ def test_a_worker_has_a_process_group_of_its_own_which_ray_ends_with_it(ask: Cal
         assert os.getpgid(worker) == worker
 
 
-def test_the_workers_of_a_killed_driver_end(tmp_path: Path) -> None:
+def test_the_workers_of_a_killed_driver_end_and_leave_no_folder(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(STAYS)
+    (tmp_path / "t").mkdir()
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path / "worker.py")],
+        env=os.environ | {"TMPDIR": str(tmp_path / "t")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -114,6 +116,10 @@ def test_the_workers_of_a_killed_driver_end(tmp_path: Path) -> None:
         worker = int(driver.stdout.readline())
         driver.kill()
         assert ends(worker)
+    deadline_s = time.monotonic() + 10
+    while left := list(tmp_path.glob("t/grmpipe-fork-*")):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.01)
 
 
 def test_a_run_that_is_refused_does_not_wait_for_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

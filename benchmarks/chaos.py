@@ -1,0 +1,279 @@
+"""Faults at random in real runs: after each the run goes on, or ends with a cause and is resumed, and nothing is lost.
+
+    python benchmarks/chaos.py --minutes 30 --seed 1 [--only jury tools] [--folder runs/chaos]
+
+Each run of a few steps gets up to three faults: signals to its driver and its processes, answers of its judge's
+endpoint, its environments, full disks (as root), damaged files. Whatever ends is resumed until it is complete; then
+its files must hold (benchmarks/faults/ledger.py), and no process and no temporary file of it may be left. Appends a
+row to benchmarks/chaos.md. Exit code 1 if anything was lost; the folders of such runs are kept, all others removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faults.endpoint import HostileEndpoint, find_made_up
+from faults.ledger import Ledger
+from faults.process_faults import AT_REST, KILL, Strike, Target, strikes_on
+from faults.scenarios import NUM_SIBLINGS, SCENARIOS, Scenario, prepare
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "benchmarks" / "chaos.md"
+MARK = "GRMPIPE_CHAOS"  # in the environment of all processes of a run
+LIMIT_S = 180.0  # of a process, from its start to its end
+LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
+SECOND = "a second start"  # in a start it may come first, and be the run
+MAX_STARTS = 12
+DISK_MB = 24
+
+
+@dataclass
+class Outcome:
+    """One run: its faults as (kind, target), how its processes ended, and what was lost."""
+
+    scenario: str
+    seed: str
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+class ChaoticRun:
+    """A run with faults, from its first start until it is complete.
+
+    strikes: the faults to choose from while it goes on, by kind.
+    """
+
+    def __init__(
+        self, scenario: Scenario, folder: Path, seed: str, overrides: Sequence[str], strikes: Mapping[str, Strike]
+    ) -> None:
+        self.outcome = Outcome(scenario.name, seed)
+        self._random = random.Random(f"chaos {seed}")
+        self._folder, self.run_dir, self._mark = folder, folder / "disk" / "run", f"{os.getpid()}-{seed}"
+        self._strikes = strikes
+        self._left = self._random.randint(1, 3)  # faults
+        self._signals, self._struck_in_start = 0, False  # of the present process
+        self._was_full = False
+        launch = str(ROOT / "launch.py")
+        self._command = [sys.executable, launch, *overrides, f"run_dir={self.run_dir}", "resume=auto"]
+        temporary = folder / "t"
+        temporary.mkdir()
+        paths = {"PYTHONPATH": f"{ROOT}", "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+        self._environment = {**os.environ, **paths, MARK: self._mark, "WANDB_MODE": "disabled"}
+
+    def play(self) -> Outcome:
+        for _ in range(MAX_STARTS):
+            if (code := self._start()) == 0:
+                break
+            if not self._may_go_on(code):
+                return self.outcome
+            self._strike_at_rest()
+        else:
+            self.outcome.lost.append(f"not complete after {MAX_STARTS} starts")
+            return self.outcome
+        if not self._was_full:  # lines that can't be written are counted and shown, and then missing
+            self.outcome.lost += Ledger(self.run_dir).find_losses()
+        self.outcome.lost += list(self._list_left())
+        return self.outcome
+
+    def _start(self) -> int | None:
+        """Start it, strike while it goes on. Returns the exit code; None if it hangs."""
+        log = (self._folder / "output.txt").open("ab")
+        process = subprocess.Popen(
+            self._command, cwd=self._folder, env=self._environment, stdout=log, stderr=log, start_new_session=True
+        )
+        began_s = time.monotonic()
+        target = Target(process=process, run_dir=self.run_dir, command=self._command, environment=self._environment)
+        self._signals, self._struck_in_start, log_before = 0, False, self._log_size()
+        while self._left and self._await_moment(target, began_s):
+            in_start = self._log_size() == log_before
+            self._struck_in_start |= in_start
+            self._strike(target, [kind for kind in sorted(self._strikes) if not (in_start and kind == SECOND)])
+        try:
+            code = process.wait(max(1.0, LIMIT_S - (time.monotonic() - began_s)))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, KILL)
+            return None
+        self.outcome.ends.append(str(code))
+        return code
+
+    def _await_moment(self, target: Target, began_s: float) -> bool:
+        """Wait for a random moment, of the start or when so many rollouts are on file. False if it ended before."""
+        wanted, in_start = self._random.randint(0, NUM_SIBLINGS), self._random.random() < 0.25
+        until_s, journal = began_s + self._random.uniform(0, 8), self.run_dir / "rollouts.jsonl"
+        while target.is_running and time.monotonic() - began_s < LIMIT_S / 2:
+            if in_start and time.monotonic() > until_s:
+                return True
+            if not in_start and journal.exists() and journal.read_bytes().count(b"\n") >= wanted:
+                time.sleep(self._random.uniform(0, 0.5))
+                return target.is_running
+            time.sleep(0.02)
+        return False
+
+    def _strike(self, target: Target, kinds: Sequence[str]) -> None:
+        kind = self._random.choice(kinds)
+        if (hit := self._strikes[kind](target, self._random)) is None:
+            return
+        self._left -= 1
+        self._signals += hit == "driver" and kind != "SIGSTOP and SIGCONT"
+        self._was_full |= kind == "a full disk"
+        self.outcome.faults.append((kind, hit))
+        if "not refused" in hit:
+            self.outcome.lost.append(hit)
+
+    def _may_go_on(self, code: int | None) -> bool:
+        """Whether a process ended as it may: by our kill, interrupted, or failed with a cause on file."""
+        if code is None:
+            self.outcome.lost.append(f"a process did not end within {LIMIT_S:.0f} s")
+            return False
+        summary, said = self.run_dir / "summary.json", (self._folder / "output.txt").read_text(errors="replace")
+        if code in (-KILL, 130):
+            return self._signals > 0
+        # A signal before the run takes them, after its end, and a second one end the process at once.
+        if code < 0 and (self._signals > 1 or self._struck_in_start or summary.exists()):
+            return True
+        if code == 1 and summary.exists() and json.loads(summary.read_text()).get("failure"):
+            return True
+        tail = said[-1500:]
+        if code == 1 and "summary.json could not be written: No space left" in tail:
+            return True
+        self.outcome.lost.append(f"exit code {code}: {tail}")
+        return False
+
+    def _log_size(self) -> int:
+        log = self.run_dir / "run.log"
+        return log.stat().st_size if log.exists() else 0
+
+    def _strike_at_rest(self) -> None:
+        if not self.run_dir.is_dir() or self._random.random() < 0.5:
+            return
+        kind = self._random.choice(sorted(AT_REST))
+        if (hit := AT_REST[kind](self.run_dir, self._random)) is not None:
+            self.outcome.faults.append((kind, hit))
+
+    def _list_left(self) -> Iterator[str]:
+        """Processes and temporary files that the run has left."""
+        until_s = time.monotonic() + LEFT_AFTER_S
+        while (left := list(find_marked(self._mark))) and time.monotonic() < until_s:
+            time.sleep(0.2)
+        for process in left:
+            yield f"a process is left: {process}"
+        for path in (self._folder / "t").iterdir():
+            if path.name != "ray" and not path.name.startswith("torchinductor"):  # Ray's logs, torch's cache
+                yield f"a temporary file is left: {path.name}"
+
+
+def find_marked(mark: str) -> Iterator[str]:
+    """The processes with this mark in their environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                yield f"{folder.name} {(folder / 'cmdline').read_bytes()[:200]!r}"
+        except OSError:
+            continue
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Context with a small disk of its own there, where we may mount one."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    try:
+        yield mounted.returncode == 0
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def play(scenario: Scenario, home: Path, seed: str) -> Outcome:
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=home))
+    with ExitStack() as stack:
+        if random.Random(f"disk {seed}").random() < 0.3:
+            stack.enter_context(small_disk(folder / "disk"))
+        else:
+            (folder / "disk").mkdir()
+        number = int.from_bytes(random.Random(f"run {seed}").randbytes(2))
+        overrides, endpoint = stack.enter_context(prepare(scenario, number))
+        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles)).play()
+        add_own_faults(outcome, folder / "disk" / "run", endpoint)
+        if outcome.lost:
+            shutil.copytree(folder / "disk", folder / "kept", dirs_exist_ok=True)
+    if not outcome.lost:
+        shutil.rmtree(folder)
+    else:
+        outcome.lost.append(f"see {folder}")
+    return outcome
+
+
+def add_own_faults(outcome: Outcome, run_dir: Path, endpoint: HostileEndpoint | None) -> None:
+    """Those of the endpoint and of the environments, which strike by themselves."""
+    if endpoint is not None:
+        outcome.faults += [(f"the endpoint: {kind}", "judge") for kind in endpoint.done.elements()]
+        outcome.lost += find_made_up(run_dir) if outcome.ends[-1:] == ["0"] else []
+    if (summary := run_dir / "summary.json").exists():
+        faults = json.loads(summary.read_text()).get("envs", {}).get("faults", {})
+        outcome.faults += [(f"an environment: {cause}", "episode") for cause in Counter(faults).elements()]
+
+
+def report(outcomes: Sequence[Outcome], seed: int, minutes: float) -> str:
+    faults = Counter(kind for outcome in outcomes for kind, _ in outcome.faults)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    ends = Counter(end for outcome in outcomes for end in outcome.ends)
+    lost = sum(bool(outcome.lost) for outcome in outcomes)
+    kinds = "; ".join(f"{kind} {count}" for kind, count in sorted(faults.items()))
+    ended = ", ".join(f"{code}: {count}" for code, count in sorted(ends.items()))
+    cells = (seed, commit.stdout.strip(), f"{minutes:.0f}", len(outcomes), faults.total(), lost, ended, kinds)
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=10**6, help="end after so many runs")
+    parser.add_argument("--only", nargs="*", default=[], help="scenarios: " + ", ".join(one.name for one in SCENARIOS))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--no-report", action="store_true")
+    args = parser.parse_args()
+    scenarios = [one for one in SCENARIOS if not args.only or one.name in args.only]
+    outcomes: list[Outcome] = []
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 60 * args.minutes and len(outcomes) < args.runs:
+        number = len(outcomes)
+        outcome = play(scenarios[number % len(scenarios)], args.folder, f"{args.seed}/{number}")
+        outcomes.append(outcome)
+        own = [kind for kind, _ in outcome.faults if ":" in kind]
+        struck = ", ".join([*(kind for kind, _ in outcome.faults if ":" not in kind), f"{len(own)} of its own"])
+        print(f"{outcome.seed} {outcome.scenario}: {struck} -> exits {', '.join(outcome.ends)}", flush=True)
+        for line in outcome.lost:
+            print(f"    LOST {line}", flush=True)
+    minutes = (time.monotonic() - began_s) / 60
+    faults = sum(len(outcome.faults) for outcome in outcomes)
+    print(f"{faults} faults in {len(outcomes)} runs, {faults / minutes:.1f} a minute")
+    if not args.no_report:
+        with REPORT.open("a", encoding="utf-8") as file:
+            file.write(report(outcomes, args.seed, minutes))
+    return int(any(outcome.lost for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Faults that are put into a run from outside: into its processes while it goes on, into its files while it rests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+STOPPED_S = 3.0
+FULL_S = 2.0
+FILLER = ".filler"
+JOURNALS = (
+    "rollouts.jsonl",
+    "judgements.jsonl",
+    "groups.jsonl",
+    "trained.jsonl",
+    "metrics.jsonl",
+    "eval_rollouts.jsonl",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run that goes on. command: what it was started by."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    command: Sequence[str]
+    environment: dict[str, str]
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+
+Strike = Callable[[Target, Random], str | None]  # returns what it hit; None: it found no target
+
+
+def strike_driver(number: signal.Signals) -> Strike:
+    def strike(target: Target, random: Random) -> str | None:
+        target.process.send_signal(number)
+        return "driver"
+
+    return strike
+
+
+def stop_driver(target: Target, random: Random) -> str | None:
+    target.process.send_signal(signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    target.process.send_signal(signal.SIGCONT)
+    return "driver"
+
+
+def strike_role(role: str, number: signal.Signals) -> Strike:
+    def strike(target: Target, random: Random) -> str | None:
+        log = target.run_dir / "run.log"
+        found = re.findall(rf"{role} runs in process (\d+)", log.read_text()) if log.exists() else []
+        try:
+            os.kill(int(found[-1]), number)
+        except (IndexError, ProcessLookupError):
+            return None
+        return role
+
+    return strike
+
+
+def start_again(target: Target, random: Random) -> str | None:
+    """The same command beside the run must be refused, and change nothing."""
+    second = subprocess.run(target.command, env=target.environment, capture_output=True, timeout=120, check=False)
+    if not target.is_running or (target.run_dir / "summary.json").exists():  # the run was over before
+        return None
+    return "second start" if second.returncode == 2 else f"second start, not refused: exit {second.returncode}"
+
+
+def fill_disk(target: Target, random: Random) -> str | None:
+    """Of a run whose directory is on a small disk of its own."""
+    if not target.run_dir.parent.is_mount():
+        return None
+    filler = target.run_dir.parent / FILLER
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+    time.sleep(FULL_S)
+    filler.unlink()
+    return "the run's disk"
+
+
+def delete_checkpoints(target: Target, random: Random) -> str | None:
+    folder = target.run_dir / "checkpoints"
+    if not folder.is_dir():
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    return "checkpoints/"
+
+
+# -- at rest -----------------------------------------------------------------------------------------------------------
+
+
+def tear_tail(run_dir: Path, random: Random) -> str | None:
+    """A line that was being written."""
+    there = [name for name in JOURNALS if (run_dir / name).exists()]
+    if not there:
+        return None
+    with (run_dir / (name := random.choice(there))).open("ab") as file:
+        file.write(b'{"group_id":"g0000')
+    return name
+
+
+def damage_checkpoint(run_dir: Path, random: Random) -> str | None:
+    """A byte of the newest checkpoint, where there is an older one."""
+    published = sorted((run_dir / "checkpoints").glob("step_*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
+    if len(published) < 2:
+        return None
+    files = sorted(path for path in published[-1].rglob("*") if path.is_file() and path.stat().st_size)
+    damaged = random.choice(files)
+    content = bytearray(damaged.read_bytes())
+    content[random.randrange(len(content))] ^= 0xFF
+    damaged.write_bytes(content)
+    return str(damaged.relative_to(published[-1]))
+
+
+def lose_pointer(run_dir: Path, random: Random) -> str | None:
+    pointer = run_dir / "checkpoints" / "latest"
+    if not pointer.exists():
+        return None
+    pointer.unlink()
+    return "checkpoints/latest"
+
+
+def cut_summary(run_dir: Path, random: Random) -> str | None:
+    (run_dir / "summary.json").write_text(json.dumps({"status": "completed"})[:9])
+    return "summary.json"
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+LIVE: dict[str, Strike] = {
+    "kill -9 of the driver": strike_driver(KILL),
+    **{number.name: strike_driver(number) for number in ENDING},
+    "SIGSTOP and SIGCONT": stop_driver,
+    "a second start": start_again,
+    "a full disk": fill_disk,
+    "deleted checkpoints": delete_checkpoints,
+}
+AT_REST: dict[str, Callable[[Path, Random], str | None]] = {
+    "a torn journal": tear_tail,
+    "a damaged checkpoint": damage_checkpoint,
+    "a lost pointer": lose_pointer,
+    "a cut summary": cut_summary,
+}
+
+
+def strikes_on(roles: Sequence[str]) -> dict[str, Strike]:
+    """The faults for a run with these processes of its own."""
+    own = {f"kill -9 of {role}": strike_role(role, KILL) for role in roles}
+    return LIVE | own | {f"SIGSTOP of {role}": strike_role(role, STOP) for role in roles}

@@ -1,0 +1,65 @@
+"""The runs that faults are put into. Each takes some seconds; its files say what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from faults.endpoint import NAME, HostileEndpoint, serve_endpoint
+
+NUM_STEPS = 6
+NUM_SIBLINGS = NUM_STEPS * 4 * 4
+COMMON = (
+    f"train.num_steps={NUM_STEPS}", "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=1",
+    "data.num_eval_prompts=4", "judge_monitor.every=0", "tracking=none", "rollout.pause_s=1", "judge_monitor.pause_s=1",
+    "slots.health.hung_after_s=6", "slots.health.check_every_s=1", "sync.deadline_s=20",
+)  # fmt: skip
+JURY = (
+    "+experiment=jury", "cluster=inprocess", "judge.max_failure_rate=0.9",
+    "judge.limits.timeout_s=13", f"models.{NAME}.engine=openai", f"models.{NAME}.path=judge",
+    "reward.vote=mean",
+)  # fmt: skip
+TOOLS = (
+    "+experiment=tools", "cluster=inprocess", "env=custom", "env.target=benchmarks.faults.hostile_tools.HostileTools",
+    "env.functions=''", "env.isolation.kind=process", "env.isolation.cpu_s=2", "env.step_s=2", "env.close_s=2",
+    "env.max_failure_rate=1", "env.attempts=4", "+env.options={functions: grmpipe.tiny.tools, share: 0.15}",
+)  # fmt: skip
+COTRAIN = (
+    "+experiment=cotrain", "cluster=inprocess", "grm.train.warmup_steps=1", "grm.train.prompts_per_batch=4",
+    "grm.train.group_size=4", "grm.train.num_items=32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """roles: the seats with processes of their own. judges_outside: one of its judges is behind a hostile endpoint."""
+
+    name: str
+    overrides: tuple[str, ...]
+    roles: tuple[str, ...] = ()
+    judges_outside: bool = False
+
+
+SCENARIOS = (
+    Scenario(name="quickstart", overrides=("+experiment=quickstart", "cluster=inprocess")),
+    Scenario(name="jury", overrides=JURY, judges_outside=True),
+    Scenario(
+        name="quickstart on Ray",
+        overrides=("+experiment=quickstart", "cluster=ray", "cluster.call_timeout_s=5"),
+        roles=("policy-0", "grm-0", "learner-0"),
+    ),
+    Scenario(name="tools", overrides=TOOLS),
+    Scenario(name="co-training", overrides=COTRAIN),
+)
+
+
+@contextmanager
+def prepare(scenario: Scenario, seed: int) -> Iterator[tuple[tuple[str, ...], HostileEndpoint | None]]:
+    """Context: the overrides of a run, with the endpoint outside of it."""
+    overrides = (*scenario.overrides, *COMMON, f"seed={seed}")
+    if not scenario.judges_outside:
+        yield overrides, None
+        return
+    with serve_endpoint(seed, 0.1) as endpoint:
+        yield (*overrides, f"+models.{NAME}.engine_options={{base_url: '{endpoint.url}', api_key_env: ''}}"), endpoint

@@ -1,0 +1,117 @@
+"""A run that is killed at random, as the benchmark does it; the ledger that it is checked by finds what is planted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from chaos import ChaoticRun  # noqa: E402
+from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
+from faults.ledger import Ledger  # noqa: E402
+from faults.process_faults import LIVE  # noqa: E402
+from faults.scenarios import SCENARIOS, prepare  # noqa: E402
+
+Lines = list[dict[str, Any]]
+KILL = "kill -9 of the driver"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> ChaoticRun:
+    folder = tmp_path_factory.mktemp("chaos")
+    (folder / "disk").mkdir()
+    with prepare(SCENARIOS[0], 3) as (overrides, _):
+        run = ChaoticRun(SCENARIOS[0], folder, "3", overrides, {KILL: LIVE[KILL]})
+        run.play()
+    return run
+
+
+def test_a_run_that_is_killed_at_random_loses_nothing_and_leaves_nothing(killed: ChaoticRun) -> None:
+    assert killed.outcome.lost == []
+    assert KILL in {kind for kind, _ in killed.outcome.faults}
+    assert killed.outcome.ends[-1] == "0" and "-9" in killed.outcome.ends
+
+
+def change_first(**changes: object) -> Callable[[Lines], Lines]:
+    return lambda lines: [lines[0] | changes, *lines[1:]]
+
+
+def double_last(lines: Lines) -> Lines:
+    return [*lines, lines[-1]]
+
+
+def drop_last(lines: Lines) -> Lines:
+    return lines[:-1]
+
+
+PLANTED = [
+    ("trained", double_last, "trained twice"),
+    ("trained", drop_last, "on file, but not as trained"),
+    ("trained", change_first(reward=0.123), "has the reward 0.123"),
+    ("trained", change_first(step=6), "trained at another step"),
+    ("trained", change_first(advantage=float("nan")), "numbers that aren't finite"),
+    ("judgements", drop_last, "its verdict None"),
+    ("judgements", double_last, "judged twice"),
+    ("rollouts", double_last, "two rollouts under one name"),
+    ("groups", double_last, "draws that ended twice"),
+    ("groups", drop_last, "groups.jsonl has"),
+    ("metrics", drop_last, "steps of metrics.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("journal", "change", "found"), PLANTED, ids=[found for _, _, found in PLANTED])
+def test_what_is_lost_doubled_or_made_up_is_found(
+    killed: ChaoticRun, tmp_path: Path, journal: str, change: Callable[[Lines], Lines], found: str
+) -> None:
+    shutil.copytree(killed.run_dir, tmp_path / "run")
+    path = tmp_path / "run" / f"{journal}.jsonl"
+    lines = path.read_text().splitlines()
+    if change in (double_last, drop_last):  # as they are, with their checksums
+        path.write_text("".join(f"{line}\n" for line in change(lines)))  # type: ignore[arg-type]
+    else:
+        path.write_text("".join(json.dumps(line) + "\n" for line in change([json.loads(line) for line in lines])))
+    assert any(found in loss for loss in Ledger(tmp_path / "run").find_losses())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("status", "interrupted", "interrupted after 6 of 6 steps"),
+        ("max_staleness_trained", 9, "staleness 9 was trained"),
+        ("groups", {"submitted": 9, "trained": 9, "dropped": {}, "in_flight": 1}, "the ledger doesn't hold"),
+        ("envs", {"opened": 3, "closed": 1, "killed": 1}, "environments left open: 1"),
+        ("journal_failures", {"groups.jsonl": 1}, "lines that were not written"),
+    ],
+)
+def test_a_summary_that_is_untrue_is_found(
+    killed: ChaoticRun, tmp_path: Path, name: str, value: object, found: str
+) -> None:
+    shutil.copytree(killed.run_dir, tmp_path / "run")
+    path = tmp_path / "run" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    assert any(found in loss for loss in Ledger(tmp_path / "run").find_losses())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "score", "is_made_up"),
+    [
+        (WELL.format(score=7), "stop", 7.0, False),
+        (WELL.format(score=7), "length", 7.0, True),
+        (WELL.format(score=7), "stop", 8.0, True),
+        ("Well.", "stop", 7.0, True),
+    ],
+)
+def test_a_number_that_the_endpoint_never_gave_is_found(
+    tmp_path: Path, text: str, reason: str, score: float, is_made_up: bool
+) -> None:
+    judgement = {"grm": NAME, "scores": [score], "completion": {"text": text, "finish_reason": reason}}
+    (tmp_path / "judgements.jsonl").write_text(json.dumps({"judgements": [judgement, {"grm": "grm"}]}) + "\n")
+    assert len(find_made_up(tmp_path)) == is_made_up
