@@ -46,7 +46,7 @@ SCENARIOS = (
     Scenario(name="jury", overrides=JURY, judges_outside=True),
     Scenario(
         name="quickstart on Ray",
-        overrides=("+experiment=quickstart", "cluster=ray", "cluster.call_timeout_s=5"),
+        overrides=("+experiment=quickstart", "cluster=ray"),
         roles=("policy-0", "grm-0", "learner-0"),
     ),
     Scenario(name="tools", overrides=TOOLS),
