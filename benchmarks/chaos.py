@@ -55,16 +55,22 @@ class Outcome:
 class ChaoticRun:
     """A run with faults, from its first start until it is complete.
 
-    strikes: the faults to choose from while it goes on, by kind.
+    strikes: the faults to choose from while it goes on, by kind. so_far: how often each was chosen in runs before.
     """
 
     def __init__(
-        self, scenario: Scenario, folder: Path, seed: str, overrides: Sequence[str], strikes: Mapping[str, Strike]
+        self,
+        scenario: Scenario,
+        folder: Path,
+        seed: str,
+        overrides: Sequence[str],
+        strikes: Mapping[str, Strike],
+        so_far: Counter[str],
     ) -> None:
         self.outcome = Outcome(scenario.name, seed)
         self._random = random.Random(f"chaos {seed}")
         self._folder, self.run_dir, self._mark = folder, folder / "disk" / "run", f"{os.getpid()}-{seed}"
-        self._strikes = strikes
+        self._strikes, self._so_far = strikes, so_far
         self._left = self._random.randint(1, 3)  # faults
         self._signals, self._struck_in_start = 0, False  # of the present process
         self._was_full = False
@@ -125,7 +131,10 @@ class ChaoticRun:
         return False
 
     def _strike(self, target: Target, kinds: Sequence[str]) -> None:
-        kind = self._random.choice(kinds)
+        """Strike by one of the kinds that were chosen least often."""
+        least = min(self._so_far[kind] for kind in kinds)
+        kind = self._random.choice([kind for kind in kinds if self._so_far[kind] == least])
+        self._so_far[kind] += 1
         if (hit := self._strikes[kind](target, self._random)) is None:
             return
         self._left -= 1
@@ -201,7 +210,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def play(scenario: Scenario, home: Path, seed: str) -> Outcome:
+def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=home))
     with ExitStack() as stack:
         if random.Random(f"disk {seed}").random() < 0.3:
@@ -210,7 +219,7 @@ def play(scenario: Scenario, home: Path, seed: str) -> Outcome:
             (folder / "disk").mkdir()
         number = int.from_bytes(random.Random(f"run {seed}").randbytes(2))
         overrides, endpoint = stack.enter_context(prepare(scenario, number))
-        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles)).play()
+        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles), so_far).play()
         add_own_faults(outcome, folder / "disk" / "run", endpoint)
         if outcome.lost:
             shutil.copytree(folder / "disk", folder / "kept", dirs_exist_ok=True)
@@ -254,11 +263,11 @@ def main() -> int:
     parser.add_argument("--no-report", action="store_true")
     args = parser.parse_args()
     scenarios = [one for one in SCENARIOS if not args.only or one.name in args.only]
-    outcomes: list[Outcome] = []
+    outcomes, so_far = list[Outcome](), Counter[str]()
     began_s = time.monotonic()
     while time.monotonic() - began_s < 60 * args.minutes and len(outcomes) < args.runs:
         number = len(outcomes)
-        outcome = play(scenarios[number % len(scenarios)], args.folder, f"{args.seed}/{number}")
+        outcome = play(scenarios[number % len(scenarios)], args.folder, f"{args.seed}/{number}", so_far)
         outcomes.append(outcome)
         own = [kind for kind, _ in outcome.faults if ":" in kind]
         struck = ", ".join([*(kind for kind, _ in outcome.faults if ":" not in kind), f"{len(own)} of its own"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> ChaoticRun:
     folder = tmp_path_factory.mktemp("chaos")
     (folder / "disk").mkdir()
     with prepare(SCENARIOS[0], 3) as (overrides, _):
-        run = ChaoticRun(SCENARIOS[0], folder, "3", overrides, {KILL: LIVE[KILL]})
+        run = ChaoticRun(SCENARIOS[0], folder, "3", overrides, {KILL: LIVE[KILL]}, Counter())
         run.play()
     return run
 
