@@ -1,6 +1,7 @@
 """Faults at random in real runs: after each the run goes on, or ends with a cause and is resumed, and nothing is lost.
 
     python benchmarks/chaos.py --minutes 30 --seed 1 [--only jury tools] [--folder runs/chaos]
+    python benchmarks/chaos.py --minutes 30 --seed 1 --virtual    # the pipeline alone, on a virtual clock
 
 Each run of a few steps gets up to three faults: signals to its driver and its processes, answers of its judge's
 endpoint, its environments, full disks (as root), damaged files. Whatever ends is resumed until it is complete; then
@@ -253,6 +254,26 @@ def report(outcomes: Sequence[Outcome], seed: int, minutes: float) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
+def play_virtually(seed: int, minutes: float, *, reports: bool) -> int:
+    from faults.virtual import play_worlds  # needs what the tests need
+
+    faults, num_worlds, broken = play_worlds(seed, minutes)
+    for line in broken:
+        print(f"LOST {line}")
+    print(f"{faults.total():,} faults in {num_worlds:,} runs: {dict(faults)}")
+    outcomes = [Outcome("virtual", str(seed), lost=[line]) for line in broken]
+    outcomes += [Outcome("virtual", str(seed)) for _ in range(num_worlds - len(broken))]
+    outcomes[0].faults += [(kind, "engine") for kind in faults.elements()]
+    if reports:
+        append(report(outcomes, seed, minutes))
+    return int(bool(broken))
+
+
+def append(row: str) -> None:
+    with REPORT.open("a", encoding="utf-8") as file:
+        file.write(row)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -261,7 +282,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="scenarios: " + ", ".join(one.name for one in SCENARIOS))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--no-report", action="store_true")
+    parser.add_argument("--virtual", action="store_true")
     args = parser.parse_args()
+    if args.virtual:
+        return play_virtually(args.seed, args.minutes, reports=not args.no_report)
     scenarios = [one for one in SCENARIOS if not args.only or one.name in args.only]
     outcomes, so_far = list[Outcome](), Counter[str]()
     began_s = time.monotonic()
@@ -278,8 +302,7 @@ def main() -> int:
     faults = sum(len(outcome.faults) for outcome in outcomes)
     print(f"{faults} faults in {len(outcomes)} runs, {faults / minutes:.1f} a minute")
     if not args.no_report:
-        with REPORT.open("a", encoding="utf-8") as file:
-            file.write(report(outcomes, args.seed, minutes))
+        append(report(outcomes, args.seed, minutes))
     return int(any(outcome.lost for outcome in outcomes))
 
 

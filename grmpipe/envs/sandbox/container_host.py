@@ -22,6 +22,7 @@ APPTAINER = "apptainer"
 INSIDE = ("python", "-m", "grmpipe.envs.sandbox.container_worker")
 KILLED = 128 + signal.SIGKILL  # exit code of a container whose first process was killed
 MAX_OUTPUT = 8192  # bytes of stderr that are kept
+REMOVAL_S = 30.0  # for the runtime to remove a container
 NO_USER = "65534:65534"
 
 
@@ -112,7 +113,11 @@ class ContainerWorker:
             with contextlib.suppress(OSError):
                 asked = (self._runtime, "rm", "--force", self._name)
                 removing = await asyncio.create_subprocess_exec(*asked, stdin=quiet, stdout=quiet, stderr=quiet)
-                await removing.wait()
+                try:
+                    async with asyncio.timeout(REMOVAL_S):
+                        await removing.wait()
+                except TimeoutError:
+                    removing.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

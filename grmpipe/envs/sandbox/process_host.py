@@ -20,7 +20,7 @@ from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing, make_command
 from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, readable
 from grmpipe.envs.sandbox.crash_cleanup import MARK, CleanupRecord, remove_folder
 from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, list_imported_packages
-from grmpipe.envs.sandbox.hosted_env import WorkerHost
+from grmpipe.envs.sandbox.hosted_env import WorkerHost, end_within
 from grmpipe.envs.sandbox.messages import BadFrame, Confined, Ended, next_message, reports
 from grmpipe.envs.sandbox.supervisor import KILL, TERMINATE
 
@@ -102,13 +102,19 @@ class ProcessHost(WorkerHost):
         """Found by taking a worker."""
         worker = await self.take_worker()
         try:
-            report = await next_message(worker.reader, reports)
+            async with asyncio.timeout(self.limits.boot_s):
+                report = await next_message(worker.reader, reports)
             if not isinstance(report, Confined):
                 raise EnvFault("a worker ended before it was confined", "boot")
             return report.missing
+        except TimeoutError:
+            took = (
+                f"a worker wasn't confined within {self.limits.boot_s:g} s; type env.boot_s=... if this machine is slow"
+            )
+            raise EnvFault(took, "boot") from None
         finally:
             worker.kill()
-            await worker.wait_ended()
+            await end_within(worker, SERVER_ENDS_S)
             worker.release()
 
     async def start(self) -> None:

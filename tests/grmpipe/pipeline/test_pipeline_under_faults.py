@@ -534,7 +534,8 @@ def test_faults_break_no_guarantee(world: World) -> None:
         began = [(name, version) for name, version in engine.begun if name in run.pushed_when_asked]  # rollouts
         assert all(version >= run.pushed_when_asked[name] for name, version in began), "guarantee 5: old weights serve"
     if run.share is not None:
-        assert run.share.freed_bytes["learner"] == 12, "it gives back all that it had"
+        lends = run.learner.on_device == "weights"  # the run ended while an engine came, which gets them
+        assert run.share.freed_bytes["learner"] == (8 if lends else 12), "it gives back all that it had"
     if not world.deaths and not world.hung_share and world.deadline_s > 100:
         assert not ledger.dropped, "nothing befell it"
 

@@ -19,6 +19,7 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode
 from grmpipe.envs.limited_env import StageLimits
+from grmpipe.envs.sandbox import container_host
 from grmpipe.envs.sandbox.container_host import ContainerHost, command
 from grmpipe.envs.sandbox.crash_cleanup import FOLDER, CleanupRecord, clear, locate_record, record_host, sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
@@ -47,6 +48,8 @@ if word == "run":
     os.execvp(inside[0], inside)
 if word == "ps":
     print(*(each.name for each in home.glob("grmpipe-*")))
+if word == "rm" and (home / "hangs").exists():
+    signal.pause()
 if word == "rm":
     for name in rest[1:]:
         os.kill(int((home / name).read_text()), signal.SIGKILL)
@@ -153,6 +156,25 @@ def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left
     asyncio.run(play())
     (run,), (remove,) = calls(docker, "run"), calls(docker, "rm")
     assert remove[:2] == ["rm", "--force"] and f"--name={remove[2]}" in run
+
+
+def test_a_runtime_that_never_removes_a_container_is_not_waited_for(
+    docker: Path, left: CleanupRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container_host, "REMOVAL_S", 0.3)
+
+    async def play() -> None:
+        host = ContainerHost(CONFIG, left, LIMITS)
+        worker = await host.take_worker()
+        (docker / "hangs").touch()
+        worker.kill()
+        async with asyncio.timeout(10):
+            await worker.wait_ended()
+        worker.release()
+        (docker / "hangs").unlink()
+
+    asyncio.run(play())
+    assert len(calls(docker, "rm")) == 1
 
 
 def test_an_image_that_cannot_make_the_environment_is_the_environments_fault(left: CleanupRecord) -> None:

@@ -433,6 +433,22 @@ def test_a_kernel_without_namespaces_is_reported_and_still_counts_processes(bare
     assert {*missing, "bubblewrap"} >= set(NAMESPACES) and ("process count" in missing) == (os.getuid() != 0)
 
 
+def test_a_worker_that_never_answers_fails_the_start_by_its_limit(
+    bare_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = bare_host.host.take_worker
+
+    async def take_silent() -> object:
+        worker = await take()
+        monkeypatch.setattr(worker, "reader", asyncio.StreamReader())
+        return worker
+
+    monkeypatch.setattr(bare_host.host, "take_worker", take_silent)
+    monkeypatch.setattr(bare_host.host, "limits", replace(LIMITS, boot_s=0.2))
+    with pytest.raises(EnvFault, match=r"wasn't confined within 0\.2 s; type env\.boot_s="):
+        bare_host.run(asyncio.wait_for(bare_host.host.find_missing(), 10))
+
+
 @pytest.mark.bubblewrap
 def test_bubblewrap_takes_no_part_of_a_workers_isolation_away(host: Host, tmp_path: Path) -> None:
     with Host(tmp_path, ("bubblewrap",)) as own:
