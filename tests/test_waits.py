@@ -96,9 +96,9 @@ def find_waits(tree: ast.AST) -> Iterator[str]:
             called = ast.unparse(node.func)
             limited |= called == "asyncio.wait_for"
             name, is_bare = called.rpartition(".")[2], not (node.args or node.keywords)
-            if not limited and called not in NO_WAITS and "." in called:
-                if name in WITH_ANY or (is_bare and name in WITHOUT_ARGUMENTS):
-                    yield ".".join(place)
+            waits = "." in called and (name in WITH_ANY or (is_bare and name in WITHOUT_ARGUMENTS))
+            if waits and not limited and called not in NO_WAITS:
+                yield ".".join(place)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, place, limited=limited)
 

@@ -22,6 +22,18 @@ class TwoNodes:
     address: str
     environment: Mapping[str, str]
     folder: Path
+    nodes: list[subprocess.Popen[bytes]]
+    cores: int
+
+    def lose_second(self) -> None:
+        """End the second node, with all that runs there."""
+        self.nodes[1].terminate()
+        self.nodes.pop(1).wait(60)
+
+    def add(self, name: str) -> None:
+        """Let another node join."""
+        options = [f"--address={self.address}", f"--node-ip-address={SECOND}"]
+        self.nodes.append(start(self.folder / name, options, self.cores, self.environment))
 
     def launch(self, cwd: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """launch.py as a user starts it, on the head."""
@@ -47,7 +59,7 @@ def two_nodes(folder: Path, cores: int = 2, second: Mapping[str, str] | None = N
         more = [f"--address={address}", f"--node-ip-address={SECOND}"]
         nodes.append(start(folder / "second", more, cores, {**environment, **(second or {})}))
         await_nodes(address, 2, environment)
-        yield TwoNodes(address, environment, folder)
+        yield TwoNodes(address, environment, folder, nodes, cores)
     finally:
         for node in reversed(nodes):
             node.terminate()

@@ -46,7 +46,7 @@ class RunContext:
     """What a run has before its task begins: its directory, its observers, and where a resume continues.
 
     resumed: the checkpoint that a resume, or a restart, continues from; None without one. state: the one there, or the
-    beginning. watcher: who acts between steps.
+    beginning. watcher: who acts between steps. is_restart: whether this process began the run before.
     """
 
     run_dir: Path
@@ -55,6 +55,7 @@ class RunContext:
     resumed: Path | None = None
     state: RunState = BEGINNING
     watcher: RunWatcher = field(default_factory=RunWatcher)
+    is_restart: bool = False
 
 
 class Run(ABC, Generic[P]):
@@ -147,6 +148,7 @@ async def run_in_directory(
                     resumed=resumed,
                     state=state,
                     watcher=watcher or RunWatcher(),
+                    is_restart=restarts.were_made,
                 )
                 run = make_run(prepared, context)
                 observers.show_changes(changes := read_changes(run_dir))

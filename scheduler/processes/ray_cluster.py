@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +40,8 @@ from scheduler.processes.ray_start import (
 from scheduler.processes.remote_engine import RemoteEngine
 from scheduler.processes.start_turns import StartTurns
 
+log = logging.getLogger(__name__)
+ROOM_EVERY_S = 5.0
 MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
@@ -87,9 +91,9 @@ class RayCluster:
         self._store = BucketStore()
 
     @classmethod
-    async def start(cls, config: ClusterConfig, placement: Placement) -> RayCluster:
+    async def start(cls, config: ClusterConfig, placement: Placement, wait_s: float = 0.0) -> RayCluster:
         """Start or join Ray and reserve the pools. Raises ValueError, before anything is reserved, if the machines
-        don't have them.
+        don't have them within `wait_s`.
         """
         owns_ray = not ray.is_initialized()
         if owns_ray:
@@ -97,7 +101,7 @@ class RayCluster:
             init_ray(config)
         cluster = cls(config, placement, owns_ray)
         try:
-            check_capacity(placement, nodes_of_ray())
+            await _until_room(placement, wait_s)
             cluster._ask_for_pools()  # not in the thread, which goes on when this is cancelled
             await asyncio.to_thread(cluster._until_reserved)
         except BaseException:
@@ -280,6 +284,19 @@ def _answer_of_folder(token: str) -> str:
     except OSError as error:
         return f"it isn't writable ({error.strerror})"
     return ""
+
+
+async def _until_room(placement: Placement, wait_s: float) -> None:
+    """Wait for machines that hold the placement. Raises ValueError."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            return check_capacity(placement, nodes_of_ray())
+        except ValueError as lacks:
+            if time.monotonic() >= until_s:
+                raise
+            log.info("waiting for room: %s", lacks)
+        await asyncio.sleep(ROOM_EVERY_S)
 
 
 async def _meeting_place(ranks: Sequence[RayActor]) -> str:

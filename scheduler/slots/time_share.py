@@ -91,6 +91,8 @@ class LearnerState:
                 self.freed_bytes = freed
             elif needed == "nothing" and self.is_counted:  # the counterpart of the beginning of a phase
                 self.freed_bytes = freed + (self.freed_bytes or 0)
+            if needed == "nothing":  # maybe after the phase: an engine that came may have borrowed the weights
+                self.is_counted = False
             self._on_device = needed
 
 
@@ -241,7 +243,6 @@ class TimeShare:
     async def _end_learner_phase(self) -> None:
         await self._wake(tuple(self._roles))
         self._engine_phase.set()
-        self._learner.is_counted = False
         self.clocks.set(False)
         if self._began_s is not None:
             now_s = asyncio.get_running_loop().time()

@@ -6,13 +6,16 @@ The second node has another working directory, a clock 40 s ahead, and another v
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from two_nodes import ROOT, SECOND, TwoNodes, two_nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+STEPS = 60  # enough to lose a node meanwhile
 SKEWED = "import time\nreal = time.time\ntime.time = lambda: real() + 40\n"
 RUN = (
     "+experiment=quickstart", "tracking=none", "train.groups_per_batch=4", "train.group_size=2",
@@ -78,6 +81,30 @@ def test_the_engine_of_the_second_node_samples_with_every_version(nodes: TwoNode
     assert busy == {"policy-0", "policy-1"}, sorted(set(lanes.values()))
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 3 * 4 * 2
+
+
+def test_a_run_whose_node_is_lost_begins_again_once_another_has_joined(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with two_nodes(tmp_path, cores=3) as nodes:
+        overrides = (*RUN, "run_dir=run", f"train.num_steps={STEPS}", "train.checkpoint_every=1")
+        with ThreadPoolExecutor() as threads:
+            launched = threads.submit(nodes.launch, tmp_path, *overrides)
+            while not (run / "checkpoints/step_2").exists():
+                assert not launched.done(), launched.result().stderr[-3000:]
+                time.sleep(0.1)
+            nodes.lose_second()
+            while "waiting for room" not in (run / "run.log").read_text():
+                assert not launched.done(), launched.result().stderr[-3000:]
+                time.sleep(0.1)
+            nodes.add("third")
+            done = launched.result()
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+    (cause,) = summary["restarts"]
+    assert "learner-" in cause and "died" in cause
+    trained = [(line["group_id"], line["sibling"]) for line in map(json.loads, (run / "trained.jsonl").open())]
+    assert len(trained) == len(set(trained)) == STEPS * 4 * 2
 
 
 def test_the_doctor_names_what_is_wrong_on_which_node(nodes: TwoNodes, tmp_path: Path) -> None:

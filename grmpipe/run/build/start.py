@@ -70,10 +70,13 @@ class RunComponents(Serving):
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
 
 
-async def start(prepared: Prepared, observers: Observers, run_dir: Path) -> RunComponents:
-    """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
+async def start(prepared: Prepared, observers: Observers, run_dir: Path, wait_s: float = 0.0) -> RunComponents:
+    """Start all processes, those on different GPUs at the same time. On failure ends what was started.
+
+    wait_s: how long it may take until the machines have room.
+    """
     with observers.progress.show_while(f"starting: {MACHINES}"):
-        cluster = await start_cluster(prepared.config, prepared.placement)
+        cluster = await start_cluster(prepared.config, prepared.placement, wait_s)
     async with end_on_failure(cluster):
         with observers.progress.show_while(describe_start(cluster)):
             return await start_on(cluster, prepared, observers.timeline, run_dir, observers.requests.of_model)

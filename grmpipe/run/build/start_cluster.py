@@ -45,24 +45,27 @@ def choose_kernels(config: RunConfig) -> None:
         choose_repeatable_kernels()
 
 
-async def start_cluster(config: RunConfig, placement: Placement) -> Cluster:
-    """The cluster, with the slots of a placement reserved. Before, kernels are chosen for all its processes."""
+async def start_cluster(config: RunConfig, placement: Placement, wait_s: float = 0.0) -> Cluster:
+    """The cluster, with the slots of a placement reserved. Before, kernels are chosen for all its processes.
+
+    wait_s: how long it may take until the machines have the slots.
+    """
     choose_kernels(config)
-    return await CLUSTERS[config.cluster.kind](config, placement)
+    return await CLUSTERS[config.cluster.kind](config, placement, wait_s)
 
 
-async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
+async def ray_cluster(config: RunConfig, placement: Placement, wait_s: float) -> Cluster:
     from scheduler.processes.ray_cluster import RayCluster
 
     with section(""):  # what only the machines of a joined cluster know is refused in the same form
-        return await RayCluster.start(config.cluster, placement)
+        return await RayCluster.start(config.cluster, placement, wait_s)
 
 
-async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
+async def inprocess_cluster(config: RunConfig, placement: Placement, wait_s: float) -> Cluster:
     return InProcessCluster(placement)
 
 
-CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
+CLUSTERS: dict[str, Callable[[RunConfig, Placement, float], Awaitable[Cluster]]] = {
     "ray": ray_cluster,
     "inprocess": inprocess_cluster,
 }

@@ -64,7 +64,9 @@ class TrainingRun(Run[Prepared]):
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-        self._running = running = await start(self._prepared, self._observers, self._run_dir)
+        # A machine that was lost may come back, or another in its place.
+        wait_s = self._config.slots.health.start_deadline_s if self._context.is_restart else 0.0
+        self._running = running = await start(self._prepared, self._observers, self._run_dir, wait_s)
         if (resumed := self._context.resumed) is not None:
             with self._observers.progress.show_while(f"starting: loads {resumed.name}"):
                 for model in running.trained:
