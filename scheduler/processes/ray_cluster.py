@@ -103,7 +103,8 @@ class RayCluster:
         try:
             await _until_room(placement, wait_s)
             cluster._ask_for_pools()  # not in the thread, which goes on when this is cancelled
-            await asyncio.to_thread(cluster._until_reserved)
+            # Ray may still count a machine that was lost: its pools wait, for another one too.
+            await asyncio.to_thread(cluster._until_reserved, max(wait_s, config.start_timeout_s))
         except BaseException:
             await cluster.shutdown()
             raise
@@ -197,14 +198,14 @@ class RayCluster:
             bundles = [{pool.resource.upper(): float(len(slots))} for slots in self._placement.bundles(name)]
             self._pools[name] = placement_group(bundles, strategy=pool.strategy)
 
-    def _until_reserved(self) -> None:
+    def _until_reserved(self, limit_s: float) -> None:
         """Wait for the pools. Raises ValueError if one doesn't become free in time."""
         for name, group in self._pools.items():
-            if not group.wait(self._config.start_timeout_s):
+            if not group.wait(limit_s):
                 raise ValueError(
                     f"placement.pools.{name}: its {self._placement.pools[name].slots} "
                     f"{self._placement.pools[name].resource} slots did not become free within "
-                    f"{self._config.start_timeout_s:.0f} s (free now: {free_now()}); another job uses the rest: "
+                    f"{limit_s:.0f} s (free now: {free_now()}); another job uses the rest: "
                     f"wait for it, or set placement.pools.{name}.slots lower"
                 )
             nodes = placement_group_table(group)["bundles_to_node_id"]

@@ -40,7 +40,8 @@ class HealthConfig(Bounded):
     check_every_s: float = above(0, 5.0)  # Interval between checks of engines.
     # An engine that answers neither checks nor requests for this long counts as dead.
     hung_after_s: float = above(0, 120.0)
-    start_deadline_s: float = above(0, 600.0)  # Limit for a replacement to start and load its model.
+    # Limit for a replacement to start and load its model, and for room in the cluster when a run begins again.
+    start_deadline_s: float = above(0, 600.0)
 
 
 class EngineState(enum.Enum):

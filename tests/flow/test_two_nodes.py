@@ -15,7 +15,7 @@ import pytest
 from two_nodes import ROOT, SECOND, TwoNodes, two_nodes
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
-STEPS = 60  # enough to lose a node meanwhile
+STEPS = 100  # enough to lose a node meanwhile
 SKEWED = "import time\nreal = time.time\ntime.time = lambda: real() + 40\n"
 RUN = (
     "+experiment=quickstart", "tracking=none", "train.groups_per_batch=4", "train.group_size=2",
@@ -93,9 +93,10 @@ def test_a_run_whose_node_is_lost_begins_again_once_another_has_joined(tmp_path:
                 assert not launched.done(), launched.result().stderr[-3000:]
                 time.sleep(0.1)
             nodes.lose_second()
-            while "waiting for room" not in (run / "run.log").read_text():
+            while "the run failed" not in (run / "run.log").read_text():
                 assert not launched.done(), launched.result().stderr[-3000:]
                 time.sleep(0.1)
+            time.sleep(10)  # the run waits for room
             nodes.add("third")
             done = launched.result()
     assert done.returncode == 0, done.stderr[-3000:]
