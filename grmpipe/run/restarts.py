@@ -52,7 +52,8 @@ class Restarts:
             log.warning("no restart: slots.health.max_replacements are used up")
             return None
         self.were_made = True
-        return Restart(found.checkpoint, f"step {step}: {str(died).splitlines()[0]}")
+        cause = str(died).splitlines()[0].partition(" Last lines:")[0]  # run.log has those of its process
+        return Restart(found.checkpoint, f"step {step}: {cause}")
 
 
 def walk_causes(error: BaseException) -> Iterator[BaseException]:

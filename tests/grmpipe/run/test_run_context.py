@@ -136,6 +136,7 @@ class Dies(Task):
     async def run(self) -> Status:
         self.attempts.append(self._context)
         self._steps = 0
+        await asyncio.sleep(0.01)  # the time of an attempt is seen
         if not self.deaths:
             return "completed"
         self._steps, died = self.deaths.pop(0)
