@@ -2,6 +2,8 @@
 summary.json.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
@@ -57,6 +59,15 @@ class RunContext:
     watcher: RunWatcher = field(default_factory=RunWatcher)
     is_restart: bool = False
 
+    @staticmethod
+    def open(
+        config: RunConfig, checkpoints: Checkpoints, resumed: Path | None, state: RunState, *, gauges: bool
+    ) -> RunContext:
+        """With observers that are open. gauges: as of Observers.open."""
+        run_dir = checkpoints.directory.parent
+        observers = Observers.open(config, run_dir, state if resumed else None, gauges=gauges)
+        return RunContext(run_dir=run_dir, observers=observers, checkpoints=checkpoints, resumed=resumed, state=state)
+
 
 class Run(ABC, Generic[P]):
     """The work of one task in a run."""
@@ -72,8 +83,12 @@ class Run(ABC, Generic[P]):
         self._began_s = time.monotonic()
 
     @property
-    def run_dir(self) -> Path:
-        return self._run_dir
+    def config(self) -> RunConfig:
+        return self._config
+
+    @property
+    def context(self) -> RunContext:
+        return self._context
 
     @property
     def since_start_s(self) -> float:
@@ -100,11 +115,6 @@ class Run(ABC, Generic[P]):
         """The results so far. `run_in_directory` adds how the run ended, its time, the objective, changes and
         failures of journals.
         """
-
-    @property
-    def restarts(self) -> tuple[str, ...]:
-        """The causes of the restarts so far, resumes included."""
-        return self._context.state.restarts
 
     @property
     def restartable_step(self) -> int | None:
@@ -139,37 +149,27 @@ async def run_in_directory(
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
         unwritten = Counter[str]()  # lines, by journal
         while True:
-            observers = Observers.open(config, run_dir, state if resumed else None, gauges=make_run.is_policy_run)
+            context = RunContext.open(config, checkpoints, resumed, state, gauges=make_run.is_policy_run)
+            context = replace(context, watcher=watcher or RunWatcher(), is_restart=restarts.were_made)
             try:
-                context = RunContext(
-                    run_dir=run_dir,
-                    observers=observers,
-                    checkpoints=checkpoints,
-                    resumed=resumed,
-                    state=state,
-                    watcher=watcher or RunWatcher(),
-                    is_restart=restarts.were_made,
-                )
                 run = make_run(prepared, context)
-                observers.show_changes(changes := read_changes(run_dir))
-                async with observers.progress.show():
-                    summary = await run_to_end(run, restarts, is_new=resumed is None)
+                summary = await run_to_end(run, restarts)
             except Restart as restart:
-                observers.note(f"{restart}; the run begins again at its last checkpoint")
+                context.observers.note(f"{restart}; the run begins again at its last checkpoint")
                 resumed, state = restart.checkpoint, begin_again(restart, make_summary(run, "failed", restart.cause))
                 continue
             finally:
-                observers.close()
-                unwritten.update(observers.journal_failures)
-            summary = replace(summary, changes=changes, journal_failures=dict(unwritten))
-            return write_end(summary, observers, run, config.objective)
+                context.observers.close()
+                unwritten.update(context.observers.journal_failures)
+            return write_end(replace(summary, journal_failures=dict(unwritten)), run)
 
 
-def write_end(summary: Summary, observers: Observers, run: Run[P], objective: str) -> Summary:
+def write_end(summary: Summary, run: Run[P]) -> Summary:
     """Write summary.json and the report; show where the files are. Returns what was written."""
-    run_dir = run.run_dir
-    summary = replace(summary, judging=with_requests(summary.judging, observers.requests.totals))
-    summary = write_summary(with_objective(summary, objective), run_dir / SUMMARY)
+    run_dir, observers = run.context.run_dir, run.context.observers
+    judging = with_requests(summary.judging, observers.requests.totals)
+    summary = replace(summary, judging=judging, changes=read_changes(run_dir))
+    summary = write_summary(with_objective(summary, run.config.objective), run_dir / SUMMARY)
     observers.show_end(run_dir, run.rows, summary.bottleneck)
     return summary
 
@@ -180,16 +180,19 @@ def begin_again(restart: Restart, ended: Summary) -> RunState:
     return replace(state, wall_s=ended.wall_s, busy_s=ended.busy_s, restarts=(*ended.restarts, restart.cause))
 
 
-async def run_to_end(run: Run[P], restarts: Restarts, *, is_new: bool) -> Summary:
+async def run_to_end(run: Run[P], restarts: Restarts) -> Summary:
     """The summary of the run's end, whatever it is. Raises only ConfigError, and Restart."""
+    context = run.context
+    context.observers.show_changes(read_changes(context.run_dir))
     try:
-        return make_summary(run, await run.run())
+        async with context.observers.progress.show():
+            return make_summary(run, await run.run())
     except asyncio.CancelledError:
         return make_summary(run, "interrupted")
     except Exception as error:
         if isinstance(error, ConfigError) and not restarts.were_made:
-            if is_new:  # the directory is free for the same command with the key set right
-                (run.run_dir / "config.yaml").unlink(missing_ok=True)
+            if context.resumed is None:  # the directory is free for the same command with the key set right
+                (context.run_dir / "config.yaml").unlink(missing_ok=True)
             raise
         log.exception("the run failed", extra={"file_only": True})
         saved = await run.after_failure(error)
@@ -201,7 +204,9 @@ async def run_to_end(run: Run[P], restarts: Restarts, *, is_new: bool) -> Summar
 
 
 def make_summary(run: Run[P], status: Status, failure: str | None = None) -> Summary:
-    return replace(run.results(), status=status, wall_s=run.wall_s, restarts=run.restarts, failure=failure)
+    return replace(
+        run.results(), status=status, wall_s=run.wall_s, restarts=run.context.state.restarts, failure=failure
+    )
 
 
 def with_objective(summary: Summary, path: str) -> Summary:

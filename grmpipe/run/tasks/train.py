@@ -256,7 +256,7 @@ class TrainingRun(Run[Prepared]):
             features=features.states,
             busy_s=self._stats.busy_s(pipeline),
             alarms=tuple(self._alarms),
-            restarts=self.restarts,
+            restarts=self._state.restarts,
             run_id=self._run_id,
             trackers=self._observers.trackers.resume_states(),
         )
