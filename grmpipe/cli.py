@@ -40,7 +40,7 @@ from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.keys.redact import USERINFO, environment_secrets, keep_secret, mask, mask_errors
+from grmpipe.config.keys.redact import SHAPED, USERINFO, environment_secrets, keep_secret, mask, mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.new_project import write_new_project
 from grmpipe.run.errors import RunFailed, RunInterrupted
@@ -247,7 +247,7 @@ def holds_secret(key: str, value: object) -> bool:
     if value is None or isinstance(value, bool | int | float):
         return False
     text = str(value)
-    return bool(USERINFO.search(text)) or (may_be_secret(key) and "${" not in text)
+    return bool(USERINFO.search(text) or SHAPED.search(text)) or (may_be_secret(key) and "${" not in text)
 
 
 def main() -> int:

@@ -18,6 +18,8 @@ NO_SECRETS = frozenset({"PWD", "SSH_AUTH_SOCK"})  # of the shell: a directory, a
 USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # of a URL, such as joe:password
 # What gives a text a name: ?api_key=text in a URL, --api-key text and --api-key=text of a program.
 NAMED = re.compile(r"(?P<name>(?<=[?&])[\w.-]+=|(?<![\w-])--?[A-Za-z][\w-]*[= ])(?P<text>[^\s&#'\"<][^\s&#'\"]*)")
+# Keys of OpenAI and its like, tokens of Hugging Face and GitHub, wherever they stand.
+SHAPED = re.compile(r"(?<![\w-])(?:sk-(?=[\w-]*\d)[\w-]{16,}|hf_\w{20,}|gh[opsur]_\w{20,})")
 BEARER = re.compile(r"(?<=\bBearer )[\w.~+/=-]{8,}")
 OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 # The whole of an argument, in which a text has a name: API_KEY=text, --api-key=text, X-Api-Key: text.
@@ -38,11 +40,12 @@ def redact(mapping: Mapping[str, object], environ: Mapping[str, str] = os.enviro
 
 
 def mask(text: str, secrets: Sequence[str]) -> str:
-    """The text with every secret masked, also within a longer word; the user info of URLs, and what their parameters
-    and the options of command lines name as secret.
+    """The text with every secret masked, also within a longer word; what has the shape of one; the user info of URLs,
+    and what their parameters and the options of command lines name as secret.
     """
     for secret in secrets:
         text = text.replace(secret, REDACTED)
+    text = SHAPED.sub(REDACTED, text)
     text = USERINFO.sub(REDACTED, text) if "://" in text else text
     text = NAMED.sub(_masked_if_secret, text) if "?" in text or "-" in text else text
     return BEARER.sub(REDACTED, text) if "Bearer " in text else text

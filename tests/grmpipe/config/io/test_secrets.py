@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -127,6 +131,38 @@ def test_no_text_of_our_own_keys_is_taken_for_a_secret(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "config.yaml") == config
 
 
+def planted(section: Any, secrets: Iterator[str]) -> Any:
+    """A copy with a secret in every field that holds text, lists of texts or anything at all: found from the schema."""
+    hints, changed = get_type_hints(type(section)), {}
+    for spec in dataclasses.fields(section):
+        value, hint = getattr(section, spec.name), str(hints[spec.name])
+        if dataclasses.is_dataclass(value):
+            changed[spec.name] = planted(value, secrets)
+        elif hints[spec.name] in (str, str | None):
+            changed[spec.name] = f"before {next(secrets)} after"
+        elif hint.startswith(("dict[str, typing.Any", "collections.abc.Mapping[str, typing.Any")):
+            changed[spec.name] = {"note": f"before {next(secrets)}", "deep": [{"er": next(secrets)}]}
+        elif hint.startswith(("list[str", "collections.abc.Sequence[str")):
+            changed[spec.name] = [next(secrets)]
+    copied = copy.copy(section)
+    for name, value in changed.items():
+        object.__setattr__(copied, name, value)
+    return copied
+
+
+def test_what_looks_like_a_key_is_in_no_file_whatever_field_it_was_typed_into() -> None:
+    used: list[str] = []
+
+    def secrets() -> Iterator[str]:
+        for number in itertools.count():
+            used.append(f"sk-planted-{number:04}-a1b2c3d4")
+            yield used[-1]
+
+    written = to_yaml(planted(build_config({}), secrets()))
+    assert len(used) > 60, "fields were found"
+    assert [secret for secret in used if secret in written] == []
+
+
 @pytest.mark.parametrize("key", ["engine.openai.base_url=", "engine.sglang.urls="])
 def test_a_url_with_a_password_is_refused_by_its_key_and_not_repeated(conf: None, key: str) -> None:
     url = f"http://joe:{SECRET}@host/v1"
@@ -154,6 +190,7 @@ def test_a_request_is_no_line_of_the_log(tmp_path: Path, restored_logging: None)
         "+" + BODY + ".auth=" + SECRET,
         "+env.mcp={notes:{command:[server],env:{DATABASE:" + SECRET + "}}}",
         "engine.openai.base_url='http://joe:" + SECRET + "@host/v1','http://b/v1'",
+        "experiment_name=" + SECRET,
     ],
 )
 def test_a_sweep_with_a_secret_on_its_command_line_is_refused(

@@ -75,6 +75,21 @@ def test_values_that_a_text_names_as_secrets_are_masked(text: str, shown: str) -
     assert mask(text, ()) == shown
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("sk-proj-a1B2c3D4e5F6g7H8 was refused", f"{REDACTED} was refused"),
+        ("path=/data/hf_abcdefghijklmnopqrstuvwxyz", f"path=/data/{REDACTED}"),
+        ("'ghp_0123456789abcdefghij'", f"'{REDACTED}'"),
+        ("sk-learn-compatible-estimators", "sk-learn-compatible-estimators"),
+        ("task-0123456789abcdefghij", "task-0123456789abcdefghij"),
+        ("hf_transfer", "hf_transfer"),
+    ],
+)
+def test_what_has_the_shape_of_a_key_is_masked_wherever_it_stands(text: str, shown: str) -> None:
+    assert mask(text, ()) == shown
+
+
 def test_a_command_line_is_shown_without_its_secrets() -> None:
     typed = ["npx", "mcp-remote", "--token", "hunter2", "--api-key=x y", "-e", "DB_PASSWORD=z", "X-Api-Key: a b", "-v"]
     shown = mask_arguments(typed)
