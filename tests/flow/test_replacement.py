@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from grmpipe.run.errors import RunFailed
 
@@ -162,6 +164,19 @@ def test_when_a_learner_or_a_critic_dies_the_run_begins_again_at_its_last_checkp
     assert all(line["mismatch/max_nats"] < 1e-3 for line in run.steps())
     trained = Counter((line["group_id"], line["sibling"]) for line in run.lines("trained"))
     assert (len(trained), set(trained.values())) == (16 * STEPS, {1}), "each sibling once"
+
+
+@pytest.mark.long
+def test_a_deterministic_run_that_begins_again_ends_as_the_one_that_did_not(
+    run_and_kill: Callable, small_run: Callable
+) -> None:
+    deterministic = ("train.deterministic=true", "train.checkpoint_every=1", "train.lr=3e-3")
+    undisturbed = small_run(*ON_RAY, *deterministic, run_dir="undisturbed")
+    run = run_and_kill(*deterministic, victims=((2, "learner-0"),))
+    assert len(run.summary["restarts"]) == 1 and undisturbed.summary["restarts"] == []
+    weights, others = (load_file(one.run_dir / "policy" / "model.safetensors") for one in (undisturbed, run))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
 @pytest.mark.long
