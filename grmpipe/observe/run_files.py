@@ -94,6 +94,7 @@ class RunFiles:
     failure: str | None
     bottleneck: str | None
     alarms: Sequence[str]
+    restarts: Sequence[str]  # the cause of each
     changes: Sequence[str]  # of the configuration, by resumes
     wall_s: float | None
     steps: int
@@ -129,6 +130,7 @@ def read_run(run_dir: Path) -> RunFiles:
         failure=mask_text(summary.get("failure"), secrets),
         bottleneck=mask_text(summary.get("bottleneck"), secrets),
         alarms=[mask(str(alarm), secrets) for alarm in get_list(summary, "alarms")],
+        restarts=[mask(str(cause), secrets) for cause in get_list(summary, "restarts")],
         changes=[mask(change, secrets) for change in read_changes(run_dir)],
         wall_s=number(summary, "wall_s"),
         steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),

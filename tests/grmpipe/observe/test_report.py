@@ -183,10 +183,12 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
         busy_s={"grm": 3.0},
         bottleneck="the learner waited for judging",
         alarms=("the score rises, the truth falls",),
+        restarts=("step 7: learner-0 died",),
     ).write(tmp_path / "summary.json")
     text = text_of(tmp_path)
     for told in (
         "completed", "1 min 15 s", "0.25 → 0.875", "the learner waited for judging", "the score rises, the truth falls",
+        "Began again at its last checkpoint; step 7: learner-0 died",
         "unparseable 2 (1 %)", "waits for verdicts 50 %", "grm 75 %", "True accuracy", "GRM score",
     ):  # fmt: skip
         assert told in text, told
@@ -297,6 +299,7 @@ def test_text_of_models_is_escaped(tmp_path: Path) -> None:
         "status": "failed",
         "bottleneck": HOSTILE,
         "alarms": (HOSTILE,),
+        "restarts": (HOSTILE,),
         "busy_s": {HOSTILE: 1.0},
     }
     judging = JudgingSummary(asked=9, failed={HOSTILE: 1})
