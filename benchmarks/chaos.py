@@ -99,10 +99,10 @@ class ChaoticRun:
 
     def _start(self) -> int | None:
         """Start it, strike while it goes on. Returns the exit code; None if it hangs."""
-        log = (self._folder / "output.txt").open("ab")
-        process = subprocess.Popen(
-            self._command, cwd=self._folder, env=self._environment, stdout=log, stderr=log, start_new_session=True
-        )
+        with (self._folder / "output.txt").open("ab") as log:
+            process = subprocess.Popen(
+                self._command, cwd=self._folder, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
         began_s = time.monotonic()
         target = Target(process=process, run_dir=self.run_dir, command=self._command, environment=self._environment)
         self._signals, self._struck_in_start, log_before = 0, False, self._log_size()

@@ -16,7 +16,7 @@ WITH_ANY = {"to_thread", "run_in_executor", "recv", "recv_fds", "recv_bytes", "r
 NO_WAITS = ("HydraConfig.get", "_PURPOSE.get", "_command.get", "file.readline", "old.readline", "self._file.readline")
 
 CALL = "its caller's: the limit of a call to this process (scheduler/processes/call_limits.py)"
-STAGE = "its caller's: the limit of the stage of an episode (env.open_s, env.step_s, env.close_s)"
+STAGE = "its caller's: the limit of the stage of an episode (env.boot_s, env.step_s, env.close_s)"
 IDLE = "it waits for work, and is cancelled with the run"
 DISK = "work on this machine's disk or cores, which ends"
 LIMITED = "this machine's start of a run: cluster.start_timeout_s, and Ctrl-C"

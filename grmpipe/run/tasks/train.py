@@ -56,7 +56,6 @@ class TrainingRun(Run[Prepared]):
         self._pipeline: Pipeline | None = None
         self._features: RunFeatures | None = None
         self._alarms = list(self._state.alarms)
-        self._stopping = False  # a signal came
 
     @property
     def rows(self) -> Sequence[SampleRow]:
@@ -77,8 +76,9 @@ class TrainingRun(Run[Prepared]):
 
     @property
     def restartable_step(self) -> int | None:
-        pipeline = self._pipeline  # None while it starts: what dies then would die again
-        return None if pipeline is None or self._stopping else pipeline.version
+        if self._pipeline is None or self._features is None:  # it starts: what dies then would die again
+            return None
+        return None if self._features.periodic_eval.interrupted else self._pipeline.version
 
     async def after_failure(self, error: Exception) -> str:
         await self._writer.close(wait=True)
@@ -281,7 +281,6 @@ class TrainingRun(Run[Prepared]):
 
     def _stop(self, pipeline: Pipeline) -> None:
         log.info("asked to stop: %s", ENDS_WITH_CHECKPOINT)
-        self._stopping = True
         pipeline.interrupt()
         if self._features is not None:
             self._features.periodic_eval.interrupt()
