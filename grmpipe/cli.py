@@ -37,7 +37,7 @@ from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
 from grmpipe.config.io.rejudged_config import compose_rejudging
 from grmpipe.config.io.secrets import may_be_secret
-from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_keys
+from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_judges, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import SHAPED, USERINFO, environment_secrets, keep_secret, mask, mask_errors
@@ -130,18 +130,21 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
 
 def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
-    if config.task not in ("evaluate", "rejudge"):
-        return build(config)
     overrides = OverridesParser.create().parse_overrides(list(typed))
     if config.task == "rejudge":
         return compose_rejudging(config, [one.package or one.key_or_group for one in overrides])
+    keys = [one.get_key_element().lstrip("+~") for one in overrides]
+    if config.task != "evaluate":
+        built = build(config)
+        check_typed_judges(built, keys, find_interpolated_keys(config))
+        return built
     reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,
         by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
         read_by_others=find_interpolated_keys(config),
     )
-    check_typed_keys(reads, [one.get_key_element().lstrip("+~") for one in overrides])
+    check_typed_keys(reads, keys)
     return build(config)
 
 

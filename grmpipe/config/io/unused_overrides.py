@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grmpipe.config.run_config import ConfigError
+from grmpipe.config.keys.entry_names import GRM, JUDGE
+from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import OF_JUDGE, OF_POLICY
 
 OF_PLAYING = ("policy", "data", "rollout")  # sections that only an evaluation of a policy reads
+OF_TRUTH = f"{JUDGE}.rule"  # says what is right, whoever judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,21 @@ def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
         if reads.what != "judge" and reads.has_prompts and key in ("data.path", "data.eval_path"):
             raise ConfigError(
                 f"{key}: the policy answers evaluate.prompts, and this key would be ignored; leave one of them out"
+            )
+
+
+def check_typed_judges(config: RunConfig, typed: Sequence[str], read_by_others: frozenset[str]) -> None:
+    """Check that a training without rewards has a use for the judge and the GRM that were typed. Those that nobody
+    typed are there by default, and are ignored. Raises ConfigError.
+    """
+    if config.judging.judges or not config.trains_policy:
+        return
+    unused = {JUDGE} - config.asked.judges.keys() | {GRM} - set(config.asked.asked_roles)
+    for key in typed:
+        if key.split(".")[0] in unused and key != OF_TRUTH and key not in read_by_others:
+            raise ConfigError(
+                f"{key}: with reward=none no judge is asked, and this key would be ignored; leave it out, or type "
+                "reward=single"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch as entry  # noqa: F401  registers the schema
+from grmpipe.config.io.unused_overrides import check_typed_judges
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
@@ -45,6 +47,22 @@ def test_a_teacher_is_served_beside_the_judge_and_sits_in_its_pool() -> None:
 def test_without_a_reward_no_judge_is_asked_and_no_model_that_judges_is_served() -> None:
     config = built(*TEACHER, "reward=none")
     assert config.served == ("policy", "teacher") and not config.judging.judges
+
+
+@pytest.mark.parametrize("key", ["judge", "judge.num_judgements", "judge.limits.max_calls", "grm", "grm.train.lr"])
+def test_without_a_reward_what_is_typed_for_the_judge_or_its_model_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: with reward=none .* type reward=single"):
+        check_typed_judges(built(*TEACHER, "reward=none"), ["reward", key], frozenset())
+    check_typed_judges(built(*TEACHER), [key], frozenset())
+
+
+def test_without_a_reward_what_something_reads_may_be_typed() -> None:
+    alone = built(*TEACHER, "reward=none")
+    check_typed_judges(alone, ["judge.rule", "policy.path", "models.teacher.path"], frozenset())
+    check_typed_judges(alone, ["grm.path"], frozenset({"grm.path"}))
+    check_typed_judges(built("algorithm.distill.teachers={default: grm}", "reward=none"), ["grm.path"], frozenset())
+    watched = built(*TEACHER, "reward=none", "+judge_monitor.watch={judge: 0.5}")
+    check_typed_judges(watched, ["judge.num_judgements", "grm.path"], frozenset())
 
 
 def test_a_model_that_judges_may_teach_too() -> None:
