@@ -48,7 +48,7 @@ FILES = {
     "judged.jsonl": "every item with its scores and critiques",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
-    "judgements.jsonl": "every judgement, with its critique",
+    "judgements.jsonl": "every judgement, with its critique; what teachers score",
     "groups.jsonl": "how each group ended",
     "trained.jsonl": "reward, advantage, truth and times of each trained rollout",
     "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
