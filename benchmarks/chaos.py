@@ -29,7 +29,7 @@ from pathlib import Path
 
 from faults.endpoint import HostileEndpoint, find_made_up
 from faults.ledger import Ledger
-from faults.process_faults import AT_REST, KILL, Strike, Target, strikes_on
+from faults.process_faults import AT_REST, CLOCK, KILL, READ_ONLY, Strike, Target, remount, strikes_on
 from faults.scenarios import NUM_SIBLINGS, SCENARIOS, Scenario, prepare
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,8 @@ LIMIT_S = 180.0  # of a process, from its start to its end
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
 SECOND = "a second start"  # in a start it may come first, and be the run
 MAX_STARTS = 12
-DISK_MB = 24
+DISKS_MB = {"disk": 24, "t": 96}  # of the run's directory, of temporary files
+CLOCK_FOLDER = ROOT / "benchmarks" / "faults" / "clock"
 
 
 @dataclass
@@ -74,13 +75,13 @@ class ChaoticRun:
         self._strikes, self._so_far = strikes, so_far
         self._left = self._random.randint(1, 3)  # faults
         self._signals, self._struck_in_start = 0, False  # of the present process
-        self._was_full = False
+        self._was_full = self._read_only = False
         launch = str(ROOT / "launch.py")
         self._command = [sys.executable, launch, *overrides, f"run_dir={self.run_dir}", "resume=auto"]
-        temporary = folder / "t"
-        temporary.mkdir()
-        paths = {"PYTHONPATH": f"{ROOT}", "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-        self._environment = {**os.environ, **paths, MARK: self._mark, "WANDB_MODE": "disabled"}
+        (clock := folder / "clock").write_bytes(bytes(8))
+        paths = {"PYTHONPATH": f"{CLOCK_FOLDER}:{ROOT}", "TMPDIR": str(folder / "t"), CLOCK: str(clock)}
+        settings = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+        self._environment = {**os.environ, **paths, **settings, MARK: self._mark}
 
     def play(self) -> Outcome:
         for _ in range(MAX_STARTS):
@@ -89,6 +90,8 @@ class ChaoticRun:
             if not self._may_go_on(code):
                 return self.outcome
             self._strike_at_rest()
+            if self._read_only:
+                self._start_read_only()
         else:
             self.outcome.lost.append(f"not complete after {MAX_STARTS} starts")
             return self.outcome
@@ -96,6 +99,17 @@ class ChaoticRun:
             self.outcome.lost += Ledger(self.run_dir).find_losses()
         self.outcome.lost += list(self._list_left())
         return self.outcome
+
+    def _start_read_only(self) -> None:
+        """A start that can't write its files ends at once, and says why."""
+        refused = subprocess.run(
+            self._command, cwd=self._folder, env=self._environment, capture_output=True, timeout=LIMIT_S, check=False
+        )
+        self.outcome.ends.append(str(refused.returncode))
+        if refused.returncode not in (1, 2) or b"Read-only file system" not in refused.stdout + refused.stderr:
+            said = (refused.stdout + refused.stderr).decode(errors="replace")[-1500:]
+            self.outcome.lost.append(f"on a read-only disk: exit code {refused.returncode}: {said}")
+        self._read_only = not remount(self.run_dir.parent, "rw")
 
     def _start(self) -> int | None:
         """Start it, strike while it goes on. Returns the exit code; None if it hangs."""
@@ -174,6 +188,7 @@ class ChaoticRun:
         kind = self._random.choice(sorted(AT_REST))
         if (hit := AT_REST[kind](self.run_dir, self._random)) is not None:
             self.outcome.faults.append((kind, hit))
+            self._read_only = kind == READ_ONLY
 
     def _list_left(self) -> Iterator[str]:
         """Processes and temporary files that the run has left."""
@@ -198,11 +213,10 @@ def find_marked(mark: str) -> Iterator[str]:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
+def small_disk(folder: Path, size_mb: int) -> Iterator[bool]:
     """Context with a small disk of its own there, where we may mount one."""
-    folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)], capture_output=True, check=False
     )
     try:
         yield mounted.returncode == 0
@@ -214,10 +228,10 @@ def small_disk(folder: Path) -> Iterator[bool]:
 def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=home))
     with ExitStack() as stack:
-        if random.Random(f"disk {seed}").random() < 0.3:
-            stack.enter_context(small_disk(folder / "disk"))
-        else:
-            (folder / "disk").mkdir()
+        for name, size_mb in DISKS_MB.items():
+            (folder / name).mkdir()
+            if random.Random(f"{name} {seed}").random() < 0.3:
+                stack.enter_context(small_disk(folder / name, size_mb))
         number = int.from_bytes(random.Random(f"run {seed}").randbytes(2))
         overrides, endpoint = stack.enter_context(prepare(scenario, number))
         outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles), so_far).play()

@@ -20,7 +20,7 @@ STORM_S = 3.0
 WELL = "Checked by the endpoint.\nScore: {score}"  # what a counted judgement says
 # What it does with a request that it doesn't answer well.
 KINDS = (
-    "drops", "delays", "cuts the body", "no JSON", "no choices", "no verdict", "NaN for a score",
+    "drops", "delays", "cuts the body", "doubles the body", "no JSON", "no choices", "no verdict", "NaN for a score",
     "a score beyond the scale", "truncated", "5 MB", "429", "500", "a storm of 503s",
 )  # fmt: skip
 
@@ -69,10 +69,11 @@ class _Request(BaseHTTPRequestHandler):
                 self.connection.close()
             elif kind in ("429", "500", "a storm of 503s"):
                 self._send({"429": 429, "500": 500}.get(kind, 503), b'{"error": {"message": "busy"}}')
-            elif kind in ("cuts the body", "no JSON", "no choices"):
+            elif kind in ("cuts the body", "doubles the body", "no JSON", "no choices"):
                 whole = json.dumps(answer(text))
                 bodies = {
                     "cuts the body": whole[: len(whole) // 2],
+                    "doubles the body": whole * 2,
                     "no JSON": "<html>",
                     "no choices": '{"choices": []}',
                 }

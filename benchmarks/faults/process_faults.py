@@ -7,16 +7,19 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 STOPPED_S = 3.0
 FULL_S = 2.0
+READ_ONLY = "a read-only disk"
 FILLER = ".filler"
+CLOCK = "GRMPIPE_CHAOS_CLOCK"  # names the file by which the clock is set: clock/sitecustomize.py
 JOURNALS = (
     "rollouts.jsonl",
     "judgements.jsonl",
@@ -34,7 +37,7 @@ class Target:
     process: subprocess.Popen[bytes]
     run_dir: Path
     command: Sequence[str]
-    environment: dict[str, str]
+    environment: Mapping[str, str]
 
     @property
     def is_running(self) -> bool:
@@ -82,9 +85,19 @@ def start_again(target: Target, random: Random) -> str | None:
 
 def fill_disk(target: Target, random: Random) -> str | None:
     """Of a run whose directory is on a small disk of its own."""
-    if not target.run_dir.parent.is_mount():
-        return None
-    filler = target.run_dir.parent / FILLER
+    return "the run's disk" if fill(target.run_dir.parent) else None
+
+
+def fill_temporary(target: Target, random: Random) -> str | None:
+    """Where the run, and Ray, have their temporary files."""
+    return "temporary files" if fill(Path(target.environment["TMPDIR"])) else None
+
+
+def fill(disk: Path) -> bool:
+    """Whether there is a disk of its own to fill."""
+    if not disk.is_mount():
+        return False
+    filler = disk / FILLER
     with filler.open("wb", buffering=0) as file:
         try:
             while True:
@@ -93,7 +106,14 @@ def fill_disk(target: Target, random: Random) -> str | None:
             pass
     time.sleep(FULL_S)
     filler.unlink()
-    return "the run's disk"
+    return True
+
+
+def jump_clock(target: Target, random: Random) -> str | None:
+    """The wall clock of all its processes, by up to a day in any direction."""
+    ahead_s = random.choice([-86400.0, -60.0, 60.0, 86400.0])
+    Path(target.environment[CLOCK]).write_bytes(struct.pack("d", ahead_s))
+    return f"{ahead_s:+.0f} s"
 
 
 def delete_checkpoints(target: Target, random: Random) -> str | None:
@@ -143,6 +163,18 @@ def cut_summary(run_dir: Path, random: Random) -> str | None:
     return "summary.json"
 
 
+def forbid_writing(run_dir: Path, random: Random) -> str | None:
+    """The run's disk can't be written by the next start."""
+    disk = run_dir.parent
+    return str(disk.name) if disk.is_mount() and remount(disk, "ro") else None
+
+
+def remount(disk: Path, how: str) -> bool:
+    return (
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], capture_output=True, check=False).returncode == 0
+    )
+
+
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LIVE: dict[str, Strike] = {
@@ -151,13 +183,16 @@ LIVE: dict[str, Strike] = {
     "SIGSTOP and SIGCONT": stop_driver,
     "a second start": start_again,
     "a full disk": fill_disk,
+    "full temporary files": fill_temporary,
     "deleted checkpoints": delete_checkpoints,
+    "the clock jumps": jump_clock,
 }
 AT_REST: dict[str, Callable[[Path, Random], str | None]] = {
     "a torn journal": tear_tail,
     "a damaged checkpoint": damage_checkpoint,
     "a lost pointer": lose_pointer,
     "a cut summary": cut_summary,
+    READ_ONLY: forbid_writing,
 }
 
 

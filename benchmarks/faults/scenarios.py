@@ -20,11 +20,13 @@ JURY = (
     "judge.limits.timeout_s=13", f"models.{NAME}.engine=openai", f"models.{NAME}.path=judge",
     "reward.vote=mean",
 )  # fmt: skip
-TOOLS = (
-    "+experiment=tools", "cluster=inprocess", "env=custom", "env.target=benchmarks.faults.hostile_tools.HostileTools",
+HOSTILE = (
+    "+experiment=tools", "env=custom", "env.target=benchmarks.faults.hostile_tools.HostileTools",
     "env.functions=''", "env.isolation.kind=process", "env.isolation.cpu_s=2", "env.step_s=2", "env.close_s=2",
     "env.max_failure_rate=1", "env.attempts=4", "+env.options={functions: grmpipe.tiny.tools, share: 0.15}",
 )  # fmt: skip
+TOOLS = (*HOSTILE, "cluster=inprocess")
+HOSTS = (*HOSTILE, "cluster=ray", "+placement.roles={env: {pool: judging}}")
 COTRAIN = (
     "+experiment=cotrain", "cluster=inprocess", "grm.train.warmup_steps=1", "grm.train.prompts_per_batch=4",
     "grm.train.group_size=4", "grm.train.num_items=32",
@@ -51,6 +53,7 @@ SCENARIOS = (
     ),
     Scenario(name="tools", overrides=TOOLS),
     Scenario(name="co-training", overrides=COTRAIN),
+    Scenario(name="tools on hosts", overrides=HOSTS, roles=("policy-0", "env-0", "learner-0")),
 )
 
 

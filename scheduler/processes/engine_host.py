@@ -104,11 +104,12 @@ class EngineHost(OrderedHost):
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def open_rpc(self) -> tuple[str, Dialect]:
-        """Open a direct channel for these calls, besides the actor's. Returns its address, for one connection, and its
-        dialect.
+    async def open_rpc(self, path: str) -> Dialect:
+        """Open a direct channel for these calls, besides the actor's: a socket at this path, for one connection.
+        Returns its dialect.
         """
-        return await self._line.listen(), self._dialect
+        await self._line.listen(path)
+        return self._dialect
 
     async def start(self, make_engine: EngineFactory, rank: int) -> None:
         """Start the engine. Blocks the loop while the model loads: no other call comes before."""

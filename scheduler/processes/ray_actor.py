@@ -19,7 +19,7 @@ from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
 from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
 from scheduler.processes.call_order import OrderedHost
-from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer
+from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer, socket_path
 from scheduler.processes.wire_types import Dialect, RemoteTraceback, UntypedCall
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class MemberHost(OrderedHost):
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def open_rpc(self) -> tuple[str, Dialect] | None:
+    async def open_rpc(self, path: str) -> Dialect | None:
         """Like EngineHost.open_rpc, for calls of the member. None if the types of a method are unknown: then calls go
         over Ray.
         """
@@ -55,7 +55,8 @@ class MemberHost(OrderedHost):
             log.warning("calls go by Ray: %s", error)
             return None
         self._line = RpcServer(lambda method, *args: self.ask(method.removeprefix(f"{MEMBER_CALL}."), *args), dialect)
-        return await self._line.listen(), dialect
+        await self._line.listen(path)
+        return dialect
 
     async def node_address(self) -> str:
         return ray.util.get_node_ip_address()
@@ -125,11 +126,11 @@ class RayActor:
     async def open_rpc(self) -> None:
         """Use a socket instead of Ray for further calls. Only for a process on this machine."""
         try:
-            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_rpc"))
-            if opened is not None:
-                path, dialect = opened
-                self._line = await RpcClient.connect(path, self.name, dialect)
-        except OSError as error:  # for example a temporary folder whose path is too long for a socket
+            with socket_path() as path:
+                dialect = cast("Dialect | None", await self._call_by_ray("open_rpc", path))
+                if dialect is not None:
+                    self._line = await RpcClient.connect(path, self.name, dialect)
+        except OSError as error:
             log.warning("%s: calls use Ray, since there is no socket: %s", self.name, error)
 
     async def call(self, method: str, *args: object) -> object:

@@ -7,12 +7,14 @@ they use this where possible. Only values of the types in wire_types.py are sent
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import struct
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from scheduler.processes.wire_types import (
 # A frame is the number of its call, its kind, the length of its body, and the body. The kind of a call is the place of
 # its method in the dialect; that of an answer is ANSWERED or FAILED.
 HEADER = struct.Struct("!QHQ")
+MAX_PATH_BYTES = 107  # of a socket, by the kernel
 ANSWERED, FAILED = range(2)
 Decoder = msgspec.msgpack.Decoder[Any]
 Frame = tuple[int, int, bytes]
@@ -68,15 +71,9 @@ class RpcServer:
         self._server: asyncio.Server | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def listen(self) -> str:
-        """Listen. Returns the path at which one caller may connect, in a folder that only this user can read."""
-        path = Path(tempfile.mkdtemp(prefix="grmpipe-line-")) / "line"
-        try:
-            self._server = await asyncio.start_unix_server(self._serve, path)
-        except OSError:
-            _remove(path)
-            raise
-        return str(path)
+    async def listen(self, path: str) -> None:
+        """Listen at a path, at which one caller may connect. Raises OSError."""
+        self._server = await asyncio.start_unix_server(self._serve, path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self._server is not None
@@ -122,11 +119,8 @@ class RpcClient:
 
     @classmethod
     async def connect(cls, path: str, name: str, dialect: Dialect) -> RpcClient:
-        """Connect, then delete the path: no other process can connect, and nothing stays on the disk."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(path)
-        finally:
-            _remove(Path(path))
+        """Connect. Raises OSError."""
+        reader, writer = await asyncio.open_unix_connection(path)
         return cls(name, reader, writer, dialect)
 
     def carries(self, method: str) -> bool:
@@ -173,9 +167,16 @@ class RpcClient:
                 waiting.answer.set_exception(RpcDisconnected())
 
 
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.parent.rmdir()
+@contextmanager
+def socket_path() -> Iterator[str]:
+    """Context: a path for a socket, in a folder that only this user can read. Its end removes both, whoever died in
+    between: then no other process can connect, and nothing stays on the disk. Raises OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix="grmpipe-line-") as folder:
+        path = f"{folder}/line"
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise OSError(errno.ENAMETOOLONG, "the path of the temporary folder is too long for a socket", folder)
+        yield path
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> Frame | None:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from chaos import ChaoticRun  # noqa: E402
+from chaos import DISKS_MB, ChaoticRun  # noqa: E402
 from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
 from faults.ledger import Ledger  # noqa: E402
 from faults.process_faults import LIVE  # noqa: E402
@@ -28,7 +28,8 @@ KILL = "kill -9 of the driver"
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> ChaoticRun:
     folder = tmp_path_factory.mktemp("chaos")
-    (folder / "disk").mkdir()
+    for name in DISKS_MB:
+        (folder / name).mkdir()
     with prepare(SCENARIOS[0], 3) as (overrides, _):
         run = ChaoticRun(SCENARIOS[0], folder, "3", overrides, {KILL: LIVE[KILL]}, Counter())
         run.play()

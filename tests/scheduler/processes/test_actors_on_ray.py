@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from models.checksum import checksum as checksum_of
 from models.types import (
@@ -38,7 +40,11 @@ from models.types import (
 from models.weights.process_group import BroadcastLink
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
+from scheduler.processes.call_limits import CallLimits
+from scheduler.processes.ray_actor import BucketStore, RayActor
 from scheduler.processes.ray_cluster import RayCluster
+from scheduler.processes.unix_rpc import RpcServer
+from scheduler.processes.wire_types import Dialect
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
 from scheduler.slots.engine_replacement import check_liveness, push_to_living
@@ -488,6 +494,41 @@ def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> N
 
 async def refused(path: str) -> None:
     raise OSError("no socket for you")
+
+
+def test_a_start_that_is_given_up_between_socket_and_connection_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another process dies during the start: this one is killed before anyone has connected to it."""
+    listening, there = asyncio.Event(), list[Path]()
+
+    class Target:
+        async def add(self, a: int) -> int: ...
+
+    async def ask(method: str, *args: object) -> object: ...
+
+    def list_lines() -> list[Path]:
+        return list(tmp_path.glob("*/line"))
+
+    async def listens(actor: RayActor, method: str, path: str) -> Dialect:
+        await RpcServer(ask, Dialect.of(Target)).listen(path)
+        listening.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        limits = CallLimits(call_timeout_s=1)
+        actor = RayActor(seats(policy=1).seats["policy"][0], cast("ActorHandle", None), BucketStore(), limits)
+        opening = asyncio.create_task(actor.open_rpc())
+        await listening.wait()
+        there.extend(list_lines())
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(RayActor, "_call_by_ray", listens)
+    asyncio.run(main())
+    assert len(there) == 1 and not [*tmp_path.iterdir()]
 
 
 def test_waiting_calls_fail_at_the_end_of_a_cluster_without_asking_ray(

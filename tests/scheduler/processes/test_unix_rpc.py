@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from models.types import EngineRefused
-from scheduler.processes.unix_rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer
+from scheduler.processes.unix_rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer, socket_path
 from scheduler.processes.wire_types import Dialect
 
 
@@ -58,7 +58,9 @@ def end_of(target: object) -> RpcServer:
 
 
 async def line_to(target: object) -> RpcClient:
-    return await RpcClient.connect(await end_of(target).listen(), "policy-0", Dialect.of(type(target)))
+    with socket_path() as path:
+        await end_of(target).listen(path)
+        return await RpcClient.connect(path, "policy-0", Dialect.of(type(target)))
 
 
 @asynccontextmanager
@@ -195,20 +197,22 @@ def test_where_no_socket_can_be_had_nothing_stays(tmp_path: Path, monkeypatch: p
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(OSError, match="too long"):
-        asyncio.run(end_of(Target()).listen())
+    with pytest.raises(OSError, match="too long"), socket_path():
+        pass
     assert not [*deep.iterdir()]
 
 
 def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
-        path = Path(await end_of(Target()).listen())
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        line = await RpcClient.connect(str(path), "policy-0", Dialect.of(Target))
+        with socket_path() as path:
+            await end_of(Target()).listen(path)
+            assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+            line = await RpcClient.connect(path, "policy-0", Dialect.of(Target))
+            assert await line.call("add", 1, 2) == 3
+            with pytest.raises(ConnectionRefusedError):
+                await RpcClient.connect(path, "policy-0", Dialect.of(Target))
+        assert not Path(path).parent.exists()
         assert await line.call("add", 1, 2) == 3
-        assert not path.parent.exists()
-        with pytest.raises(FileNotFoundError):
-            await RpcClient.connect(str(path), "policy-0", Dialect.of(Target))
         line.close()
 
     asyncio.run(run())
@@ -230,7 +234,9 @@ def spring() -> None:
 
 def test_a_pickle_on_the_socket_runs_nothing_and_is_refused() -> None:
     async def run() -> None:
-        reader, writer = await asyncio.open_unix_connection(await end_of(Target()).listen())
+        with socket_path() as path:
+            await end_of(Target()).listen(path)
+            reader, writer = await asyncio.open_unix_connection(path)
         body = pickle.dumps(((), Trap()))
         pickle.loads(body)
         assert ran == ["it was unpickled"], "it would run"
