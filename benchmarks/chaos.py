@@ -39,7 +39,7 @@ LIMIT_S = 180.0  # of a process, from its start to its end
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
 SECOND = "a second start"  # in a start it may come first, and be the run
 MAX_STARTS = 12
-DISKS_MB = {"disk": 24, "t": 96}  # of the run's directory, of temporary files
+DISKS_MB = {"disk": 64, "t": 96}  # of the run's directory, of temporary files
 CLOCK_FOLDER = ROOT / "benchmarks" / "faults" / "clock"
 
 

@@ -42,9 +42,11 @@ class EndpointUse:
     option_key: an option -> its key, for errors.
     limits:     asked before each try; waiting for them counts only towards the caller's deadline.
     requests:   told of each try.
+    run_id:     of the run, the same after a resume.
     """
 
     model_key: str = "grm"
     option_key: Callable[[str], str] = name_shared_key
     limits: SendLimits = field(default_factory=NoLimits)
     requests: RequestLog = field(default_factory=NoRequestLog)
+    run_id: str = ""

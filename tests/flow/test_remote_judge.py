@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import signal
 import threading
 import time
@@ -37,11 +38,16 @@ class Bill(ThreadingHTTPServer):
         self.num_requests = 0
         self.revoked_after = math.inf  # requests after which the key is no more
         self.used: Counter[str] = Counter()
+        self.keys: Counter[str] = Counter()  # how often each Idempotency-Key came
+        self.answer_s = 0.0
+        self.first: dict[str, int] = {}  # key -> the number of its first request
 
-    def next_request(self) -> int:
+    def next_request(self, key: str) -> int:
+        """The number of the request by which the key came first: its answer is that of the first one."""
         with self.lock:
             self.num_requests += 1
-            return self.num_requests
+            self.keys[key] += 1
+            return self.first.setdefault(key, self.num_requests)
 
     def use(self, usage: Mapping[str, Any]) -> None:
         with self.lock:
@@ -57,18 +63,26 @@ class Endpoint(BaseHTTPRequestHandler):
     server: Bill
 
     def do_POST(self) -> None:
-        number = self.server.next_request()
+        number = self.server.next_request(key_of_request := self.headers["Idempotency-Key"])
+        time.sleep(self.server.answer_s)
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         key = self.headers["Authorization"].removeprefix("Bearer ")
         status = {"the-key": 200, "key-of-a-filter": 400}.get(key, 401)
         assert self.path == "/v1/chat/completions"
         length = len(asked["messages"][-1]["content"])
-        text = "Well." if number % 20 == 0 else f"Fine.\nScore: {1 + length % 10}"
+        text = f"Well, answer {number}." if number % 20 == 0 else f"Fine, answer {number}.\nScore: {1 + length % 10}"
         choice = {"message": {"content": text}, "finish_reason": "stop"}
         details = {"cached_tokens": length // 3}
         usage = {"prompt_tokens": length // 2, "prompt_tokens_details": details, "completion_tokens": 5}
         answer: dict[str, Any] = {"model": asked["model"], "choices": [choice], "usage": usage}
-        status = 401 if number > self.server.revoked_after else 503 if number == 30 and status == 200 else status
+        is_first = self.server.keys[key_of_request] == 1
+        status = (
+            401
+            if number > self.server.revoked_after
+            else 503
+            if number == 30 and is_first and status == 200
+            else status
+        )
         words = {400: "declined", 401: "no such key", 503: "busy"}
         body = json.dumps(answer if status == 200 else {"error": {"message": words[status]}}).encode()
         if status == 200:
@@ -204,6 +218,42 @@ def test_after_a_kill_all_requests_are_known_but_for_those_in_flight(
     assert 0 <= total["requests"] - bill.num_requests <= total["unknown"] <= 64
     assert 0 <= bill.used["sampled"] - total["sampled_tokens"] <= 5 * total["unknown"]
     assert total["requests"] > judging["asked"]
+
+
+@pytest.mark.long
+def test_over_ten_kills_each_judgement_has_one_key_and_only_those_in_flight_are_asked_again(
+    launched: Callable[..., Forked], outside: tuple[str, ...], bill: Bill, tmp_path: Path
+) -> None:
+    """An endpoint that honours keys bills each judgement once; another one those in flight at a kill twice."""
+    run, bill.answer_s = tmp_path / "run", 0.05
+    command = (
+        "+experiment=quickstart", "cluster=inprocess", "run_dir=run", *outside, "tracking=none", "train.num_steps=12",
+        "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=1", "data.num_eval_prompts=4",
+        "judge_monitor.every=0", "resume=auto",
+    )  # fmt: skip
+    in_flight = 0
+    for _ in range(10):
+        process, deadline = launched(*command, THE_KEY="the-key"), time.monotonic() + 120
+        wanted = len(answers_on_file(run)) + 10
+        while len(answers_on_file(run)) < wanted:
+            assert process.is_running and time.monotonic() < deadline, process.output
+            time.sleep(0.01)
+        process.signal(signal.SIGKILL)
+        process.wait()
+        in_flight += len(set(bill.first.values()) - answers_on_file(run).keys())
+    process = launched(*command, THE_KEY="the-key")
+    assert process.wait() == 0, process.output
+    on_file, at_starts = answers_on_file(run), {key for key, times in bill.keys.items() if times >= 11}
+    assert on_file.keys() <= set(bill.first.values()), "an answer that no key was billed for"
+    again = sum(times - 1 for key, times in bill.keys.items() if key not in at_starts)
+    void = on_file.total() - len(on_file)  # of what a checkpoint lost: sampled again, asked again, the same answer
+    assert 0 < again <= in_flight - 10 * len(at_starts) + void
+
+
+def answers_on_file(run: Path) -> Counter[int]:
+    """The numbers of the endpoint's answers in the run's files, and in how many lines."""
+    paths = [path for name in ("judgements", "eval_judgements") if (path := run / f"{name}.jsonl").exists()]
+    return Counter(int(number) for path in paths for number in re.findall(r"answer (\d+)\.", path.read_text()))
 
 
 def test_an_evaluation_whose_key_is_revoked_has_failed_and_says_why(

@@ -110,6 +110,7 @@ class HostedEnv:
         self._is_step = False
         self._has_acted = False  # a step has begun
         self._owes_reply = False
+        self._ending: asyncio.Task[Ended | None] | None = None  # the worker's last report
         self.missing: tuple[Missing, ...] = ()  # what its worker couldn't give up; known once it is open
 
     async def open(self, episode: Episode) -> Opening:
@@ -164,11 +165,11 @@ class HostedEnv:
                 is_closed = await self._said_goodbye(worker)
             if not is_closed:
                 worker.terminate()
-            ended = await end_within(worker, close_s)
+            ended = await self._end_within(worker, close_s)
             if ended is None:
                 is_closed = False
                 worker.kill()
-                ended = await end_within(worker, ENDING_S)
+                ended = await self._end_within(worker, ENDING_S)
         finally:
             self._give_back(is_closed=is_closed and ended is not None)
 
@@ -181,10 +182,10 @@ class HostedEnv:
         if worker is None:
             return None
         try:
-            if after_s and (ended := await end_within(worker, after_s)) is not None:
+            if after_s and (ended := await self._end_within(worker, after_s)) is not None:
                 return ended
             worker.kill()
-            return await end_within(worker, ENDING_S)
+            return await self._end_within(worker, ENDING_S)
         finally:
             self._give_back(is_closed=False)
 
@@ -240,6 +241,14 @@ class HostedEnv:
         except (TimeoutError, WorkerEnded, BadFrame):
             return False
 
+    async def _end_within(self, worker: WorkerLink, limit_s: float) -> Ended | None:
+        """How the worker ended; None if it hasn't by then. A run that stops kills it while its episode closes it: both
+        get the one report.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(worker.wait_ended())
+        return await end_within(asyncio.shield(self._ending), limit_s)
+
     def _give_back(self, *, is_closed: bool) -> None:
         if self._worker is not None:
             self._worker.release()
@@ -280,10 +289,10 @@ class WorkerHost(ABC):
             await env.kill()
 
 
-async def end_within(worker: WorkerLink, limit_s: float) -> Ended | None:
+async def end_within(ending: Awaitable[Ended | None], limit_s: float) -> Ended | None:
     try:
         async with asyncio.timeout(limit_s):
-            return await worker.wait_ended()
+            return await ending
     except TimeoutError:
         return None
 

@@ -114,7 +114,7 @@ class ProcessHost(WorkerHost):
             raise EnvFault(took, "boot") from None
         finally:
             worker.kill()
-            await end_within(worker, SERVER_ENDS_S)
+            await end_within(worker.wait_ended(), SERVER_ENDS_S)
             worker.release()
 
     async def start(self) -> None:

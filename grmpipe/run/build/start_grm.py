@@ -41,7 +41,7 @@ class RemoteModels:
         return (*self.judging.values(), *self.teaching.values())
 
 
-def connect_endpoints(config: RunConfig, roles: Roles, requests: LogOf) -> RemoteModels:
+def connect_endpoints(config: RunConfig, roles: Roles, requests: LogOf, run_id: str) -> RemoteModels:
     """Make the clients of models behind endpoints. Each model has limits of its own."""
     asked = {judge.model for judge in config.asked.generative.values()}
     judging: dict[str, ChatEngine] = {}
@@ -52,7 +52,13 @@ def connect_endpoints(config: RunConfig, roles: Roles, requests: LogOf) -> Remot
         limits = RateLimits(
             requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
         )
-        use = EndpointUse(model_key=role.key, option_key=role.option_key, limits=limits, requests=requests(role.name))
+        use = EndpointUse(
+            model_key=role.key,
+            option_key=role.option_key,
+            limits=limits,
+            requests=requests(role.name),
+            run_id=run_id,
+        )
         if role.name in asked:
             judging[role.name] = endpoint.connect(role.name, role.model, use)
         if role.name in config.teachers:

@@ -19,6 +19,7 @@ from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
 from grmpipe.run.build.start_scorers import ScalarModels, make_meta_rm, start_meta_rm, start_scalar_models
 from grmpipe.run.observers import Observers
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Judge
 from grmpipe.validate.evaluation import PreparedEvaluation
 from grmpipe.validate.prepare import Prepared
@@ -124,7 +125,7 @@ async def start_serving(
     meta_rm = await start_meta_rm(cluster, prepared, events)
     scalars = await start_scalar_models(cluster, prepared, events, requests)
     envs = await start_envs(cluster, prepared.config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
-    remote = connect_endpoints(prepared.config, prepared.roles, requests)
+    remote = connect_endpoints(prepared.config, prepared.roles, requests, read_run_id(run_dir))
     return Serving(
         cluster=cluster,
         routers=served.routers,

@@ -1,6 +1,8 @@
 """Sends JSON to an HTTP endpoint: its key, rate limits, retries, answers of limited size."""
 
 import asyncio
+import hashlib
+import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,13 +23,14 @@ from models.engines.openai.chat_answer import (
     total_tokens,
 )
 from models.engines.request_gates import PrioritySemaphore
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 from models.settings import OpenAIConfig
 from models.types import EngineDenied, EngineDied, EngineRefused, Usage
 
 Answer = TypeVar("Answer")
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+IDEMPOTENCY_KEY = "Idempotency-Key"  # draft-ietf-httpapi-idempotency-key-header
 LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota, not busy
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may take minutes; the caller has the deadline
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
@@ -123,16 +126,25 @@ class EndpointClient:
                 await asyncio.sleep(wait_s)
 
     async def post(
-        self, url: str, body: Mapping[str, Any], size: RequestSize, priority: int, *, retry: bool = False
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        size: RequestSize,
+        priority: int,
+        *,
+        retry: bool = False,
+        request_id: str = "",
     ) -> Reply:
-        """One try. Raises BusyError if there is no answer, or none that can be read."""
+        """One try. Raises BusyError if there is no answer, or none that can be read. request_id: of a request that an
+        endpoint should answer and bill once, however often it comes; empty: each try counts.
+        """
         limits, requests = self._use.limits, self._use.requests
         await limits.admit(size.expected_tokens, priority)
         if self._denied is not None:
             raise self._denied
         number = requests.begin_request(retry=retry)
         try:
-            reply = await self._send(url, body, size.max_bytes)
+            reply = await self._send(url, body, size.max_bytes, request_id)
         except BadBody as error:
             cause = str(error)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -148,8 +160,9 @@ class EndpointClient:
             return reply
         raise BusyError(cause)  # outside of `except`: a chained httpx error would contain the request with the key
 
-    async def _send(self, url: str, body: Mapping[str, Any], max_bytes: int) -> Reply:
-        async with self._http.stream("POST", url, json=body) as response:
+    async def _send(self, url: str, body: Mapping[str, Any], max_bytes: int, request_id: str) -> Reply:
+        key = {IDEMPOTENCY_KEY: make_idempotency_key(self._use.run_id, request_id, body)} if request_id else None
+        async with self._http.stream("POST", url, json=body, headers=key) as response:
             raw = await read_bounded(response, max_bytes)
         return Reply(response.status_code, response.headers, read_object(raw), raw)
 
@@ -220,6 +233,12 @@ class EndpointClient:
     def clean(self, text: str) -> str:
         """A text without the key, which some endpoints echo."""
         return text.replace(self._key, "***") if self._key else text
+
+
+def make_idempotency_key(run_id: str, request_id: str, body: Mapping[str, Any]) -> str:
+    """The same for the same question of a run, also after a resume; another one for any other question."""
+    asked = json.dumps([run_id, first_name(request_id), body])
+    return hashlib.sha256(asked.encode()).hexdigest()[:32]
 
 
 def count_used_tokens(status: int, body: Mapping[str, Any], num_expected: int, most: int) -> int:

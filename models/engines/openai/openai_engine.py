@@ -1,6 +1,7 @@
 """A judge behind any OpenAI-compatible endpoint: messages in, text out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -71,20 +72,26 @@ class OpenAIEngine:
             raise EngineRefused(f"max_new_tokens: must be at least 1, got {params.max_new_tokens}")
 
     async def _chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
+        num_useless = 0  # answers that came, which the endpoint would only repeat
+
         async def attempt(num_failed: int) -> Completion:
-            retry = context.is_retry or num_failed > 0
-            reply = await self._ask(messages, params, context.priority, retry=retry)
+            nonlocal num_useless
+            asking = replace(context, is_retry=context.is_retry or num_failed > 0)
+            if num_useless:
+                asking = replace(asking, request_id=f"{context.request_id}+{num_useless}")
+            reply = await self._ask(messages, params, asking)
+            num_useless += reply.status == 200
             return self._completion(reply, params.max_new_tokens)
 
         return await self._client.retry(context.request_id, context.priority, attempt)
 
-    async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int, *, retry: bool) -> Reply:
+    async def _ask(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Reply:
         """One try; a second if the endpoint knows the limit by its newer name."""
         field = self._max_tokens_field  # another call may find the newer name meanwhile
-        reply = await self._post(messages, params, priority, field, retry=retry)
+        reply = await self._post(messages, params, context, field)
         if field == "max_tokens" and _wants_newer_name(reply):
             self._max_tokens_field = "max_completion_tokens"
-            reply = await self._post(messages, params, priority, self._max_tokens_field, retry=True)
+            reply = await self._post(messages, params, replace(context, is_retry=True), self._max_tokens_field)
         return reply
 
     def _body(self, messages: Sequence[Message], params: SamplingParams, max_tokens_field: str) -> dict[str, Any]:
@@ -100,13 +107,7 @@ class OpenAIEngine:
         return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
 
     async def _post(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        priority: int,
-        max_tokens_field: str,
-        *,
-        retry: bool,
+        self, messages: Sequence[Message], params: SamplingParams, context: RequestContext, max_tokens_field: str
     ) -> Reply:
         size = RequestSize(
             expected_tokens=estimate_tokens(messages, params),
@@ -114,7 +115,9 @@ class OpenAIEngine:
             max_bytes=max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens),
         )
         body = self._body(messages, params, max_tokens_field)
-        return await self._client.post(self._url, body, size, priority, retry=retry)
+        return await self._client.post(
+            self._url, body, size, context.priority, retry=context.is_retry, request_id=context.request_id
+        )
 
     def _completion(self, reply: Reply, max_new_tokens: int) -> Completion:
         self._client.check_status(reply)

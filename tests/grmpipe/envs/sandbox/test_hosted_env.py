@@ -65,13 +65,37 @@ class EndsByItself:
         self._there.close()
 
 
+async def opened(worker: EndsByItself, counts: OpenedEnvs) -> HostedEnv:
+    limits = StageLimits(boot_s=5.0, step_s=5.0, close_s=1.0, max_observation_chars=100)
+    env = HostedEnv(worker.open, limits=limits, counts=counts, taken=set())
+    prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
+    await env.open(Episode(prompt=prompt, group_id="g", sibling=0, attempt=0, seed=0))
+    return env
+
+
+class ReportsOnce(EndsByItself):
+    """A worker whose report comes by a stream that two can't read."""
+
+    is_read = False
+
+    async def wait_ended(self) -> Ended | None:
+        assert not self.is_read, "two wait for one report"
+        self.is_read = True
+        return await super().wait_ended()
+
+
+def test_a_run_that_stops_may_kill_a_worker_while_its_episode_closes_it() -> None:
+    async def counted() -> OpenedEnvs:
+        env = await opened(ReportsOnce(), counts := OpenedEnvs())
+        await asyncio.gather(env.close(), env.kill())
+        return counts
+
+    assert asyncio.run(counted()) == OpenedEnvs(opened=1, killed=1)
+
+
 def test_a_worker_that_ends_by_itself_tells_its_limit_before_it_is_killed() -> None:
     async def faults() -> tuple[str, ...]:
-        limits = StageLimits(boot_s=5.0, step_s=5.0, close_s=1.0, max_observation_chars=100)
-        worker = EndsByItself()
-        env = HostedEnv(worker.open, limits=limits, counts=OpenedEnvs(), taken=set())
-        prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
-        await env.open(Episode(prompt=prompt, group_id="g", sibling=0, attempt=0, seed=0))
+        env = await opened(EndsByItself(), OpenedEnvs())
         return tuple((await env.step(Action(text="x"))).faults)
 
     assert asyncio.run(faults()) == ("limit",)

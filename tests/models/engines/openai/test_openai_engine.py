@@ -75,6 +75,7 @@ class Endpoint(ThreadingHTTPServer):
         self.script: list[Answer] = [said()]
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.idempotency_keys: list[str] = []
         self.hung_up = threading.Event()
         self.lock = threading.Lock()
         self.num_open = self.most_open = self.num_connections = 0
@@ -107,6 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         assert self.path == "/v1/chat/completions"
         self.server.count(+1)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.idempotency_keys.append(self.headers["Idempotency-Key"])
         answer = self.server.next_answer(body, self.headers["Authorization"])
         time.sleep(answer.delay_s)
         self.server.count(-1)
@@ -192,6 +194,32 @@ def test_a_seed_of_63_bits_is_sent_in_31_always_the_same(endpoint: Endpoint) -> 
     for _ in range(2):
         ask(endpoint, seed=2**62 + 12345)
     assert [request["seed"] for request in endpoint.requests] == [12345, 12345]
+
+
+def test_a_question_keeps_its_idempotency_key_while_it_has_no_answer(endpoint: Endpoint) -> None:
+    """A key that came with an answer, however useless, would bring the same one again."""
+    endpoint.script = [error(503), error(429), Answer({"choices": []}), said()]
+    ask(endpoint)
+    unanswered, again, useless, answered = endpoint.idempotency_keys
+    assert unanswered == again == useless != answered
+    assert re.fullmatch("[0-9a-f]{32}", answered)
+
+
+def test_questions_have_different_idempotency_keys_and_a_resumed_run_the_same_ones(endpoint: Endpoint) -> None:
+    """The group of the last one is sampled again after a resume, and gave the same rollout."""
+    config = OpenAIConfig(base_url=endpoint.url, api_key_env="JUDGE_KEY")
+
+    async def ask_all() -> None:
+        for run_id, request_id, seed in (
+            ("a", "g000001/0.0", 3), ("a", "g000001/0.1", 3), ("a", "g000001/0.0", 4), ("b", "g000001/0.0", 3),
+            ("a", "g000001/0.0", 3), ("a", "g000001~2/0.0", 3),
+        ):  # fmt: skip
+            await chat(OpenAIEngine("judge-1", "grm", config, use=EndpointUse(run_id=run_id)), request_id, seed=seed)
+
+    asyncio.run(ask_all())
+    *different, resumed, renamed = endpoint.idempotency_keys
+    assert len(set(different)) == 4
+    assert resumed == renamed == different[0]
 
 
 def test_an_endpoint_without_key_is_sent_none(endpoint: Endpoint) -> None:
