@@ -159,6 +159,18 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BegunRollout:
+    """A rollout between two turns.
+
+    so_far: its turns, as if it was truncated there.
+    saved:  the environment's state after them; empty: its actions are to be repeated.
+    """
+
+    so_far: Rollout
+    saved: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """One sample of the GRM that parsed. `siblings` and `scores` are in the order shown, on the judge's scale.
 

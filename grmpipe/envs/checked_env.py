@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from grmpipe.config.keys.user_code import call_guarded, describe_code, format_value, plain_text, to_number, to_scalar
-from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
+from grmpipe.envs.env import MAX_SAVED, Action, Env, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.fault_owner import FaultRules, decide_fault, raise_faults
 from grmpipe.envs.opened_envs import OpenedEnvs
 from models.types import Message, ToolSpec
@@ -72,7 +72,17 @@ def check_opening(opening: Opening, owner: str = "open") -> Opening:
     tools = check_tuple(opening.tools, ToolSpec, "tools", owner)
     for tool in tools:
         check_tool(tool, owner)
-    return Opening(messages=messages, tools=tools, state_key=text_in(opening.state_key, "state_key", owner))
+    replayable = to_scalar(opening.replayable)
+    check(
+        isinstance(replayable, bool),
+        f"{owner} returned replayable = {format_value(replayable)}, and it must be True or False",
+    )
+    return Opening(
+        messages=messages,
+        tools=tools,
+        state_key=text_in(opening.state_key, "state_key", owner),
+        replayable=bool(replayable),
+    )
 
 
 def check_observation(observation: Observation, owner: str = "step") -> Observation:
@@ -89,7 +99,16 @@ def check_observation(observation: Observation, owner: str = "step") -> Observat
         faults=tuple(
             text_in(fault, "a fault", owner) for fault in check_tuple(observation.faults, str, "faults", owner)
         ),
+        saved=check_saved(observation.saved, owner),
     )
+
+
+def check_saved(saved: object, owner: str) -> bytes:
+    if not isinstance(saved, bytes):
+        raise protocol(f"{owner} returned saved = {format_value(saved)}, and it must be bytes")
+    if len(saved) > MAX_SAVED:
+        raise protocol(f"{owner} saved {len(saved):,} bytes, and may save {MAX_SAVED:,}; keep the state elsewhere")
+    return saved
 
 
 def check_rewards(rewards: object, owner: str) -> dict[str, float]:

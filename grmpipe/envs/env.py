@@ -15,6 +15,8 @@ from typing import Protocol, runtime_checkable
 from grmpipe.types import EnvCause, Prompt
 from models.types import Message, ToolCall, ToolSpec
 
+MAX_SAVED = 2**20  # bytes of an environment's state; it is written after each turn
+
 
 class PolicyFault(Exception):
     """The policy did something wrong: it reads the text, and the episode goes on. Raised by `step`.
@@ -52,6 +54,8 @@ class Episode:
 
     prompt:  the row of the data; `prompt.info` holds what the row says to the environment.
     attempt: number of failed episodes of this sibling before. Each has its own seed.
+    saved:   what `Observation.saved` said before a resume: open in that state, with the messages and tools of the first
+             opening. Empty: from the start.
     """
 
     prompt: Prompt
@@ -59,15 +63,24 @@ class Episode:
     sibling: int = 0
     attempt: int = 0
     seed: int = 0
+    saved: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The beginning of an episode. `messages`: what the policy sees first. `tools`: what it may call."""
+    """The beginning of an episode.
+
+    messages:   what the policy sees first.
+    tools:      what it may call.
+    state_key:  names the state, as in Observation.
+    replayable: the same actions in another environment of the same episode bring the same observations, and may be
+                repeated: a resume repeats those of the turns on file, and lets the episode go on from there.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
     state_key: str = ""
+    replayable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,8 @@ class Observation:
     rewards:   for this turn, by name.
     state_key: names the state after the turn; equal for siblings in the same state.
     faults:    what the policy did wrong in this turn, by kind.
+    saved:     the state after this turn, if the environment can open in it again (`Episode.saved`): a resume lets the
+               episode go on from there. At most MAX_SAVED bytes.
     """
 
     messages: Sequence[Message] = ()
@@ -107,6 +122,7 @@ class Observation:
     rewards: Mapping[str, float] = field(default_factory=dict)
     state_key: str = ""
     faults: tuple[str, ...] = ()
+    saved: bytes = b""
 
 
 @runtime_checkable

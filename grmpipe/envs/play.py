@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
-from grmpipe.types import Prompt, Rollout, TruncationReason, Turn
+from grmpipe.types import BegunRollout, Prompt, Rollout, TruncationReason, Turn
 from models.chat.long_texts import count_chars, off_loop_if_long
 from models.types import (
     Completion,
@@ -32,6 +32,10 @@ DECIMALS_S = 4  # of measured times
 
 class RolloutAborted(EngineDied):
     """A request ended before the policy finished its turn: there is no rollout."""
+
+
+class NotAsBefore(Exception):
+    """A new environment isn't where the one before a resume was: the episode can't go on from there."""
 
 
 class TurnRenderer(Protocol):
@@ -56,12 +60,18 @@ def ignore_turn(so_far: Rollout) -> None:
     """For callers that need no callback after a turn."""
 
 
+def keep_nothing(begun: BegunRollout) -> None:
+    """For callers that resume no episode."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
     """One rollout to play: a sibling of a group, and its seed.
 
     attempt: episodes of it that failed before.
+    begun:   its turns before a resume, after which it goes on.
     on_turn: called after each turn but the last one, with the rollout so far, as if it was truncated there.
+    on_resumable: called then too, if the environment could go on from there after a resume.
     """
 
     group_id: str
@@ -69,7 +79,9 @@ class RolloutRequest:
     seed: int
     priority: int = 0
     attempt: int = 0
+    begun: BegunRollout | None = field(default=None, repr=False)
     on_turn: Callable[[Rollout], None] = field(default=ignore_turn, compare=False, repr=False)
+    on_resumable: Callable[[BegunRollout], None] = field(default=keep_nothing, compare=False, repr=False)
 
     @property
     def trajectory_id(self) -> str:
@@ -116,7 +128,9 @@ async def play(
     limits: EpisodeLimits,
     on_first_token: Callable[[], None] = ignore_first_token,
 ) -> Rollout:
-    """Play one rollout, and close the environment. Raises EngineRefused, RolloutAborted, EngineDied or EnvFault."""
+    """Play one rollout, and close the environment. Raises EngineRefused, RolloutAborted, EngineDied, EnvFault, or
+    NotAsBefore.
+    """
     episode = _Episode(request, prompt, env, policy, renderer, params, limits, on_first_token)
     try:
         return await episode.play()
@@ -138,6 +152,7 @@ class _Episode:
     on_first_token: Callable[[], None]
     tools: tuple[ToolSpec, ...] = ()
     state_key: str = ""
+    replayable: bool = False
     opening: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
 
@@ -151,10 +166,11 @@ class _Episode:
                 sibling=request.sibling,
                 attempt=request.attempt,
                 seed=request.seed,
+                saved=request.begun.saved if request.begun is not None else b"",
             )
         )
         boot_s = round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0
-        self.tools, self.state_key = tuple(opening.tools), opening.state_key
+        self.tools, self.state_key, self.replayable = tuple(opening.tools), opening.state_key, opening.replayable
         messages = tuple(opening.messages)
         self.opening = () if messages == self.prompt.messages else messages
         reason = await self._turns(messages, begun_s + self.limits.episode_s)
@@ -182,6 +198,11 @@ class _Episode:
             new_ids = prompt_ids = await off_loop_if_long(
                 count_chars(opening), partial(self.renderer.render, opening, self.tools)
             )
+        if self.request.begun is not None:
+            await self._go_on_from(self.request.begun, new_ids)
+            *_, asked_ids = self._so_far().prompts()
+            new_ids = await self._extended(self.turns[-1])
+            prompt_ids = (*asked_ids, *self.turns[-1].completion.token_ids, *new_ids)
         while True:
             room = self._room(prompt_ids)
             completion = await self._sampled(prompt_ids, room)
@@ -189,7 +210,7 @@ class _Episode:
             if completion.finish_reason != "stop":
                 self.turns.append(turn)
                 return "context" if room < self.params.max_new_tokens else "tokens"
-            is_last = len(self.turns) + 1 == self.limits.max_turns
+            is_last = len(self.turns) + 1 >= self.limits.max_turns
             observation, turn = await self._stepped(turn, is_last)
             self.turns.append(turn)
             if observation.done:
@@ -198,13 +219,41 @@ class _Episode:
                 return "turns"
             if asyncio.get_running_loop().time() >= end_s:
                 return "time"
-            with self._rendering("step"):
-                extend = partial(self.renderer.extend, turn.replies, self.tools, ended=not completion.stop_text)
-                new_ids = await off_loop_if_long(count_chars(turn.replies), extend)
+            new_ids = await self._extended(turn)
             prompt_ids = (*prompt_ids, *completion.token_ids, *new_ids)
             if self._room(prompt_ids) < 1:
                 return "context"
+            self.request.on_turn(so_far := self._so_far())
+            if self.replayable or observation.saved:
+                self.request.on_resumable(BegunRollout(so_far=so_far, saved=observation.saved))
+
+    async def _extended(self, turn: Turn) -> tuple[int, ...]:
+        """The tokens between a turn and the next one."""
+        with self._rendering("step"):
+            extend = partial(self.renderer.extend, turn.replies, self.tools, ended=not turn.completion.stop_text)
+            return await off_loop_if_long(count_chars(turn.replies), extend)
+
+    async def _go_on_from(self, begun: BegunRollout, new_ids: tuple[int, ...]) -> None:
+        """Take over the turns before a resume: by the environment's state, or by repeating the actions. new_ids: of the
+        opening. Raises NotAsBefore.
+        """
+        before = begun.so_far
+        if (self.opening, new_ids) != (before.opening, before.turns[0].new_ids):
+            raise NotAsBefore("the environment opened otherwise than before")
+        for number, turn in enumerate(before.turns):
+            if not begun.saved and not await self._repeats(turn):
+                raise NotAsBefore(f"turn {number} brought another reply than before")
+            self.turns.append(turn)
             self.request.on_turn(self._so_far())
+
+    async def _repeats(self, turn: Turn) -> bool:
+        """Whether the environment answers a turn as it did before."""
+        asked = Turn(new_ids=turn.new_ids, completion=turn.completion, state_key=self.state_key)
+        try:
+            observation, again = await self._stepped(asked, is_last=False)
+        except EnvFault as fault:
+            raise NotAsBefore(f"it failed: {fault}") from fault
+        return not observation.done and replace(again, env_s=turn.env_s) == turn
 
     @contextmanager
     def _rendering(self, stage: str) -> Iterator[None]:

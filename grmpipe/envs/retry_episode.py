@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.play import Play, RolloutRequest
+from grmpipe.envs.play import Play, RolloutRequest, keep_nothing
 from grmpipe.types import EnvCause, Failed, Prompt, Rollout
 from models.seeds import derive_seed
 
@@ -58,4 +58,5 @@ def next_attempt(request: RolloutRequest, attempt: int) -> RolloutRequest:
     """The request of an attempt, from 0. A further one draws other tokens, under other names."""
     if attempt == 0:
         return request
-    return replace(request, attempt=attempt, seed=derive_seed(request.seed, f"attempt {attempt}"))
+    seed = derive_seed(request.seed, f"attempt {attempt}")
+    return replace(request, attempt=attempt, seed=seed, begun=None, on_resumable=keep_nothing)

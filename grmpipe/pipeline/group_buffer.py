@@ -89,6 +89,7 @@ class GroupBuffer:
         """
         kept = self.ledger.open_group(prompt_index)
         assert kept.group_id not in self.groups, f"group {kept.group_id} opened twice"
+        begun = [] if kept.begun_version is None else [kept.begun_version]
         group = Group(
             group_id=kept.group_id,
             prompt_index=prompt_index,
@@ -96,7 +97,7 @@ class GroupBuffer:
             size=self._config.group_size,
             min_valid_siblings=self._config.min_valid_siblings,
             limit_s=self._config.group_deadline_s,
-            opened_at=min((rollout.oldest_version for rollout in kept.rollouts), default=self.version),
+            opened_at=min([rollout.oldest_version for rollout in kept.rollouts] + begun, default=self.version),
         )
         self.groups[group.group_id] = group
         self.untaken.add(group)

@@ -183,11 +183,13 @@ class RecoveredGroup:
 
     `renamed`: other work under its old name is void, so the kept work continues, and is journalled, under a new one.
     `killed_engines`: its requests killed engines, so no more are sent.
+    `begun_version`: the lowest version of the turns of rollouts that go on; None: none does.
     """
 
     group_id: str
     renamed: bool = False
     killed_engines: bool = False
+    begun_version: int | None = None
     rollouts: tuple[Rollout, ...] = ()
     reports: Mapping[int, JudgeReport] = field(default_factory=dict)
     uncounted: UncountedWork = field(default_factory=UncountedWork)

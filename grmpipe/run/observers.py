@@ -27,6 +27,7 @@ from grmpipe.observe.progress import Progress
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.timeline import Timeline
+from grmpipe.run_dir.begun_rollouts import BegunRollouts
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow, TrackedRun, Tracker
@@ -65,6 +66,7 @@ FILES = {
     "adapter/": "the policy's adapters, in peft's own format",
     "critiques.jsonl": "the outcome of each judging task, and the critiques to imitate",
     "cotrain/": "the judging tasks of each GRM in training, with its judgements",
+    "in_flight/": "the turns of rollouts that go on",
     "run.log": "everything else",
 }
 
@@ -100,6 +102,7 @@ class Observers:
     trackers: AllTrackers
     metrics: JsonlSink
     recorder: Recorder
+    begun: BegunRollouts
     evaluations: EvalRecorder
     requests: RequestJournal
     timeline: Timeline
@@ -124,6 +127,7 @@ class Observers:
             trackers=trackers,
             metrics=metrics,
             recorder=Recorder(run_dir, read_run_id(run_dir), compact=config.journals.compact),
+            begun=BegunRollouts(run_dir, read_run_id(run_dir), compact=config.journals.compact),
             evaluations=EvalRecorder(run_dir, read_run_id(run_dir), compact=config.journals.compact),
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
@@ -150,7 +154,8 @@ class Observers:
     def journal_failures(self) -> dict[str, int]:
         """File -> lines that this process could not write. A resume or a replay lacks them."""
         metrics = {name: count for name, count in self.trackers.failures.items() if name == METRICS}
-        return {**self.recorder.failures, **self.evaluations.failures, **self.requests.failures, **metrics}
+        journals = self.recorder, self.begun, self.evaluations, self.requests
+        return dict(sum((journal.failures for journal in journals), Counter(metrics)))
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
         """Write the report; show some rollouts with their critiques, the bottleneck, groups without a signal, the

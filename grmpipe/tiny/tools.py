@@ -3,6 +3,8 @@
 env=tools env.functions=grmpipe.tiny.tools data.path=tiny://tools/train
 """
 
+replayable = True  # a call that is repeated brings the same result
+
 
 def add(a: int, b: int) -> str:
     """The sum of two numbers."""

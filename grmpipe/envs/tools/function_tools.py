@@ -84,6 +84,11 @@ def load_tools(path: str) -> tuple[FunctionTool, ...]:
     return tuple(make_tool(function) for function in functions)
 
 
+def are_replayable(path: str) -> bool:
+    """Whether the module of functions says that of itself."""
+    return getattr(import_module(path, "functions"), "replayable", False) is True
+
+
 def public_functions(module: ModuleType) -> list[Callable[..., object]]:
     names = vars(module).get("__all__")
     found = [vars(module).get(name) for name in (vars(module) if names is None else names)]

@@ -7,7 +7,7 @@ from typing import Protocol
 from grmpipe.config.env import ToolCallLimits
 from grmpipe.config.keys.user_code import call_guarded, describe_code
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.envs.tools.function_tools import FunctionTool, load_tools
+from grmpipe.envs.tools.function_tools import FunctionTool, are_replayable, load_tools
 from grmpipe.envs.tools.mcp_tools import McpServers, OpenServers
 from models.types import Message, ToolCall, ToolSpec
 from scheduler.event_loop import TimeIsUp, within
@@ -27,7 +27,8 @@ class Tool(Protocol):
 class ToolEnv:
     """Shows the prompt's messages, and tools. Wrong calls are answered in text: they are the policy's.
 
-    functions: dotted path of a module, whose functions are tools; empty: none.
+    functions: dotted path of a module, whose functions are tools; empty: none. A module that sets `replayable = True`
+               says that calls may be repeated, and bring the same results then: see Opening.
     servers:   further tools.
     limits:    on the calls of a turn.
     """
@@ -36,6 +37,7 @@ class ToolEnv:
         self, functions: str = "", servers: McpServers | None = None, limits: ToolCallLimits | None = None
     ) -> None:
         self._tools: dict[str, Tool] = {tool.spec.name: tool for tool in (load_tools(functions) if functions else ())}
+        self._replayable = servers is None and bool(functions) and are_replayable(functions)
         self._servers = servers
         self._limits = limits or ToolCallLimits()
         self._opened: OpenServers | None = None
@@ -46,7 +48,7 @@ class ToolEnv:
             for tool in self._opened.tools:
                 self._add(tool)
         specs = tuple(tool.spec for tool in self._tools.values())
-        return Opening(messages=episode.prompt.messages, tools=specs)
+        return Opening(messages=episode.prompt.messages, tools=specs, replayable=self._replayable)
 
     async def step(self, action: Action) -> Observation:
         if not action.tool_calls and not action.errors:

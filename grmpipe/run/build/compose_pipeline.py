@@ -167,7 +167,9 @@ def make_parts(
         learners,
         prompts=prepared.prompts,
         too_long=too_long(prepared),
-        play=make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature),
+        play=observers.begun.resume(
+            make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
+        ),
         slots=running.envs.slots,
         judge=running.judge,
         teachers=running.teachers,

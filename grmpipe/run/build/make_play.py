@@ -1,9 +1,11 @@
 """Started components -> an episode of the policy, without its request and prompt."""
 
 import functools
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-from grmpipe.envs.play import EpisodeLimits, Play, RolloutRequest, play
+from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, RolloutRequest, play
 from grmpipe.envs.retry_episode import with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.run.build.start_envs import Envs
@@ -12,6 +14,8 @@ from grmpipe.validate.prepare import Prepared
 from grmpipe.workflows.episode_chat import EpisodeChats
 from models.types import KeepsTrajectories, SamplingParams
 from scheduler.routing.router import Router
+
+log = logging.getLogger(__name__)
 
 
 def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: float) -> Play:
@@ -39,7 +43,12 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     assert make is not None, "an episode without a workflow has an environment"
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
+        try:
+            return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
+        except NotAsBefore as change:
+            log.warning("episode %s/%d is played from its start: %s", request.group_id, request.sibling, change)
+        anew = replace(request, begun=None)
+        return await play(anew, prompt, make(), sampler, renderer, params, limits, on_first_token)
 
     if env.env_kind.is_single:
         return played

@@ -179,6 +179,7 @@ class TrainingRun(Run[Prepared]):
             await feature.finish()
         for model in running.trained:
             await export(model.ranks, self._run_dir / model.name, model.settings)
+        self._observers.begun.end()
         return "completed"
 
     async def _after_step(
@@ -228,6 +229,7 @@ class TrainingRun(Run[Prepared]):
         void_steps_after(self._run_dir, pipeline_state.version, marks, run_id)
         self._observers.evaluations.go_on(marks)
         self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
+        kept = (begun := self._observers.begun).restore(pipeline_state, kept)
         self._observers.metrics.truncate_after(pipeline_state.version if is_resumed else -1)
         if is_resumed or kept:
             rollouts = sum(len(work.rollouts) for work in kept.values())
@@ -235,6 +237,7 @@ class TrainingRun(Run[Prepared]):
             message = (
                 f"resumed at step {pipeline_state.version}: {rollouts} rollouts kept, {verdicts} of them with verdicts"
             )
+            message += f"; {len(begun)} more go on after their last turn" if len(begun) else ""
             log.info("%s", message)
             self._observers.note(message)
         return pipeline_state, kept

@@ -1,0 +1,132 @@
+"""in_flight/: the turns of rollouts that go on: a killed run loses none that its environments can take up again.
+
+A file for each rollout, with a line after each turn; the rollout's end removes it. A single turn has none.
+"""
+
+import base64
+import functools
+import itertools
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from grmpipe.envs.play import Play, RolloutRequest
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import Journal, read_records
+from grmpipe.observe.packed_numbers import pack_numbers
+from grmpipe.observe.records import Record, decode_rollout, encode_rollout
+from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup
+from grmpipe.types import BegunRollout, Prompt, Rollout
+from models.seeds import first_name
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = "in_flight"
+
+
+class BegunRollouts:
+    """Writes the turns of a run's rollouts, and has those of before a resume. I/O errors never surface: `failures`
+    counts the lines that are missing.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False) -> None:
+        """compact: pack the numbers."""
+        self._folder = run_dir / IN_FLIGHT
+        self._run_id = run_id
+        self._compact = compact
+        self._kept: dict[str, BegunRollout] = {}
+        self._guard = Guard()
+        self.failures = self._guard.failures
+
+    def restore(self, state: PipelineState, groups: Mapping[int, RecoveredGroup]) -> dict[int, RecoveredGroup]:
+        """Read what goes on after a checkpoint: turns sampled by versions up to its own. Removes all other files.
+        Returns the groups, with those that such rollouts belong to.
+
+        groups: prompt index -> finished work that the resume keeps.
+        """
+        restored = dict(groups)
+        for path in sorted(self._folder.glob("*.jsonl")):
+            name = path.stem.rpartition("-")[0]
+            index = find_prompt_index(name)
+            group = restored.get(index) or RecoveredGroup(group_id=state.in_flight.get(index, name))
+            is_open = index in state.in_flight or index >= state.next_prompt_index
+            begun = self._read(path, state.version) if is_open and not group.killed_engines else None
+            if begun is None or begun.so_far.sibling in {rollout.sibling for rollout in group.rollouts}:
+                with self._guard.watch(IN_FLIGHT):
+                    path.unlink()
+                continue
+            self._kept[path.stem] = begun
+            oldest = begun.so_far.oldest_version
+            oldest = oldest if group.begun_version is None else min(oldest, group.begun_version)
+            restored[index] = replace(group, begun_version=oldest)
+        return restored
+
+    def __len__(self) -> int:
+        """How many go on that weren't asked for yet."""
+        return len(self._kept)
+
+    def resume(self, play: Play) -> Play:
+        """A play whose episodes go on where those before a resume were, and are written after each turn."""
+
+        async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+            stem = f"{first_name(request.group_id)}-{request.sibling}"
+            path = self._folder / f"{stem}.jsonl"
+            note = functools.partial(self._note, path)
+            rollout = await play(
+                replace(request, begun=self._kept.pop(stem, None), on_resumable=note), prompt, on_first_token
+            )
+            with self._guard.watch(IN_FLIGHT):
+                path.unlink(missing_ok=True)
+            return rollout
+
+        return played
+
+    def end(self) -> None:
+        """The run is complete: what is left is of groups that were dropped."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _note(self, path: Path, begun: BegunRollout) -> None:
+        """Add the last turn to the file of its rollout."""
+        with self._guard.watch(IN_FLIGHT):
+            so_far = begun.so_far
+            record: Record = {"turn": len(so_far.turns) - 1, "saved": base64.b64encode(begun.saved).decode()}
+            record |= encode_rollout(replace(so_far, turns=so_far.turns[-1:]))
+            self._folder.mkdir(exist_ok=True)  # not its parents: a run whose directory was deleted writes nothing
+            journal = Journal(path, run_id=self._run_id)
+            try:
+                journal.append(pack_numbers(record) if self._compact else record)
+            finally:
+                journal.close()
+
+    def _read(self, path: Path, version: int) -> BegunRollout | None:
+        """The turns in a file up to the first one that a later version sampled; None if there are none."""
+        turns: list[tuple[Rollout, bytes]] = []
+        try:
+            for number, so_far, saved in read_records(path, decode_turn, run_id=self._run_id):
+                del turns[number:]  # of an episode that was played again from there
+                turns.append((so_far, saved))
+        except (OSError, ValueError) as error:
+            log.warning("a rollout is played from its start: %s", error)
+            return None
+        kept = list(itertools.takewhile(lambda turn: newest_version(turn[0]) <= version, turns))
+        if not kept:
+            return None
+        last, saved = kept[-1]
+        return BegunRollout(so_far=replace(last, turns=tuple(one.turns[0] for one, _ in kept)), saved=saved)
+
+
+def decode_turn(record: Record) -> tuple[int, Rollout, bytes]:
+    return record["turn"], decode_rollout(record), base64.b64decode(record["saved"])
+
+
+def newest_version(rollout: Rollout) -> int:
+    return max(span.version for turn in rollout.turns for span in turn.completion.versions)
+
+
+def find_prompt_index(group_id: str) -> int:
+    """The index of the prompt by which a group was named; -1 for a name that has none."""
+    digits = re.search(r"\d+$", first_name(group_id))
+    return int(digits.group()) if digits else -1
