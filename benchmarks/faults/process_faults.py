@@ -77,7 +77,10 @@ def strike_role(role: str, number: signal.Signals) -> Strike:
 
 def start_again(target: Target, random: Random) -> str | None:
     """The same command beside the run must be refused, and change nothing."""
-    second = subprocess.run(target.command, env=target.environment, capture_output=True, timeout=120, check=False)
+    try:
+        second = subprocess.run(target.command, env=target.environment, capture_output=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:  # the run had ended, and this was it
+        return None if not target.is_running else "second start, not refused: it goes on"
     if not target.is_running or (target.run_dir / "summary.json").exists():  # the run was over before
         return None
     return "second start" if second.returncode == 2 else f"second start, not refused: exit {second.returncode}"
@@ -112,7 +115,8 @@ def fill(disk: Path) -> bool:
 def jump_clock(target: Target, random: Random) -> str | None:
     """The wall clock of all its processes, by up to a day in any direction."""
     ahead_s = random.choice([-86400.0, -60.0, 60.0, 86400.0])
-    Path(target.environment[CLOCK]).write_bytes(struct.pack("d", ahead_s))
+    with Path(target.environment[CLOCK]).open("r+b", buffering=0) as file:  # never empty: it is mapped
+        file.write(struct.pack("d", ahead_s))
     return f"{ahead_s:+.0f} s"
 
 
