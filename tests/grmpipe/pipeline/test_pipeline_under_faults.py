@@ -459,7 +459,7 @@ class Run:
                 if (cost_s := wasted_on(view, slot, self.routers[slot.role])) is None:
                     idle_s[slot.name] = dearest_s[slot.name] = 0.0
                     continue
-                idle_s[slot.name] += SAMPLED_EVERY_S
+                idle_s[slot.name] = min(idle_s[slot.name] + SAMPLED_EVERY_S, slot.idle_s)  # busy between two looks
                 dearest_s[slot.name] = max(dearest_s[slot.name], cost_s)  # it is slower while others switch too
                 limit_s = dearest_s[slot.name] + LOOK_S + 2 * SAMPLED_EVERY_S
                 assert idle_s[slot.name] <= limit_s, f"{slot} idles and there is work: {view}"
