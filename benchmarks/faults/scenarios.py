@@ -23,7 +23,8 @@ JURY = (
 HOSTILE = (
     "+experiment=tools", "env=custom", "env.target=benchmarks.faults.hostile_tools.HostileTools",
     "env.functions=''", "env.isolation.kind=process", "env.isolation.cpu_s=2", "env.boot_s=5", "env.step_s=2",
-    "env.close_s=2", "env.max_failure_rate=1", "env.attempts=4", "+env.options={functions: grmpipe.tiny.tools, share: 0.15}",
+    "env.close_s=2", "env.max_failure_rate=1", "env.attempts=4",
+    "+env.options={functions: grmpipe.tiny.tools, share: 0.15}",
 )  # fmt: skip
 TOOLS = (*HOSTILE, "cluster=inprocess")
 HOSTS = (*HOSTILE, "cluster=ray", "+placement.roles={env: {pool: judging}}")

@@ -47,6 +47,7 @@ class BegunRollouts:
 
         groups: prompt index -> finished work that the resume keeps.
         """
+        self._kept.clear()
         restored = dict(groups)
         for path in sorted(self._folder.glob("*.jsonl")):
             name = path.stem.rpartition("-")[0]

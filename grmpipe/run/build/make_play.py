@@ -43,16 +43,24 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     assert make is not None, "an episode without a workflow has an environment"
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        try:
-            return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
-        except NotAsBefore as change:
-            log.warning("episode %s/%d is played from its start: %s", request.group_id, request.sibling, change)
-        anew = replace(request, begun=None)
-        return await play(anew, prompt, make(), sampler, renderer, params, limits, on_first_token)
+        return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
 
     if env.env_kind.is_single:
         return played
-    return with_attempts(free_after(played, engines), attempts=env.attempts)
+    return with_attempts(free_after(anew_if_changed(played), engines), attempts=env.attempts)
+
+
+def anew_if_changed(play: Play) -> Play:
+    """A play from the start, by the same seed, if the environment isn't where it was before a resume."""
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        try:
+            return await play(request, prompt, on_first_token)
+        except NotAsBefore as change:
+            log.warning("episode %s/%d is played from its start: %s", request.group_id, request.sibling, change)
+        return await play(replace(request, begun=None), prompt, on_first_token)
+
+    return played
 
 
 def free_after(play: Play, engines: KeepsTrajectories) -> Play:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grmpipe.envs.checked_env import CheckedEnv
-from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.env import MAX_SAVED, Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.fault_owner import FaultRules
 from grmpipe.types import Prompt
 from models.types import Message, ToolSpec
@@ -72,6 +72,7 @@ def test_error_of_a_step_names_its_function_and_line(error: BaseException) -> No
         ),  # type: ignore[dict-item]
         (Observation(done=True, rewards=1.0), r"rewards = 1\.0; return numbers by name, as {\"solved\": 1\.0}"),  # type: ignore[arg-type]
         (Observation(messages=None), "messages = None, and it must be a list of Message"),  # type: ignore[arg-type]
+        (Observation(done=True, saved="state"), "saved = 'state', and it must be bytes"),  # type: ignore[arg-type]
         (None, "None, and must return an Observation"),
     ],
 )
@@ -92,6 +93,10 @@ def test_a_value_that_can_not_be_used_names_the_function_and_what_to_return(answ
                 tools=[ToolSpec(name="add", description="", parameters={"a": np.zeros(1)})],
             ),
             "the tool add, whose parameters are no JSON Schema",
+        ),
+        (
+            Opening(messages=EPISODE.prompt.messages, replayable="yes"),  # type: ignore[arg-type]
+            "replayable = 'yes', and it must be True or False",
         ),
     ],
 )
@@ -115,3 +120,9 @@ def test_an_exception_that_is_the_policys_doing_ends_the_episode_but_not_before_
     assert (fault.value.kind, fault.value.ends) == ("MaxTurnsExceeded", True)
     with pytest.raises(EnvFault, match="MaxTurnsExceeded"):
         opened(raises(error))
+
+
+def test_what_an_environment_saves_has_a_limit() -> None:
+    assert stepped(lambda: Observation(done=True, saved=bytes(MAX_SAVED))).saved == bytes(MAX_SAVED)
+    with pytest.raises(EnvFault, match=r"saved 1,048,577 bytes, and may save 1,048,576; keep the state elsewhere"):
+        stepped(lambda: Observation(done=True, saved=bytes(MAX_SAVED + 1)))

@@ -346,6 +346,18 @@ def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() 
     assert (bench.buffer.counts().submitted, bench.buffer.counts().trained) == (4, 2)
 
 
+@pytest.mark.parametrize(("begun_version", "opened_at"), [(0, 0), (2, 1), (None, 1)])
+def test_a_group_of_a_resume_is_as_old_as_the_oldest_turn_that_goes_on(
+    begun_version: int | None, opened_at: int
+) -> None:
+    pipeline_state = PipelineState(version=2, next_prompt_index=3, in_flight={2: "g000002"})
+    rollouts = (rollout("g000002", 0, version=1),)
+    kept = RecoveredGroup(group_id="g000002", rollouts=rollouts, begun_version=begun_version)
+    bench = Bench(pipeline_state=pipeline_state, kept={2: kept})
+    group, _ = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
+    assert group.opened_at == opened_at
+
+
 def test_after_a_recovery_there_is_no_burst() -> None:
     bench = Bench(max_staleness=1, pipeline_state=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
     assert (bench.buffer.counts().trained, bench.buffer.counts().submitted, bench.buffer.capacity) == (20, 24, 4)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.play import RolloutRequest
-from grmpipe.run.build.make_play import free_after
-from grmpipe.types import Prompt, Rollout
+from grmpipe.envs.play import NotAsBefore, RolloutRequest
+from grmpipe.run.build.make_play import anew_if_changed, free_after
+from grmpipe.types import BegunRollout, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())
 
@@ -45,3 +45,17 @@ def test_engines_free_the_cache_of_an_episode_however_it_ends(end: str) -> None:
             playing.exception()
 
     asyncio.run(main())
+
+
+def test_an_episode_that_can_not_go_on_is_played_from_its_start_by_the_same_seed() -> None:
+    rollout, asked = Rollout(group_id="g", sibling=2, turns=(), status="finished"), list[RolloutRequest]()
+
+    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: object) -> Rollout:
+        asked.append(request)
+        if request.begun is not None:
+            raise NotAsBefore("turn 0 brought another reply than before")
+        return rollout
+
+    request = RolloutRequest(group_id="g", sibling=2, seed=5, begun=BegunRollout(so_far=rollout))
+    assert asyncio.run(anew_if_changed(play)(request, PROMPT, lambda: None)) is rollout  # type: ignore[arg-type]
+    assert [(one.begun is None, one.seed, one.attempt) for one in asked] == [(False, 5, 0), (True, 5, 0)]
