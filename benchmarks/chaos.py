@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "chaos.md"
 MARK = "GRMPIPE_CHAOS"  # in the environment of all processes of a run
 LIMIT_S = 180.0  # of a process, from its start to its end
+OWN_ENDS, ENDS_AFTER_S = (0, 1, 2, 130), 10.0  # a process that ends by itself does so soon after its last word
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
 SECOND = "a second start"  # in a start it may come first, and be the run
 MAX_STARTS = 12
@@ -124,11 +125,15 @@ class ChaoticRun:
             in_start = self._log_size() == log_before
             self._struck_in_start |= in_start
             self._strike(target, [kind for kind in sorted(self._strikes) if not (in_start and kind == SECOND)])
+        still_runs = target.is_running
         try:
             code = process.wait(max(1.0, LIMIT_S - (time.monotonic() - began_s)))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, KILL)
             return None
+        silent_s = time.time() - (self._folder / "output.txt").stat().st_mtime
+        if still_runs and code in OWN_ENDS and silent_s > ENDS_AFTER_S:
+            self.outcome.lost.append(f"exit code {code} came {silent_s:.0f} s after the last word")
         self.outcome.ends.append(str(code))
         return code
 

@@ -1,6 +1,7 @@
 """The viewer on a large run: makes a run of n rollouts, and measures index, pages and memory. Needs no engine.
 
     python benchmarks/view_scale.py --rollouts 100000 --dir /tmp/view-scale
+    python benchmarks/view_scale.py --rollouts 5000 --dir /tmp/view-scale --requests 10000    # its memory over so many
 
 The lines have the fields and the sizes of a run with journals.compact whose answers have about 280 tokens, and four
 judgements of 50 each. A million rollouts need 10.7 GB, and 2 GB for the index. The pages are opened in Chromium if
@@ -288,6 +289,19 @@ async def measure_pages(run_dir: Path, cache: Path) -> None:
     print(f"\nPages through {where}; load of the machine: {os.getloadavg()[0]:.0f}")
 
 
+def measure_requests(run_dir: Path, cache: Path, num_requests: int) -> None:
+    """Ask for all pages in turn, and print the server's memory as it goes."""
+    with Served(run_dir, cache) as served:
+        served.wait_for_index(run_dir.name)
+        began, urls = time.perf_counter(), [path.partition("?") for path in PAGES]
+        for number in range(num_requests):
+            page, _, query = urls[number % len(urls)]
+            served.get(f"{page}/{run_dir.name}?{query}")
+            if (number + 1) % (num_requests // 10) == 0:
+                asked_s = time.perf_counter() - began
+                print(f"| {number + 1:,} requests | {served.memory_mb('VmRSS'):.0f} MB, {asked_s:.0f} s |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rollouts", type=int, default=100_000)
@@ -295,15 +309,18 @@ def main() -> None:
     parser.add_argument(
         "--keep-index", action="store_true", help="measure the pages only, with the index that is there"
     )
+    parser.add_argument("--requests", type=int, default=0, help="ask for so many pages instead")
     options = parser.parse_args()
     run_dir, cache = options.dir / f"scale_{options.rollouts}", options.dir / "cache"
     if not run_dir.exists():
         make_run(run_dir, options.rollouts)
     if not options.keep_index:
         measure_index(run_dir, cache)
+    if options.requests:
+        return measure_requests(run_dir, cache, options.requests)
     index_mb = sum(path.stat().st_size for path in cache.rglob("*.sqlite*")) / 1e6
     print(f"| size of the index | {index_mb:,.0f} MB |")
-    asyncio.run(measure_pages(run_dir, cache))
+    return asyncio.run(measure_pages(run_dir, cache))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,9 @@ class Ledger:
         outcomes = Counter(end["outcome"] for end in self._ends)
         if outcomes != Counter(trained=groups["trained"], dropped=sum(groups["dropped"].values())):
             yield f"groups.jsonl has {dict(outcomes)}, the summary {groups}"
+        missing = set(range(groups["submitted"])) - {end["prompt_index"] for end in self._ends}
+        if len(missing) != groups["in_flight"]:
+            yield f"{groups['in_flight']} draws are in flight, and these didn't end: {sorted(missing)}"
         beyond = [end["prompt_index"] for end in self._ends if end["prompt_index"] >= groups["submitted"]]
         if beyond:
             yield f"draws that were never submitted: {beyond}"

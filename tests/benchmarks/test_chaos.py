@@ -65,6 +65,7 @@ PLANTED = [
     ("rollouts", double_last, "two rollouts under one name"),
     ("groups", double_last, "draws that ended twice"),
     ("groups", drop_last, "groups.jsonl has"),
+    ("groups", change_first(prompt_index=999), "are in flight, and these didn't end"),
     ("metrics", drop_last, "steps of metrics.jsonl"),
 ]
 

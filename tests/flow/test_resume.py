@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,10 @@ from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.errors import RunFailed
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from faults.ledger import Ledger  # noqa: E402
+
 STEPS = 6
 RUN = (
     "+experiment=quickstart", "cluster=inprocess", "run_dir=run", f"train.num_steps={STEPS}",
@@ -52,38 +57,16 @@ def kill(process: Forked) -> None:
 
 def check_lineage(run: Path) -> None:
     """Checks of a run that was stopped and resumed, from its files alone."""
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
-    ledger = summary["groups"]
-    assert ledger["submitted"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
-    assert ledger["trained"] == 4 * STEPS
-    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(STEPS + 1))
-    check_totals(run, summary)
+    assert Ledger(run).find_losses() == []
+    check_totals(run, json.loads((run / "summary.json").read_text()))
     check_answers_on_file(run)
-    ends = lines(run / "groups.jsonl")
-    assert max(Counter(end["prompt_index"] for end in ends).values()) == 1, "a draw ended twice"
-    assert {end["prompt_index"] for end in ends} == set(range(ledger["submitted"])), "a draw was skipped"
-    assert Counter(end["step"] for end in ends if end["outcome"] == "trained") == dict.fromkeys(range(1, STEPS + 1), 4)
-    rollouts = Counter((line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl"))
-    assert max(rollouts.values()) == 1, "two rollouts under one name"
-    for end in ends:
-        assert all((end["group_id"], sibling) in rollouts for sibling in range(4)) or end["outcome"] == "dropped"
-    for line in load_rollouts(run / "rollouts.jsonl"):
-        trained_at = {end["group_id"]: end["step"] for end in ends if end["outcome"] == "trained"}
-        if (step := trained_at.get(line.rollout.group_id)) is not None:
-            assert step - 1 - line.rollout.oldest_version <= 1, "older than max_staleness"
 
 
 def check_answers_on_file(run: Path) -> None:
-    """Each rollout that was trained, and each answer of the evaluations that stand, is on file once."""
-    ends = {end["group_id"]: end["step"] for end in lines(run / "groups.jsonl") if end["outcome"] == "trained"}
-    trained = lines(run / "trained.jsonl")
-    assert Counter(map(ids_of, trained)) == {(group_id, sibling): 1 for group_id in ends for sibling in range(4)}
-    assert all(line["step"] == ends[line["group_id"]] for line in trained)
-    rewards = {ids_of(line): line for line in lines(run / "judgements.jsonl")}
-    for line in trained:
-        verdict = rewards[ids_of(line)].get("verdict")
-        assert line.get("reward") == (verdict and sum(span["value"] for span in verdict["rewards"]))
+    """All rollouts of a group that was trained, and each answer of the evaluations that stand, are on file once."""
+    trained = {end["group_id"] for end in lines(run / "groups.jsonl") if end["outcome"] == "trained"}
+    expected = {(group_id, sibling): 1 for group_id in trained for sibling in range(4)}
+    assert Counter(map(ids_of, lines(run / "trained.jsonl"))) == expected
     answers, judged = lines(run / "eval_rollouts.jsonl"), lines(run / "eval_judgements.jsonl")
     assert Counter((line["step"], line["sample"]) for line in answers) == {
         (step, sample): 4 for step in (0, 3, STEPS) for sample in (0, None)
