@@ -1,10 +1,9 @@
 """in_flight/: the turns of rollouts that go on: a killed run loses none that its environments can take up again.
 
-A file for each rollout, with a line after each turn; the rollout's end removes it. A single turn has none.
+A file for each rollout, with a line after each turn from which it can go on; the rollout's end removes it.
 """
 
 import base64
-import functools
 import itertools
 import logging
 import re
@@ -74,11 +73,16 @@ class BegunRollouts:
 
         async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
             stem = f"{first_name(request.group_id)}-{request.sibling}"
-            path = self._folder / f"{stem}.jsonl"
-            note = functools.partial(self._note, path)
-            rollout = await play(
-                replace(request, begun=self._kept.pop(stem, None), on_resumable=note), prompt, on_first_token
-            )
+            path, begun = self._folder / f"{stem}.jsonl", self._kept.pop(stem, None)
+            on_file = begun.so_far.turns if begun is not None else ()
+
+            def note(begun: BegunRollout) -> None:
+                nonlocal on_file
+                turns = begun.so_far.turns
+                self._note(path, begun, len(on_file) if turns[: len(on_file)] == on_file else 0)
+                on_file = turns
+
+            rollout = await play(replace(request, begun=begun, on_resumable=note), prompt, on_first_token)
             with self._guard.watch(IN_FLIGHT):
                 path.unlink(missing_ok=True)
             return rollout
@@ -89,12 +93,12 @@ class BegunRollouts:
         """The run is complete: what is left is of groups that were dropped."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _note(self, path: Path, begun: BegunRollout) -> None:
-        """Add the last turn to the file of its rollout."""
+    def _note(self, path: Path, begun: BegunRollout, first: int) -> None:
+        """Add the turns from `first` on to the file of their rollout."""
         with self._guard.watch(IN_FLIGHT):
             so_far = begun.so_far
-            record: Record = {"turn": len(so_far.turns) - 1, "saved": base64.b64encode(begun.saved).decode()}
-            record |= encode_rollout(replace(so_far, turns=so_far.turns[-1:]))
+            record: Record = {"first": first, "saved": base64.b64encode(begun.saved).decode()}
+            record |= encode_rollout(replace(so_far, turns=so_far.turns[first:]))
             self._folder.mkdir(exist_ok=True)  # not its parents: a run whose directory was deleted writes nothing
             journal = Journal(path, run_id=self._run_id)
             try:
@@ -103,24 +107,26 @@ class BegunRollouts:
                 journal.close()
 
     def _read(self, path: Path, version: int) -> BegunRollout | None:
-        """The turns in a file up to the first one that a later version sampled; None if there are none."""
-        turns: list[tuple[Rollout, bytes]] = []
+        """The last place in a file, before the first turn that a later version sampled, from which a rollout can go on;
+        None if there is none.
+        """
+        lines: list[tuple[int, Rollout, bytes]] = []
         try:
-            for number, so_far, saved in read_records(path, decode_turn, run_id=self._run_id):
-                del turns[number:]  # of an episode that was played again from there
-                turns.append((so_far, saved))
+            for first, so_far, saved in read_records(path, decode_line, run_id=self._run_id):
+                lines = [line for line in lines if line[0] < first]  # else of an episode that was played again
+                lines.append((first, so_far, saved))
         except (OSError, ValueError) as error:
             log.warning("a rollout is played from its start: %s", error)
             return None
-        kept = list(itertools.takewhile(lambda turn: newest_version(turn[0]) <= version, turns))
+        kept = list(itertools.takewhile(lambda line: newest_version(line[1]) <= version, lines))
         if not kept:
             return None
-        last, saved = kept[-1]
-        return BegunRollout(so_far=replace(last, turns=tuple(one.turns[0] for one, _ in kept)), saved=saved)
+        _, last, saved = kept[-1]
+        return BegunRollout(so_far=replace(last, turns=sum((line[1].turns for line in kept), ())), saved=saved)
 
 
-def decode_turn(record: Record) -> tuple[int, Rollout, bytes]:
-    return record["turn"], decode_rollout(record), base64.b64decode(record["saved"])
+def decode_line(record: Record) -> tuple[int, Rollout, bytes]:
+    return record["first"], decode_rollout(record), base64.b64decode(record["saved"])
 
 
 def newest_version(rollout: Rollout) -> int:

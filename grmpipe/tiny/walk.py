@@ -36,7 +36,7 @@ class Walk:
     async def open(self, episode: Episode) -> Opening:
         self._store = read_store(episode)
         self._place = self._store.path[0]
-        return Opening(messages=episode.prompt.messages, state_key=self._place)
+        return Opening(messages=episode.prompt.messages, state_key=self._place, replayable=True)
 
     async def step(self, action: Action) -> Observation:
         turn = TURN.fullmatch(action.text.strip())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,23 +37,21 @@ def rollout(group_id: str, sibling: int, *versions: int, status: str = "truncate
     return Rollout(group_id=group_id, sibling=sibling, turns=turns, status=status)  # type: ignore[arg-type]
 
 
-def begin(run_dir: Path, whole: Rollout, *, run_id: str = "ours", ends: bool = False, compact: bool = False) -> None:
-    """Play it, with a state that is saved after each turn; unless it ends, the process is killed."""
+def begin(
+    run_dir: Path, whole: Rollout, *, run_id: str = "ours", compact: bool = False, saves_after: Sequence[int] = range(9)
+) -> None:
+    """Play it, with a state that is saved after these numbers of turns, until the process is killed."""
     begun = BegunRollouts(run_dir, run_id, compact=compact)
 
     async def play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        for number in range(1, len(whole.turns) + 1):
+        for number in sorted(set(range(1, len(whole.turns) + 1)) & set(saves_after)):
             so_far = replace(whole, turns=whole.turns[:number])
             request.on_resumable(BegunRollout(so_far=so_far, saved=b"state %d" % number))
-        if not ends:
-            raise KeyboardInterrupt
-        return whole
+        raise KeyboardInterrupt
 
     request = RolloutRequest(group_id=whole.group_id, sibling=whole.sibling, seed=0)
-    try:
+    with pytest.raises(KeyboardInterrupt):
         asyncio.run(begun.resume(play)(request, PROMPT, lambda: None))
-    except KeyboardInterrupt:
-        return
 
 
 def gone_on(begun: BegunRollouts, group_id: str, sibling: int) -> BegunRollout | None:
@@ -88,6 +86,16 @@ def test_turns_of_later_versions_than_the_checkpoint_are_sampled_again(tmp_path:
     first = replace(whole, turns=whole.turns[:1])
     assert gone_on(begun, "g000005", 0) == BegunRollout(so_far=first, saved=b"state 1")
     assert gone_on(begun, "g000005", 2) is None
+
+
+def test_turns_after_which_nothing_was_saved_are_on_file_with_the_next_one(tmp_path: Path) -> None:
+    begin(tmp_path, whole := rollout("g000005", 0, 3, 3, 3, 3), saves_after=(1, 3))
+    begin(tmp_path, rollout("g000005", 1, 3, 3, 4), saves_after=(1, 3))
+    begun = BegunRollouts(tmp_path, "ours")
+    begun.restore(STATE, {})
+    assert gone_on(begun, "g000005", 0) == BegunRollout(so_far=replace(whole, turns=whole.turns[:3]), saved=b"state 3")
+    found = gone_on(begun, "g000005", 1)
+    assert found is not None and (len(found.so_far.turns), found.saved) == (1, b"state 1"), "before what is void"
 
 
 def test_what_was_played_again_after_a_resume_replaces_the_turns_from_there(tmp_path: Path) -> None:
