@@ -60,6 +60,7 @@ from scheduler.weights.weight_push import SyncConfig, SyncReport
 from scheduler.weights.weight_sync import WeightSync
 
 TOKENS_PER_S, HUNG = 10, 20_000
+LONGEST = 400  # tokens of what ends: in time for the longer deadline, a rollout and then its judgement
 LOOK_S, SAMPLED_EVERY_S = 0.2, 0.1
 ROUNDING_S = 1e-6
 WORTH_SWITCHES = 2.5  # the balancer asks for 2: what it expects at its own moments isn't what is expected between them
@@ -133,7 +134,7 @@ class Spoken(SimulatedEngine):
         rng = random.Random(f"{self.world.seed}/{name}")
         if rng.random() < self.world.hung_share:
             return HUNG
-        return 1 + int(self.world.typical_tokens[role == "grm"] * rng.lognormvariate(0, 0.8))
+        return min(1 + int(self.world.typical_tokens[role == "grm"] * rng.lognormvariate(0, 0.8)), LONGEST)
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         self._check_alive()
