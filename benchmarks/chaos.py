@@ -235,7 +235,7 @@ def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Out
     with ExitStack() as stack:
         for name, size_mb in DISKS_MB.items():
             (folder / name).mkdir()
-            if random.Random(f"{name} {seed}").random() < 0.3:
+            if random.Random(f"{name} {seed}").random() < 0.6:
                 stack.enter_context(small_disk(folder / name, size_mb))
         number = int.from_bytes(random.Random(f"run {seed}").randbytes(2))
         overrides, endpoint = stack.enter_context(prepare(scenario, number))

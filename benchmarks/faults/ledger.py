@@ -99,7 +99,7 @@ class Ledger:
         verdicts: dict[Key, Line | None] = {}
         for line in self._judged:
             verdicts[key_of(line)] = line.get("verdict")
-        if not self._summary["judging"]["voided_verdicts"] and (twice := repeated(map(key_of, self._judged))):
+        if not self._may_judge_again and (twice := repeated(map(key_of, self._judged))):
             yield f"judged twice: {twice}"
         for line in self._trained:
             verdict = verdicts.get(key_of(line))
@@ -108,6 +108,13 @@ class Ledger:
                 yield f"{key_of(line)} has the reward {line.get('reward')}, its verdict {reward}"
             if not all(math.isfinite(number) for number in line.values() if isinstance(number, float)):
                 yield f"{key_of(line)} has numbers that aren't finite"
+
+    @property
+    def _may_judge_again(self) -> bool:
+        """A judge that changed judges again; one in training that a resume puts back too, and that is counted."""
+        voided = self._summary["judging"]["voided_verdicts"]
+        put_back = self._summary["versions"].get("grm", 0) > 0 and self._summary["voided_by_resumes"]["judgements"] > 0
+        return voided > 0 or put_back
 
 
 def key_of(line: Line) -> Key:
