@@ -1,6 +1,7 @@
 """Writes checkpoints while training continues: one at a time, published when complete."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Protocol
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.identity import check_is_there
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import StoredFile
+from models.stored_files import StoredFile, sync_file
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,16 @@ class CheckpointWriter:
         try:
             for folder, learner in folders.items():
                 files += [dataclasses.replace(file, name=f"{folder}/{file.name}") for file in await learner.saved()]
+            # What the checkpoint counts is on the disk before it: a power failure loses only what came after.
+            await asyncio.to_thread(sync_journals, self._checkpoints.directory.parent)
             self._checkpoints.publish(draft, state, files)
         except FileNotFoundError:
             check_is_there(self._checkpoints.directory.parent, state.run_id)
             raise
+
+
+def sync_journals(run_dir: Path) -> None:
+    """Return once all journals of a run are on the disk, as they are now."""
+    for path in run_dir.rglob("*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):  # of a rollout that has just ended
+            sync_file(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -108,3 +109,35 @@ def test_a_run_that_fails_lets_its_last_checkpoint_end_and_one_that_is_killed_do
         assert checkpoints.find().checkpoint == tmp_path / "step_4"
 
     asyncio.run(run())
+
+
+def test_journals_are_on_the_disk_before_latest_names_a_checkpoint_that_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of the calls: what a power failure leaves can't be tried here."""
+    calls, open_, replace = list[str](), os.open, os.replace
+    paths: dict[int, str] = {}
+
+    def opened(path: str, *args: int, **kwargs: int) -> int:
+        descriptor = open_(path, *args, **kwargs)
+        paths[descriptor] = Path(path).name
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(paths[descriptor]))
+    monkeypatch.setattr(os, "replace", lambda source, target: (calls.append("-> latest"), replace(source, target)))
+    (tmp_path / "cotrain").mkdir()
+    journals = ["rollouts.jsonl", "trained.jsonl", "metrics.jsonl", "cotrain/groups.jsonl"]
+    for name in journals:
+        (tmp_path / name).write_text("{}\n")
+
+    async def run() -> None:
+        checkpoints = Checkpoints(directory=tmp_path / "checkpoints", keep=2)
+        writer = CheckpointWriter(checkpoints)
+        for model in begin(writer, checkpoints, 2):
+            model.disk.set_result(None)
+        await writer.settle()
+
+    asyncio.run(run())
+    synced = calls[: calls.index("-> latest")]
+    assert {Path(name).name for name in journals} <= set(synced)
