@@ -23,6 +23,7 @@ from grmpipe.run.restarts import Restart, Restarts
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import end_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import BEGINNING
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
@@ -151,6 +152,7 @@ async def run_in_directory(
         while True:
             context = RunContext.open(config, checkpoints, resumed, state, gauges=make_run.is_policy_run)
             context = replace(context, watcher=watcher or RunWatcher(), is_restart=restarts.were_made)
+            log.info("run %s, in %s", read_run_id(run_dir), run_dir)
             try:
                 run = make_run(prepared, context)
                 summary = await run_to_end(run, restarts)
@@ -168,7 +170,7 @@ def write_end(summary: Summary, run: Run[P]) -> Summary:
     """Write summary.json and the report; show where the files are. Returns what was written."""
     run_dir, observers = run.context.run_dir, run.context.observers
     judging = with_requests(summary.judging, observers.requests.totals)
-    summary = replace(summary, judging=judging, changes=read_changes(run_dir))
+    summary = replace(summary, judging=judging, changes=read_changes(run_dir), run_id=read_run_id(run_dir))
     summary = write_summary(with_objective(summary, run.config.objective), run_dir / SUMMARY)
     observers.show_end(run_dir, run.rows, summary.bottleneck)
     return summary

@@ -34,7 +34,7 @@ def test_the_file_holds_the_agreed_fields(tmp_path: Path) -> None:
     assert list(record) == [
         "status", "steps", "versions", "wall_s", "objective", "eval", "busy_s", "judging", "watching", "teaching",
         "envs", "groups", "voided_by_resumes", "max_staleness_trained", "engines_replaced", "restarts", "moves",
-        "bottleneck", "alarms", "changes", "journal_failures",
+        "bottleneck", "alarms", "changes", "journal_failures", "run_id",
     ]  # fmt: skip
     assert record["objective"] == 0.73
     assert record["judging"] == {
