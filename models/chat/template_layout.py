@@ -50,7 +50,7 @@ class MessageShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class TextSlot:
     """The place of a text: the message, the text's number in it, and how often it is escaped as a JSON string."""
 
     message: int
@@ -68,7 +68,7 @@ class Layout:
     """What a template writes around the texts: one piece more than slots."""
 
     pieces: tuple[str, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[TextSlot, ...]
 
 
 def escape_json(text: str) -> str:
@@ -170,7 +170,7 @@ def find_layout(
         _as_template_reads(shape, texts, arguments_as_text) for shape, texts in zip(shapes, placeholders, strict=True)
     ]
     rendered = apply(conversation, [json.loads(tool) for tool in tools] or None, asks_next)
-    found: list[tuple[int, int, Slot]] = []
+    found: list[tuple[int, int, TextSlot]] = []
     last_content = -1
     for index, (shape, texts) in enumerate(zip(shapes, placeholders, strict=True)):
         for number, placeholder in enumerate(texts):
@@ -184,11 +184,11 @@ def find_layout(
                 if is_content and start < last_content:
                     raise ValueError(f"chat_template: it doesn't write the {shape.role} message exactly once, in order")
                 last_content = start if is_content else last_content
-                found.append((start, end, Slot(message=index, text=number, escapes=escapes)))
+                found.append((start, end, TextSlot(message=index, text=number, escapes=escapes)))
     return _cut(rendered, sorted(found, key=lambda place: place[0]))
 
 
-def _cut(rendered: str, found: Sequence[tuple[int, int, Slot]]) -> Layout:
+def _cut(rendered: str, found: Sequence[tuple[int, int, TextSlot]]) -> Layout:
     starts = [start for start, _, _ in found]
     ends = [end for _, end, _ in found]
     pieces = [rendered[begin:end] for begin, end in zip([0, *ends], [*starts, len(rendered)], strict=True)]

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class SharedRequest(Generic[T]):
+class Flight(Generic[T]):
     """One request, and the number of its waiters."""
 
     task: asyncio.Task[T]
@@ -23,7 +23,7 @@ class SingleFlight(Generic[T]):
     """A request_id in progress gets that request's answer. The task ends with its last waiter."""
 
     def __init__(self) -> None:
-        self._flights: dict[str, SharedRequest[T]] = {}
+        self._flights: dict[str, Flight[T]] = {}
         self._tasks: set[asyncio.Task[T]] = set()  # an event loop holds tasks only weakly
 
     def __contains__(self, request_id: str) -> bool:
@@ -43,14 +43,14 @@ class SingleFlight(Generic[T]):
                 self._land(request_id, flight)  # later calls begin again
                 flight.task.cancel()
 
-    def _take_off(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> SharedRequest[T]:
-        flight = SharedRequest(asyncio.ensure_future(begin()))
+    def _take_off(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> Flight[T]:
+        flight = Flight(asyncio.ensure_future(begin()))
         self._tasks.add(flight.task)
         flight.task.add_done_callback(lambda _: self._land(request_id, flight))
         flight.task.add_done_callback(self._tasks.discard)
         return flight
 
-    def _land(self, request_id: str, flight: SharedRequest[T]) -> None:
+    def _land(self, request_id: str, flight: Flight[T]) -> None:
         if self._flights.get(request_id) is flight:
             del self._flights[request_id]
 
