@@ -27,7 +27,7 @@ from grmpipe.observe.recorder import (
 from grmpipe.observe.records import Record
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
 from grmpipe.run_dir.run_state import RunState
-from grmpipe.types import GroupEnd, JudgeReport, Prompt
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, Verdict
 from models.seeds import name_repetition
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,11 @@ def find_kept(
 ) -> dict[int, RecoveredGroup]:
     """Finished work in the journals that is valid at a checkpoint, by prompt index.
 
-    Rollouts sampled by versions up to the checkpoint are kept, with their verdicts. Later ones are void, and so are
-    those of another prompt than the one at the index. A group with void work continues under a new group_id, so that no
-    id has two meanings. run_id: lines of other runs don't count. marks: where groups in flight begin in the journals.
-    counted_marks: where the checkpoint's counts end in them; without a mark, its counts have all lines.
+    Rollouts sampled by versions up to the checkpoint are kept, with their verdicts by versions of the judge up to it.
+    Later ones are void, and so are those of another prompt than the one at the index. A group with void work continues
+    under a new group_id, so that no id has two meanings. run_id: lines of other runs don't count. marks: where groups
+    in flight begin in the journals. counted_marks: where the checkpoint's counts end in them; without a mark, its
+    counts have all lines.
     """
     marks, counted_marks = marks or {}, counted_marks or {}
     recorded: dict[int, list[Counted[RecordedRollout]]] = {}
@@ -181,10 +182,17 @@ def _kept(
         reports={
             sibling: report
             for sibling, line in valid.items()
-            if (report := _last_report(reports, line)) is not None and only_finite(report) is report
+            if (report := _last_report(reports, line)) is not None
+            and only_finite(report) is report
+            and is_by_judge_up_to(report, pipeline_state.judge_version)
         },
-        uncounted=sum_uncounted_work(lines, valid, reports),
+        uncounted=sum_uncounted_work(lines, valid, reports, pipeline_state.judge_version),
     )
+
+
+def is_by_judge_up_to(report: JudgeReport, version: int) -> bool:
+    """Whether no later version of the judge gave the verdict: a resume puts a judge in training back, too."""
+    return not isinstance(report.verdict, Verdict) or report.verdict.grm_version <= version
 
 
 def _last_report(reports: Reports, line: RecordedRollout) -> JudgeReport | None:
@@ -202,20 +210,27 @@ def get_key(line: RecordedRollout) -> Key:
 
 
 def sum_uncounted_work(
-    lines: Sequence[Counted[RecordedRollout]], kept: Mapping[int, RecordedRollout], reports: Reports
+    lines: Sequence[Counted[RecordedRollout]],
+    kept: Mapping[int, RecordedRollout],
+    reports: Reports,
+    judge_version: int,
 ) -> UncountedWork:
     """lines: all rollouts of a prompt. kept: sibling -> the line that the resume keeps. reports: of these and others.
+    judge_version: at the checkpoint.
 
     Kept work that was written again under a new group_id is neither uncounted nor void: the first line counts.
     """
     uncounted = [line for line, is_counted in lines if not is_counted]
     originals = [get_key(line) for line in kept.values()]
     others = dict.fromkeys(key for line, _ in lines if (key := get_key(line)) not in originals)
+    of_kept = [report for key in originals for report in _uncounted_reports(reports, key)]
+    put_back = tuple(report for report in of_kept if not is_by_judge_up_to(report, judge_version))
     return UncountedWork(
         rollouts=tuple(line.rollout for line in uncounted if kept.get(line.rollout.sibling) is line),
-        reports=tuple(report for key in originals for report in _uncounted_reports(reports, key)),
+        reports=tuple(report for report in of_kept if is_by_judge_up_to(report, judge_version)),
         void_rollouts=tuple(line.rollout for line in uncounted if not _repeats(line, kept.get(line.rollout.sibling))),
-        void_reports=tuple(
+        void_reports=put_back
+        + tuple(
             report
             for key in others
             for report in _uncounted_reports(reports, key)

@@ -147,6 +147,25 @@ def test_work_after_the_counts_of_a_checkpoint_is_uncounted_once_and_void_work_i
     assert find_kept(tmp_path, state().pipeline_state, Drawn())[2].uncounted == UncountedWork(), "an older checkpoint"
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_verdicts_of_a_judge_that_is_put_back_are_void_and_their_rollouts_are_judged_again(
+    tmp_path: Path, counted: bool
+) -> None:
+    """A judge in training: what it learned after the checkpoint is lost, its warm-up before the first one too."""
+    journal = Recorder(tmp_path)
+    ends = journal.ends()
+    earlier, later = (JudgeReport(verdict=dataclasses.replace(VERDICT, grm_version=version)) for version in (3, 4))
+    for sibling, report in enumerate((earlier, later)):
+        journal.rollout(2, PROMPT, rollout("g000002", sibling, 2))
+        journal.record_verdict(rollout("g000002", sibling, 2), report)
+    ends = journal.ends() if counted else ends
+    journal.close()
+    at = dataclasses.replace(state().pipeline_state, judge_version=3)
+    kept = find_kept(tmp_path, at, Drawn(), counted_marks=ends)[2]
+    assert len(kept.rollouts) == 2 and not kept.renamed and kept.reports == {0: earlier}
+    assert (kept.uncounted.reports, kept.uncounted.void_reports) == (((), ()) if counted else ((earlier,), (later,)))
+
+
 def test_without_a_checkpoint_all_kept_work_is_uncounted(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     journal.rollout(0, PROMPT, rollout("g000000", 0, 0))
