@@ -19,7 +19,7 @@ from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.run.build.compose_pipeline import make_parts
+from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.start import start
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
@@ -152,7 +152,7 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
         flow = FlowConfig.of(
             config.train, config.rollout, config.algorithm, config.judging.max_concurrency, config.seed, config.env
         )
-        parts, pipeline_state = make_parts(prepared, running, observers, CoTrainings()), PipelineState()
+        parts, pipeline_state = make_components(prepared, running, observers, CoTrainings()), PipelineState()
         await parts.push_weights(pipeline_state.version)
         rounds: Rounds = []
         for turn in range(num_rounds):

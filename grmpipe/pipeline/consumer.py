@@ -41,13 +41,13 @@ class TimedLearner:
 
     def __init__(
         self,
-        parts: PipelineComponents,
+        components: PipelineComponents,
         config: FlowConfig,
         buffer: GroupBuffer,
         stalls: StallTracker,
         clock: ActiveClock,
     ) -> None:
-        self._parts = parts
+        self._components = components
         self._config = config
         self._buffer = buffer
         self._stalls = stalls
@@ -61,21 +61,21 @@ class TimedLearner:
             done = await work
         if (ended := self._now()) - began > SHOWN_FROM_S:
             last = self._buffer.taken[-1].group_id
-            self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
+            self._components.events.span("learner", "accumulate", began, ended, last_group=last)
         return done
 
     async def step(self) -> TrainedBatch:
         began = self._now()
         with self._stalls.track_learner(self._makes_room):
-            trained = await self._parts.trainer.step(self._buffer.batch)
-        self._parts.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
+            trained = await self._components.trainer.step(self._buffer.batch)
+        self._components.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
         return trained
 
     async def push(self) -> SyncReport:
         began, version = self._now(), self._buffer.version + 1
         with self._stalls.track_push(), self._clock.pause():
-            sync = await self._parts.push_weights(version)
-        self._parts.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
+            sync = await self._components.push_weights(version)
+        self._components.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
         return sync
 
     @property
@@ -92,7 +92,7 @@ class Consumer:
 
     def __init__(
         self,
-        parts: PipelineComponents,
+        components: PipelineComponents,
         config: FlowConfig,
         buffer: GroupBuffer,
         stalls: StallTracker,
@@ -106,8 +106,8 @@ class Consumer:
         """
         self.after_step = after_step
         self._on_skipped = on_skipped
-        self._trainer = parts.trainer
-        self._learner = TimedLearner(parts, config, buffer, stalls, clock)
+        self._trainer = components.trainer
+        self._learner = TimedLearner(components, config, buffer, stalls, clock)
         self._config = config
         self._buffer = buffer
         self._stalls = stalls

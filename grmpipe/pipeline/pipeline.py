@@ -61,7 +61,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: PipelineComponents,
+        components: PipelineComponents,
         config: FlowConfig,
         after_step: Callable[[StepReport], Awaitable[None]],
         pipeline_state: PipelineState | None = None,
@@ -74,25 +74,31 @@ class Pipeline:
         self.counters = FlowCounters()
         self.after_step = after_step
         self._stalls = StallTracker(config.max_staleness)
-        self._valuer = parts.valuer
+        self._valuer = components.valuer
         self._buffer = GroupBuffer(
             config,
-            parts.journal,
+            components.journal,
             on_change=self._groups_changed,
             pipeline_state=pipeline_state,
             kept=kept,
         )
         self._producer = Producer(
-            parts, config, self._buffer, self._stalls.engines, self.clock, self.counters, pipeline_state.judge_version
+            components,
+            config,
+            self._buffer,
+            self._stalls.engines,
+            self.clock,
+            self.counters,
+            pipeline_state.judge_version,
         )
         if self._valuer is not None:
             self._valuer.watch(lambda: [group.rollouts for group in self._buffer.untaken.list_rolled_out()])
         playing = self._producer.playing.meter
         if config.policy_judges:
-            push = parts.push_weights  # it also pushes to the judge: no group is judged by two versions
-            parts = replace(parts, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
+            push = components.push_weights  # it also pushes to the judge: no group is judged by two versions
+            components = replace(components, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
         self._consumer = Consumer(
-            parts, config, self._buffer, self._stalls, self.clock, playing, self._stepped, on_skipped
+            components, config, self._buffer, self._stalls, self.clock, playing, self._stepped, on_skipped
         )
 
     @property

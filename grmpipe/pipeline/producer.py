@@ -35,7 +35,7 @@ class Producer:
 
     def __init__(
         self,
-        parts: PipelineComponents,
+        components: PipelineComponents,
         config: FlowConfig,
         buffer: GroupBuffer,
         engines: BusyMeter,
@@ -66,7 +66,7 @@ class Producer:
         self.expiring: Stage[Group] = Stage("expire", self._expire, attrgetter("group_id"), width=UNBOUNDED, bound=0)
         self._health = FlowHealth(config)
         self._slots: dict[str, Booking] = {}  # of open groups, by group_id
-        self._parts = parts
+        self._components = components
         self._config = config
         self._buffer = buffer
         self._clock = clock
@@ -80,16 +80,16 @@ class Producer:
     async def admit(self) -> None:
         """Open groups until the prompts are over."""
         for prompt_index in self._buffer.ledger.prompts_to_reopen:
-            slots = await self._parts.slots.book(self._config.group_size)
-            await self._open(prompt_index, self._parts.prompts.at(prompt_index), slots)
+            slots = await self._components.slots.book(self._config.group_size)
+            await self._open(prompt_index, self._components.prompts.at(prompt_index), slots)
         while True:
-            await self._parts.judge_guard.until_fit(self._clock)
+            await self._components.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
             await self._health.until_fit(self._clock)
-            slots = await self._parts.slots.book(self._config.group_size)
+            slots = await self._components.slots.book(self._config.group_size)
             prompt_index = self._buffer.ledger.next_prompt_index
             try:
-                prompt = self._parts.prompts.at(prompt_index)
+                prompt = self._components.prompts.at(prompt_index)
             except EndOfData:
                 slots.end()
                 self._buffer.no_more_prompts()
@@ -102,7 +102,7 @@ class Producer:
         """
         group, kept = self._buffer.open(prompt_index, prompt)
         self._slots[group.group_id] = slots
-        if self._parts.too_long(prompt):
+        if self._components.too_long(prompt):
             # The first time is for the console, those of later epochs are for run.log.
             level = logging.INFO if prompt.prompt_id in self._skipped else logging.WARNING
             log.log(level, "prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
@@ -122,7 +122,7 @@ class Producer:
 
     async def _open_session(self, group: Group, kept: RecoveredGroup) -> None:
         """Open a group's judge session: add recovered verdicts, and queue judge tasks for rollouts without one."""
-        session = group.session = self._parts.judge.open(group.prompt, group.group_id, group.size)
+        session = group.session = self._components.judge.open(group.prompt, group.group_id, group.size)
         to_judge = [*session.begin()]
         is_whole = len(kept.reports) == group.size
         holds = is_whole or not self._config.keeps_whole_groups  # else the group's would be of two judgings
@@ -151,7 +151,9 @@ class Producer:
         try:
             async with self._slots[group.group_id]:
                 began_s = self._now()
-                rollout = await self._parts.play(request, group.prompt, lambda: group.first_token(self._clock.now()))
+                rollout = await self._components.play(
+                    request, group.prompt, lambda: group.first_token(self._clock.now())
+                )
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, find_cause(error), str(error))
@@ -186,7 +188,7 @@ class Producer:
 
     async def _judge(self, item: tuple[Group, JudgeSession, JudgeTask]) -> None:
         group, session, judge_task = item
-        await self._parts.judge_guard.until_fit(self._clock)
+        await self._components.judge_guard.until_fit(self._clock)
         await self.judging_gate.wait_until_free()
         if group.session is not session:  # the group ended, or is judged again
             return
@@ -206,7 +208,7 @@ class Producer:
                 self._counters.step.report(report)
                 if not group.is_open:
                     self._ended(group)
-                self._parts.judge_guard.verdict(report)
+                self._components.judge_guard.verdict(report)
 
     def _rank(self, group: Group, judge_task: JudgeTask) -> int:
         """The rank of a judge task; the lowest is served first. Groups that are due in an earlier batch come first,
@@ -252,7 +254,7 @@ class Producer:
         late = self._buffer.expire(group)
         self._ended(group)
         for timeout in late:
-            self._parts.judge_guard.verdict(JudgeReport(verdict=timeout))
+            self._components.judge_guard.verdict(JudgeReport(verdict=timeout))
 
     def _fail(self, group: Group, cause: str, detail: str = "") -> None:
         if group.is_open:  # siblings may fail together, with their engine

@@ -150,7 +150,7 @@ def compose_push(sync: WeightSync, engines: Router, share: TimeShare | None) -> 
     return push if share is None else lambda version: share.push(lambda: push(version))
 
 
-def make_parts(
+def make_components(
     prepared: Prepared, running: RunComponents, observers: Observers, cotrainings: CoTrainings
 ) -> PipelineComponents:
     """The components of the policy's pipeline."""

@@ -65,7 +65,7 @@ def make_cotrainings(
 def make_features(
     prepared: Prepared,
     running: RunComponents,
-    parts: PipelineComponents,
+    components: PipelineComponents,
     cotrainings: CoTrainings,
     observers: Observers,
     run_dir: Path,
@@ -73,7 +73,7 @@ def make_features(
     config, hosts = prepared.config, running.envs.hosts
     replacing = (*running.maintenance.health, *running.scorers, *(() if hosts is None else (hosts,)))
     periodic_eval = make_periodic_eval(prepared, running, observers, run_dir)
-    judge_monitor = make_judge_monitor(prepared, running, parts, observers, run_dir)
+    judge_monitor = make_judge_monitor(prepared, running, components, observers, run_dir)
     return RunFeatures(
         each=(
             cotrainings,
@@ -125,10 +125,10 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
 
 
 def make_judge_monitor(
-    prepared: Prepared, running: RunComponents, parts: PipelineComponents, observers: Observers, run_dir: Path
+    prepared: Prepared, running: RunComponents, components: PipelineComponents, observers: Observers, run_dir: Path
 ) -> JudgeMonitor:
     config, main = prepared.config, prepared.config.main_judge
-    assert isinstance(parts.judge_guard, JudgeHealth)
+    assert isinstance(components.judge_guard, JudgeHealth)
     generative, members = config.judging.generative, get_members(running.judge)
     learning = {POLICY, *config.trained_grms, *running.policy_updates.versions}
     changing = {name for name, one in generative.items() if one.model in learning}
@@ -136,7 +136,7 @@ def make_judge_monitor(
         judge=running.judge,
         members=members,
         frozen=members.keys() - changing if members else () if changing else ("",),
-        health=parts.judge_guard,
+        health=components.judge_guard,
         compares=config.judging.compares,
         scale=(main.scale.low, main.scale.high),
         show_thoughts=main.format.show_thoughts,

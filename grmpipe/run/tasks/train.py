@@ -16,7 +16,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGrou
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import step_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
-from grmpipe.run.build.compose_pipeline import make_parts
+from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.errors import RunFailed
@@ -101,8 +101,8 @@ class TrainingRun(Run[Prepared]):
         pipeline_state, kept = self._restore()
         cotrainings = make_cotrainings(self._prepared, running, self._state, kept, self._observers, self._run_dir)
         self._stats.cotrainings = cotrainings
-        parts = make_parts(self._prepared, running, self._observers, cotrainings)
-        features = make_features(self._prepared, running, parts, cotrainings, self._observers, self._run_dir)
+        components = make_components(self._prepared, running, self._observers, cotrainings)
+        features = make_features(self._prepared, running, components, cotrainings, self._observers, self._run_dir)
         self._features = features
         for feature in features.each:
             feature.restore(self._state.features.get(feature.name, {}))
@@ -110,7 +110,7 @@ class TrainingRun(Run[Prepared]):
         with set_purpose("preflight"), progress.show_while("starting: the judge's first verdicts"):
             await try_judge(self._prepared, running.judge, is_new=self._context.resumed is None)
         with progress.show_while("starting: the engines get the learner's weights"):
-            await parts.push_weights(pipeline_state.version)
+            await components.push_weights(pipeline_state.version)
             await cotrainings.push()
             await running.policy_updates.begin(pipeline_state.version)
         policy_judges = self._config.judging.by_policy
@@ -129,7 +129,7 @@ class TrainingRun(Run[Prepared]):
         )
         whole = config.rewards.varies_by_group()
         numbers = replace(numbers, policy_judges=policy_judges, keeps_whole_groups=whole)
-        self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept, self._save_batch)
+        self._pipeline = pipeline = Pipeline(components, numbers, after_step, pipeline_state, kept, self._save_batch)
         step_progress = StepProgress(pipeline, config.train.num_steps)
         running.maintenance.stops(pipeline.clock)
         pipeline.counters.restore(self._state.totals, self._state.open_counts)
