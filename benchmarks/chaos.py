@@ -180,6 +180,8 @@ class ChaoticRun:
         tail = said[-1500:]
         if code == 1 and "summary.json could not be written: No space left" in tail:
             return True
+        if code == 2 and self._was_full and "can't be written to ([Errno 28] No space left" in tail:
+            return True
         self.outcome.lost.append(f"exit code {code}: {tail}")
         return False
 
