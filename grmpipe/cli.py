@@ -130,22 +130,27 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
 
 def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
-    overrides = OverridesParser.create().parse_overrides(list(typed))
-    if config.task == "rejudge":
-        return compose_rejudging(config, [one.package or one.key_or_group for one in overrides])
-    keys = [one.get_key_element().lstrip("+~") for one in overrides]
-    if config.task != "evaluate":
+    if config.task not in ("evaluate", "rejudge"):
         built = build(config)
-        check_typed_judges(built, keys, find_interpolated_keys(config))
+        if built.trains_policy and not built.judging.judges:
+            check_typed_judges(built, list_typed_keys(typed), find_interpolated_keys(config))
         return built
+    if config.task == "rejudge":
+        overrides = OverridesParser.create().parse_overrides(list(typed))
+        return compose_rejudging(config, [one.package or one.key_or_group for one in overrides])
     reads = EvaluationReads(
         what=config.evaluate.what,
         has_prompts=config.evaluate.prompts is not None,
         by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
         read_by_others=find_interpolated_keys(config),
     )
-    check_typed_keys(reads, keys)
+    check_typed_keys(reads, list_typed_keys(typed))
     return build(config)
+
+
+def list_typed_keys(typed: Sequence[str]) -> list[str]:
+    """The keys and groups of overrides, without the signs before them."""
+    return [one.get_key_element().lstrip("+~") for one in OverridesParser.create().parse_overrides(list(typed))]
 
 
 def run_to_end(run: Callable[[], float | None]) -> float | None:

@@ -189,7 +189,7 @@ class Summary:
     changes: tuple[str, ...] = ()  # of the configuration, by resumes
     # By file: lines that the last process could not write.
     journal_failures: Mapping[str, int] = field(default_factory=dict)
-    run_id: str = ""  # also in run.json, in each line of the run's journals and in its checkpoints
+    run_id: str = ""  # also in run.json, in checkpoints, and in each line of a journal with checksums
     failure: str | None = None  # the first cause, in plain words; only when failed
 
     def __post_init__(self) -> None:

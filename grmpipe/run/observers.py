@@ -122,13 +122,14 @@ class Observers:
         metrics = JsonlSink(run_dir / METRICS)
         shown_steps: dict[str, Tracker] = {"console": console} if console and gauges else {}
         trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | shown_steps)
+        run_id, compact = read_run_id(run_dir), config.journals.compact
         setup_logging(run_dir, console.console if console else None, libraries)  # again: libraries add own handlers
         return Observers(
             trackers=trackers,
             metrics=metrics,
-            recorder=Recorder(run_dir, read_run_id(run_dir), compact=config.journals.compact),
-            begun=BegunRollouts(run_dir, read_run_id(run_dir), compact=config.journals.compact),
-            evaluations=EvalRecorder(run_dir, read_run_id(run_dir), compact=config.journals.compact),
+            recorder=Recorder(run_dir, run_id, compact=compact),
+            begun=BegunRollouts(run_dir, run_id, compact=compact),
+            evaluations=EvalRecorder(run_dir, run_id, compact=compact),
             requests=RequestJournal(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,

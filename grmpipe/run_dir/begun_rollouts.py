@@ -83,8 +83,9 @@ class BegunRollouts:
                 on_file = turns
 
             rollout = await play(replace(request, begun=begun, on_resumable=note), prompt, on_first_token)
-            with self._guard.watch(IN_FLIGHT):
-                path.unlink(missing_ok=True)
+            if on_file:
+                with self._guard.watch(IN_FLIGHT):
+                    path.unlink(missing_ok=True)
             return rollout
 
         return played

@@ -51,8 +51,6 @@ def check_typed_judges(config: RunConfig, typed: Sequence[str], read_by_others: 
     """Check that a training without rewards has a use for the judge and the GRM that were typed. Those that nobody
     typed are there by default, and are ignored. Raises ConfigError.
     """
-    if config.judging.judges or not config.trains_policy:
-        return
     unused = {JUDGE} - config.asked.judges.keys() | {GRM} - set(config.asked.asked_roles)
     for key in typed:
         if key.split(".")[0] in unused and key != OF_TRUTH and key not in read_by_others:

@@ -47,10 +47,10 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
 
     if env.env_kind.is_single:
         return played
-    return with_attempts(free_after(anew_if_changed(played), engines), attempts=env.attempts)
+    return with_attempts(free_after(from_start_if_changed(played), engines), attempts=env.attempts)
 
 
-def anew_if_changed(play: Play) -> Play:
+def from_start_if_changed(play: Play) -> Play:
     """A play from the start, by the same seed, if the environment isn't where it was before a resume."""
 
     async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from letters import Letters
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, NotAsBefore, RolloutRequest, play
 from grmpipe.types import BegunRollout, Prompt, Rollout
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
+from models.types import Message, RequestContext, SamplingParams
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 NUM_TURNS = 4
@@ -44,21 +45,6 @@ class Counter:
 
     async def close(self) -> None:
         return None
-
-
-class Letters:
-    """Renders a message as its characters' codes."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        return tuple(ord(letter) for message in messages for letter in message.content)
-
-    def extend(
-        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
-    ) -> tuple[int, ...]:
-        return (0, *self.render(replies), 0)
-
-    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        return ParsedTurn(content=text)
 
 
 def played(env: Counter, begun: BegunRollout | None = None) -> tuple[Rollout, list[BegunRollout], list[int], list[str]]:

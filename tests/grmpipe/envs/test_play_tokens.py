@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from letters import Letters
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
 from grmpipe.types import Prompt, Rollout
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
+from models.types import Message, RequestContext, SamplingParams
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 
@@ -35,21 +36,6 @@ class Tape:
 
     async def close(self) -> None:
         self.num_closed += 1
-
-
-class Letters:
-    """Renders a message as its characters' codes."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        return tuple(ord(letter) for message in messages for letter in message.content)
-
-    def extend(
-        self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
-    ) -> tuple[int, ...]:
-        return (0, *self.render(replies), 0)
-
-    def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        return ParsedTurn(content=text)
 
 
 def played(env: Tape, max_turns: int, finish_reason: str = "stop") -> Rollout:

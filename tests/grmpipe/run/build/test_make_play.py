@@ -8,7 +8,7 @@ import pytest
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import NotAsBefore, RolloutRequest
-from grmpipe.run.build.make_play import anew_if_changed, free_after
+from grmpipe.run.build.make_play import free_after, from_start_if_changed
 from grmpipe.types import BegunRollout, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())
@@ -57,5 +57,5 @@ def test_an_episode_that_can_not_go_on_is_played_from_its_start_by_the_same_seed
         return rollout
 
     request = RolloutRequest(group_id="g", sibling=2, seed=5, begun=BegunRollout(so_far=rollout))
-    assert asyncio.run(anew_if_changed(play)(request, PROMPT, lambda: None)) is rollout  # type: ignore[arg-type]
+    assert asyncio.run(from_start_if_changed(play)(request, PROMPT, lambda: None)) is rollout  # type: ignore[arg-type]
     assert [(one.begun is None, one.seed, one.attempt) for one in asked] == [(False, 5, 0), (True, 5, 0)]
