@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,7 @@ class Outcome:
 class ChaoticRun:
     """A run with faults, from its first start until it is complete.
 
-    strikes: the faults to choose from while it goes on, by kind. so_far: how often each was chosen in runs before.
+    strikes: the faults to choose from while it goes on, by kind. so_far: how often each struck in runs before.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ChaoticRun:
         while self._left and self._await_moment(target, began_s):
             in_start = self._log_size() == log_before
             self._struck_in_start |= in_start
-            self._strike(target, [kind for kind in sorted(self._strikes) if not (in_start and kind == SECOND)])
+            self._strike(target, [kind for kind in self._strikes if not (in_start and kind == SECOND)])
         still_runs = target.is_running
         try:
             code = process.wait(max(1.0, LIMIT_S - (time.monotonic() - began_s)))
@@ -151,18 +151,26 @@ class ChaoticRun:
         return False
 
     def _strike(self, target: Target, kinds: Sequence[str]) -> None:
-        """Strike by one of the kinds that were chosen least often."""
-        least = min(self._so_far[kind] for kind in kinds)
-        kind = self._random.choice([kind for kind in kinds if self._so_far[kind] == least])
-        self._so_far[kind] += 1
-        if (hit := self._strikes[kind](target, self._random)) is None:
+        """Strike by that of the kinds that struck least often so far and has a target."""
+        for kind in self._in_turn(kinds):
+            if (hit := self._strikes[kind](target, self._random)) is not None:
+                break
+        else:
             return
         self._left -= 1
         self._signals += hit == "driver" and kind != "SIGSTOP and SIGCONT"
         self._was_full |= kind == "a full disk"
-        self.outcome.faults.append((kind, hit))
+        self._note(kind, hit)
         if "not refused" in hit:
             self.outcome.lost.append(hit)
+
+    def _in_turn(self, kinds: Iterable[str]) -> list[str]:
+        """Those that struck least often first."""
+        return sorted(sorted(kinds), key=lambda kind: (self._so_far[kind], self._random.random()))
+
+    def _note(self, kind: str, hit: str) -> None:
+        self._so_far[kind] += 1
+        self.outcome.faults.append((kind, hit))
 
     def _may_go_on(self, code: int | None) -> bool:
         """Whether a process ended as it may: by our kill, interrupted, or failed with a cause on file."""
@@ -192,10 +200,11 @@ class ChaoticRun:
     def _strike_at_rest(self) -> None:
         if not self.run_dir.is_dir() or self._random.random() < 0.5:
             return
-        kind = self._random.choice(sorted(AT_REST))
-        if (hit := AT_REST[kind](self.run_dir, self._random)) is not None:
-            self.outcome.faults.append((kind, hit))
-            self._read_only = kind == READ_ONLY
+        for kind in self._in_turn(AT_REST):
+            if (hit := AT_REST[kind](self.run_dir, self._random)) is not None:
+                self._note(kind, hit)
+                self._read_only = kind == READ_ONLY
+                return
 
     def _list_left(self) -> Iterator[str]:
         """Processes and temporary files that the run has left."""

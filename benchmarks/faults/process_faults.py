@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import time
@@ -64,15 +66,60 @@ def stop_driver(target: Target, random: Random) -> str | None:
 
 def strike_role(role: str, number: signal.Signals) -> Strike:
     def strike(target: Target, random: Random) -> str | None:
-        log = target.run_dir / "run.log"
-        found = re.findall(rf"{role} runs in process (\d+)", log.read_text()) if log.exists() else []
         try:
-            os.kill(int(found[-1]), number)
-        except (IndexError, ProcessLookupError):
+            os.kill(find_process(target, role), number)
+        except ProcessLookupError:
             return None
         return role
 
     return strike
+
+
+def cut_socket(role: str) -> Strike:
+    """The connection by which its calls come, where we may take another process's descriptors."""
+
+    def strike(target: Target, random: Random) -> str | None:
+        try:
+            process = find_process(target, role)
+            own = [int(link.name) for link in Path(f"/proc/{process}/fd").iterdir() if is_for_calls(link)]
+            with socket.socket(fileno=take_descriptor(process, random.choice(own))) as taken:
+                taken.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError):  # it is gone, or closed
+            return None
+        return role
+
+    return strike
+
+
+def find_process(target: Target, role: str) -> int:
+    """The newest process of a role. Raises ProcessLookupError."""
+    log = target.run_dir / "run.log"
+    found = re.findall(rf"{role} runs in process (\d+)", log.read_text()) if log.exists() else []
+    if not found:
+        raise ProcessLookupError
+    return int(found[-1])
+
+
+def is_for_calls(link: Path) -> bool:
+    """Whether a descriptor is a socket at the path of `scheduler.processes.unix_rpc`."""
+    try:
+        inode = str(link.readlink()).removeprefix("socket:[").removesuffix("]")
+    except OSError:
+        return False
+    known = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return any(words[6] == inode and "/grmpipe-line-" in words[-1] for words in known)
+
+
+def take_descriptor(process: int, number: int) -> int:
+    """A copy of another process's descriptor: pidfd_getfd(2). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    of_process = os.pidfd_open(process)
+    try:
+        if (taken := libc.syscall(ctypes.c_long(438), of_process, number, 0)) < 0:
+            raise OSError(ctypes.get_errno(), "pidfd_getfd")
+        return int(taken)
+    finally:
+        os.close(of_process)
 
 
 def start_again(target: Target, random: Random) -> str | None:
@@ -205,5 +252,6 @@ def strikes_on(roles: Sequence[str]) -> dict[str, Strike]:
     six minutes at least, so none is stopped.
     """
     own = {f"kill -9 of {role}": strike_role(role, KILL) for role in roles}
+    own |= {f"a cut socket of {role}": cut_socket(role) for role in roles}
     engines = [role for role in roles if not role.startswith("learner")]
     return LIVE | own | {f"SIGSTOP of {role}": strike_role(role, STOP) for role in engines}

@@ -14,10 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class JsonlSink(Tracker):
-    """Writes `{"step": n, "time": seconds since 1970, name: value, ...}`; numbers that aren't finite become null."""
+    """Writes `{"step": n, "time": seconds since 1970, name: value, ..., "run": id}`; numbers that aren't finite become
+    null.
+    """
 
-    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        self._journal = Journal(path, checked=False)
+    def __init__(self, path: Path, run_id: str = "", now: Callable[[], float] = time.time) -> None:
+        self._journal = Journal(path, run_id=run_id, checked=False)
+        self._run_id = run_id
         self._now = now
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -37,7 +40,7 @@ class JsonlSink(Tracker):
         try:
             kept = [record for record in read_what_can_be(path) if is_up_to(record.get("step"), step)]
             if path.exists():
-                replace_journal(path, kept, checked=False)
+                replace_journal(path, kept, run_id=self._run_id, checked=False)
         except OSError as error:
             log.warning("%s keeps lines after step %d: it can't be rewritten (%s)", path, step, error)
 

@@ -110,8 +110,8 @@ class RequestJournal:
     outlives a kill of the process. An error of the disk surfaces nowhere; `failures` counts it, and the totals hold.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._journal = Journal(run_dir / JUDGE_REQUESTS, checked=False)
+    def __init__(self, run_dir: Path, run_id: str = "") -> None:
+        self._journal = Journal(run_dir / JUDGE_REQUESTS, run_id=run_id, checked=False)
         self._guard = Guard()
         self.failures = self._guard.failures
         self.totals = RequestTotals()

@@ -90,6 +90,7 @@ class RunFiles:
     """The files of a run. metrics: one mapping per line, in the order of the file, with its `step`."""
 
     name: str
+    run_id: str
     status: str
     failure: str | None
     bottleneck: str | None
@@ -126,6 +127,7 @@ def read_run(run_dir: Path) -> RunFiles:
     config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
     return RunFiles(
         name=find_title(run_dir, config),
+        run_id=str(read_object(run_dir / "run.json").get("run_id", "")),
         status=str(summary.get("status", NEVER_ENDED)),
         failure=mask_text(summary.get("failure"), secrets),
         bottleneck=mask_text(summary.get("bottleneck"), secrets),

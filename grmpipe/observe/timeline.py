@@ -23,7 +23,7 @@ class Timeline:
     I/O errors never surface: `failures` counts them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run_id: str = "") -> None:
         self._file = AppendFile(path)
         self._lanes = Lanes()
         self._pending: list[bytes] = []
@@ -33,7 +33,8 @@ class Timeline:
         self._opened = False
         self._guard = Guard()
         self.failures = self._guard.failures
-        self._put("M", "process_name", 0, args={"name": f"grmpipe, started {time.strftime('%Y-%m-%d %H:%M:%S')}"})
+        name = " ".join(filter(None, ("grmpipe", run_id)))
+        self._put("M", "process_name", 0, args={"name": f"{name}, started {time.strftime('%Y-%m-%d %H:%M:%S')}"})
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
         """Record a span. Overlapping spans of a lane get their own rows, "policy-0 · 2" and so on."""

@@ -119,10 +119,10 @@ class Observers:
         console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
         libraries = [row.library for row in config.tracking.chosen.values()]
         setup_logging(run_dir, console.console if console else None, libraries)
-        metrics = JsonlSink(run_dir / METRICS)
+        run_id, compact = read_run_id(run_dir), config.journals.compact
+        metrics = JsonlSink(run_dir / METRICS, run_id)
         shown_steps: dict[str, Tracker] = {"console": console} if console and gauges else {}
         trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | shown_steps)
-        run_id, compact = read_run_id(run_dir), config.journals.compact
         setup_logging(run_dir, console.console if console else None, libraries)  # again: libraries add own handlers
         return Observers(
             trackers=trackers,
@@ -130,8 +130,8 @@ class Observers:
             recorder=Recorder(run_dir, run_id, compact=compact),
             begun=BegunRollouts(run_dir, run_id, compact=compact),
             evaluations=EvalRecorder(run_dir, run_id, compact=compact),
-            requests=RequestJournal(run_dir),
-            timeline=Timeline(run_dir / "timeline.json"),
+            requests=RequestJournal(run_dir, run_id),
+            timeline=Timeline(run_dir / "timeline.json", run_id),
             console=console,
             progress=Progress(console.console if console else None),
             files=list_files(config),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
     assert summary["alarms"] == []
     assert "critique" in output, "it ends with samples to read"
     assert list((latest / "wandb").glob("offline-run-*")), "W&B is offline without a key"
+    assert list(unnamed(latest, summary["run_id"])) == []
+
+
+def unnamed(run_dir: Path, run_id: str) -> Iterator[str]:
+    """The lines and files that don't name their run."""
+    journals = sorted(run_dir.glob("*.jsonl"))
+    assert {"rollouts.jsonl", "metrics.jsonl", "judge_requests.jsonl"} <= {path.name for path in journals}
+    for path in journals:
+        lines = path.read_text().splitlines()
+        yield from (f"{path.name}:{place}" for place, line in enumerate(lines) if json.loads(line)["run"] != run_id)
+    states = sorted(run_dir.glob("checkpoints/step_*/run_state.json"))
+    names = ("run.json", "run.log", "report.html", "timeline.json")
+    yield from (path.name for path in [*(run_dir / name for name in names), *states] if run_id not in path.read_text())
 
 
 @pytest.mark.long

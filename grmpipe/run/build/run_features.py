@@ -24,6 +24,7 @@ from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature
 from grmpipe.run.features.watching_judges import STEPS_WAITING, Watcher, WatchingJudges
 from grmpipe.run.observers import Observers
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.validate.prepare import Prepared
 
@@ -84,7 +85,7 @@ def make_features(
             CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
             JournalSize(run_dir, config.journals, config.seed, observers.recorder),
-            WatchingJudges(make_watchers(prepared, running), run_dir, config.seed),
+            WatchingJudges(make_watchers(prepared, running), run_dir, config.seed, read_run_id(run_dir)),
             judge_monitor,  # the last: its limits are on any metric
         ),
         periodic_eval=periodic_eval,

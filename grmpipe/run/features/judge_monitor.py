@@ -22,6 +22,7 @@ from grmpipe.observe.journal import read_records, read_what_can_be, replace_jour
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Judge, Metrics, Prompt, RankedResponses, Rollout
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class JudgeMonitor(RunFeature):
             return {}
         if not self._canaries and (found := self._find_canaries(seen)):
             self._canaries = with_first(found, await self._judge_canaries(found))
-            write_canaries(self._path, self._canaries)
+            write_canaries(self._path, self._canaries, read_run_id(self._path.parent))
         metrics = await self._check(step)
         self._exceeded = self._limits.read(step, metrics)
         return metrics | self._limits.metrics()
@@ -213,9 +214,9 @@ def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
 # -- the file ------------------------------------------------------------------------------------------------------
 
 
-def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
+def write_canaries(path: Path, canaries: Sequence[Canary], run_id: str) -> None:
     """Write one line per canary, once: a resume compares with the beginning of the run."""
-    replace_journal(path, map(canary_record, canaries))
+    replace_journal(path, map(canary_record, canaries), run_id=run_id)
 
 
 def canary_record(canary: Canary) -> dict[str, Any]:

@@ -134,10 +134,10 @@ class WatchingJudges(RunFeature):
 
     name = "watching"
 
-    def __init__(self, watchers: Sequence[Watcher], run_dir: Path, seed: int) -> None:
+    def __init__(self, watchers: Sequence[Watcher], run_dir: Path, seed: int, run_id: str = "") -> None:
         self._watchers = {watcher.name: watcher for watcher in watchers}
         self._seed = seed
-        self._journal = Journal(run_dir / WATCHED)
+        self._journal = Journal(run_dir / WATCHED, run_id=run_id)
         self._guard = Guard()
         self._queues: dict[str, asyncio.Queue[tuple[int, JudgedGroup]]] = {}
         self._workers: list[asyncio.Task[None]] = []

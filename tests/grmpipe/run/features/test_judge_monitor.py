@@ -120,7 +120,7 @@ def test_an_episode_is_a_canary_with_what_the_environment_said(tmp_path: Path) -
     edited = (*first.replies, Message(role="assistant", content="the agent's, not the policy's"))
     rollout_of_branches = replace(rollout, turns=(replace(first, replies=edited), replace(last, rewritten=True)))
     canary = canary_of_rollout(ASKED, rollout_of_branches, thoughts=False)
-    write_canaries(tmp_path / "canaries.jsonl", [canary])
+    write_canaries(tmp_path / "canaries.jsonl", [canary], "r")
     (back,) = read_canaries(tmp_path / "canaries.jsonl")
     assert back == canary and back.rollouts("look") == [rollout]
     assert canary_of_rollout(ASKED, SEEN[0][1], thoughts=False).texts == ("42",)
