@@ -27,6 +27,7 @@ from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))
 from adversary import PRELUDE
+from attacks import BY_FILTER, is_refused, list_attacks, programs
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=()))
 ISOLATION = IsolationConfig(kind="container", image="shop:1", memory_mb=300, max_processes=9, pass_env=["SHOP_KEY"])
@@ -58,17 +59,12 @@ if word == "rm":
 
 
 WITHOUT_RIGHTS = ("setpriv", "--inh-caps=-all", "--bounding-set=-all")
-# What a program prints only if the attack works; the first process of the container is `first`.
-FIRST = "first = int(open(f'/proc/{env}/stat').read().split()[3])\n"
-ATTACKS = {
-    "takes descriptors of the environment": "print('took', call(438, os.pidfd_open(env), 1, 0))",
-    "opens descriptors of the environment": "print([os.open(f'/proc/{env}/fd/{n}', os.O_WRONLY) for n in range(1, 9)])",
-    "writes memory of the environment": "print(open(f'/proc/{env}/mem', 'r+b'))",
-    "debugs the environment": "assert not libc.ptrace(16, env, 0, 0); print('attached')",
-    "opens descriptors of the first process": FIRST + "print(os.open(f'/proc/{first}/fd/1', os.O_WRONLY))",
-    "debugs the first process": FIRST + "assert not libc.ptrace(16, first, 0, 0); print('attached')",
-    "connects to a socket by its path": "print(socket.socket(socket.AF_UNIX))",
-    "reads what the run asks": "print(os.read(0, 1000).decode())",
+# Beside those on its environment; the first process of the container is `first`.
+FIRST = f"{PRELUDE}first = int(open(f'/proc/{{env}}/stat').read().split()[3])\n"
+ON_THE_FIRST_PROCESS = {
+    "opens its descriptors": FIRST + "print(os.open(f'/proc/{first}/fd/1', os.O_WRONLY))",
+    "debugs it": FIRST + "assert not libc.ptrace(16, first, 0, 0); print('attached')",
+    "reads what the run asks": "import os; print(os.read(0, 1000).decode())",
 }
 
 
@@ -131,17 +127,20 @@ def test_attacks_of_a_program_in_a_container_are_refused(docker: Path, tmp_path:
         async with open_env_host(CONFIG, run_dir=tmp_path / "run") as host:
             env, said = host.env(), {}
             await env.open(EPISODE)
-            for attack, code in {"works": "print('works')", **ATTACKS}.items():
-                answer = await env.step(Action(text=f"program {PRELUDE}{code}"))
+            for attack, code in {"works": "print('works')", **codes}.items():
+                answer = await env.step(Action(text=f"program {code}"))
                 said[attack] = answer.messages[0].content if answer.messages else str(answer.faults)
                 if answer.done:
                     break
             await env.close()
             return said
 
-    said = asyncio.run(play())
+    with programs(os.geteuid()) as all_codes:
+        held = [f"{aim}: {attack}" for aim, attack in list_attacks(BY_FILTER)]
+        codes = {attack: all_codes[attack] for attack in held} | ON_THE_FIRST_PROCESS
+        said = asyncio.run(play())
     assert said.pop("works") == "works"
-    assert {attack: said.get(attack, "") for attack in ATTACKS if not said.get(attack, "").startswith("refused")} == {}
+    assert {attack: said.get(attack, "") for attack in codes if not is_refused(said.get(attack, ""))} == {}
 
 
 def test_a_container_beyond_its_step_limit_is_removed_by_name(docker: Path, left: CleanupRecord) -> None:
