@@ -29,7 +29,18 @@ from pathlib import Path
 
 from faults.endpoint import HostileEndpoint, find_made_up
 from faults.ledger import Ledger
-from faults.process_faults import AT_REST, CLOCK, KILL, READ_ONLY, Strike, Target, remount, strikes_on
+from faults.process_faults import (
+    AT_REST,
+    CLOCK,
+    KILL,
+    OUT_OF_MEMORY,
+    READ_ONLY,
+    Strike,
+    Target,
+    memory_group,
+    remount,
+    strikes_on,
+)
 from faults.scenarios import NUM_SIBLINGS, SCENARIOS, Scenario, prepare
 
 ROOT = Path(__file__).parents[1]
@@ -69,16 +80,18 @@ class ChaoticRun:
         overrides: Sequence[str],
         strikes: Mapping[str, Strike],
         so_far: Counter[str],
+        memory: Path | None,
     ) -> None:
         self.outcome = Outcome(scenario.name, seed)
         self._random = random.Random(f"chaos {seed}")
         self._folder, self.run_dir, self._mark = folder, folder / "disk" / "run", f"{os.getpid()}-{seed}"
-        self._strikes, self._so_far = strikes, so_far
+        self._strikes, self._so_far, self._memory = strikes, so_far, memory
         self._left = self._random.randint(1, 3)  # faults
         self._signals, self._struck_in_start = 0, False  # of the present process
         self._was_full = self._read_only = False
         launch = str(ROOT / "launch.py")
-        self._command = [sys.executable, launch, *overrides, f"run_dir={self.run_dir}", "resume=auto"]
+        joins = () if memory is None else ("sh", "-c", f'echo $$ > {memory}/cgroup.procs && exec "$@"', "sh")
+        self._command = [*joins, sys.executable, launch, *overrides, f"run_dir={self.run_dir}", "resume=auto"]
         (clock := folder / "clock").write_bytes(bytes(8))
         paths = {"PYTHONPATH": f"{CLOCK_FOLDER}:{ROOT}", "TMPDIR": str(folder / "t"), CLOCK: str(clock)}
         settings = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
@@ -119,7 +132,13 @@ class ChaoticRun:
                 self._command, cwd=self._folder, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
         began_s = time.monotonic()
-        target = Target(process=process, run_dir=self.run_dir, command=self._command, environment=self._environment)
+        target = Target(
+            process=process,
+            run_dir=self.run_dir,
+            command=self._command,
+            environment=self._environment,
+            memory=self._memory,
+        )
         self._signals, self._struck_in_start, log_before = 0, False, self._log_size()
         while self._left and self._await_moment(target, began_s):
             in_start = self._log_size() == log_before
@@ -158,7 +177,7 @@ class ChaoticRun:
         else:
             return
         self._left -= 1
-        self._signals += hit == "driver" and kind != "SIGSTOP and SIGCONT"
+        self._signals += (hit == "driver" and kind != "SIGSTOP and SIGCONT") or kind == OUT_OF_MEMORY
         self._was_full |= kind == "a full disk"
         self._note(kind, hit)
         if "not refused" in hit:
@@ -250,7 +269,8 @@ def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Out
                 stack.enter_context(small_disk(folder / name, size_mb))
         number = int.from_bytes(random.Random(f"run {seed}").randbytes(2))
         overrides, endpoint = stack.enter_context(prepare(scenario, number))
-        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles), so_far).play()
+        memory = stack.enter_context(memory_group(folder.name))
+        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles), so_far, memory).play()
         add_own_faults(outcome, folder / "disk" / "run", endpoint)
         if outcome.lost:
             shutil.copytree(folder / "disk", folder / "kept", dirs_exist_ok=True)

@@ -12,14 +12,18 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 STOPPED_S = 3.0
+SHORT_S = 3.0
 FULL_S = 2.0
 READ_ONLY = "a read-only disk"
+OUT_OF_MEMORY = "out of memory"
+GROUPS = Path("/sys/fs/cgroup/memory")
 FILLER = ".filler"
 CLOCK = "GRMPIPE_CHAOS_CLOCK"  # names the file by which the clock is set: clock/sitecustomize.py
 JOURNALS = (
@@ -34,12 +38,13 @@ JOURNALS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run that goes on. command: what it was started by."""
+    """A run that goes on. command: what it was started by. memory: the control group of its processes, if any."""
 
     process: subprocess.Popen[bytes]
     run_dir: Path
     command: Sequence[str]
     environment: Mapping[str, str]
+    memory: Path | None = None
 
     @property
     def is_running(self) -> bool:
@@ -159,6 +164,47 @@ def fill(disk: Path) -> bool:
     return True
 
 
+def take_memory(target: Target, random: Random) -> str | None:
+    """So that the kernel kills the largest of its processes."""
+    if (group := target.memory) is None:
+        return None
+    limit, stat = group / "memory.limit_in_bytes", read_numbers(group / "memory.stat")
+    before = count_kills(group)
+    try:
+        limit.write_text(str(stat["total_rss"] + stat["total_shmem"] + (4 << 20)))
+    except OSError:  # more than that was taken since
+        return None
+    until_s = time.monotonic() + SHORT_S
+    while count_kills(group) == before and time.monotonic() < until_s:
+        time.sleep(0.02)
+    limit.write_text("-1")
+    return "the largest process" if count_kills(group) > before else None
+
+
+def count_kills(group: Path) -> int:
+    return read_numbers(group / "memory.oom_control")["oom_kill"]
+
+
+def read_numbers(path: Path) -> dict[str, int]:
+    return {name: int(number) for name, number in (line.split() for line in path.read_text().splitlines())}
+
+
+@contextmanager
+def memory_group(name: str) -> Iterator[Path | None]:
+    """Context: a control group for the memory of a run, where the kernel has them (version 1) and we may."""
+    group = GROUPS / name
+    try:
+        group.mkdir()
+    except OSError:
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        with suppress(OSError):  # a process is left, which is reported
+            group.rmdir()
+
+
 def jump_clock(target: Target, random: Random) -> str | None:
     """The wall clock of all its processes, by up to a day in any direction."""
     ahead_s = random.choice([-86400.0, -60.0, 60.0, 86400.0])
@@ -235,6 +281,7 @@ LIVE: dict[str, Strike] = {
     "a second start": start_again,
     "a full disk": fill_disk,
     "full temporary files": fill_temporary,
+    OUT_OF_MEMORY: take_memory,
     "deleted checkpoints": delete_checkpoints,
     "the clock jumps": jump_clock,
 }

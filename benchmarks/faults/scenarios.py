@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from faults.endpoint import NAME, HostileEndpoint, serve_endpoint
 
@@ -34,17 +35,23 @@ COTRAIN = (
 )  # fmt: skip
 
 
+ON_VLLM = ("+experiment=quickstart", "cluster=ray", "engine=vllm", "engine.vllm.kv_cache_mb=32")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """roles: the seats with processes of their own. judges_outside: one of its judges is behind a hostile endpoint."""
+    """roles: the seats with processes of their own. judges_outside: one of its judges is behind a hostile endpoint.
+    needs: a package.
+    """
 
     name: str
     overrides: tuple[str, ...]
     roles: tuple[str, ...] = ()
     judges_outside: bool = False
+    needs: str = "grmpipe"
 
 
-SCENARIOS = (
+ALL_SCENARIOS = (
     Scenario(name="quickstart", overrides=("+experiment=quickstart", "cluster=inprocess")),
     Scenario(name="jury", overrides=JURY, judges_outside=True),
     Scenario(
@@ -55,7 +62,9 @@ SCENARIOS = (
     Scenario(name="tools", overrides=TOOLS),
     Scenario(name="co-training", overrides=COTRAIN),
     Scenario(name="tools on hosts", overrides=HOSTS, roles=("policy-0", "env-0", "learner-0")),
+    Scenario(name="vLLM", overrides=ON_VLLM, roles=("policy-0", "grm-0", "learner-0"), needs="vllm"),
 )
+SCENARIOS = [one for one in ALL_SCENARIOS if find_spec(one.needs)]
 
 
 @contextmanager
