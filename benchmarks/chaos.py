@@ -80,7 +80,7 @@ class ChaoticRun:
         overrides: Sequence[str],
         strikes: Mapping[str, Strike],
         so_far: Counter[str],
-        memory: Path | None,
+        memory: Path | None = None,
     ) -> None:
         self.outcome = Outcome(scenario.name, seed)
         self._random = random.Random(f"chaos {seed}")
@@ -109,8 +109,7 @@ class ChaoticRun:
         else:
             self.outcome.lost.append(f"not complete after {MAX_STARTS} starts")
             return self.outcome
-        if not self._was_full:  # lines that can't be written are counted and shown, and then missing
-            self.outcome.lost += Ledger(self.run_dir).find_losses()
+        self.outcome.lost += Ledger(self.run_dir, has_gaps=self._was_full).find_losses()
         self.outcome.lost += list(self._list_left())
         return self.outcome
 

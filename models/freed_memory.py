@@ -1,6 +1,7 @@
 """Memory of freed CPU tensors, kept in the process for the next ones. Needs no torch."""
 
 import ctypes
+from contextlib import suppress
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 KEPT_BYTES = 256 << 20
@@ -11,9 +12,15 @@ def keep_freed_memory() -> None:
     """Let the process keep up to KEPT_BYTES of freed memory. A training step frees all its activations: given back to
     the system, they cost a page fault for each 4 KiB when the next step needs them. No effect without glibc.
     """
-    try:
+    with suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    mallopt(MMAP_THRESHOLD, LARGEST_BYTES)
-    mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(MMAP_THRESHOLD, LARGEST_BYTES)
+        mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Give it back to the system, once: what lies between living objects would otherwise grow with the steps, since no
+    two batches have the same shapes.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -18,10 +18,13 @@ Key = tuple[str, int]  # group_id, sibling
 
 
 class Ledger:
-    """The files of a run that is complete. `find_losses` says what is wrong with them."""
+    """The files of a run that is complete. `find_losses` says what is wrong with them.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    has_gaps: some lines could not be written; those that are there must hold.
+    """
+
+    def __init__(self, run_dir: Path, *, has_gaps: bool = False) -> None:
+        self._run_dir, self._has_gaps = run_dir, has_gaps
         self._summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         self._train = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["train"]
         self._ends = self._lines("groups")
@@ -51,10 +54,14 @@ class Ledger:
         envs = summary["envs"]
         if envs["opened"] != envs["closed"] + envs["killed"]:
             yield f"environments left open: {envs['opened'] - envs['closed'] - envs['killed']}"
+        written = [line["step"] for line in self._lines("metrics") if "time/step_s" in line]
+        if written != sorted(set(written)) or set(written) - set(range(1, steps + 1)):
+            yield f"steps of metrics.jsonl: {written}"
+        if self._has_gaps:
+            return
         if lines := summary["journal_failures"]:
             yield f"lines that were not written: {lines}"
-        written = [line["step"] for line in self._lines("metrics") if "time/step_s" in line]
-        if written != list(range(1, steps + 1)):
+        if len(written) != steps:
             yield f"steps of metrics.jsonl: {written}"
 
     def _of_groups(self) -> Iterator[str]:
@@ -62,15 +69,17 @@ class Ledger:
         groups = self._summary["groups"]
         if doubled := repeated(end["prompt_index"] for end in self._ends):
             yield f"draws that ended twice: {doubled}"
+        beyond = [end["prompt_index"] for end in self._ends if end["prompt_index"] >= groups["submitted"]]
+        if beyond:
+            yield f"draws that were never submitted: {beyond}"
+        if self._has_gaps:
+            return
         outcomes = Counter(end["outcome"] for end in self._ends)
         if outcomes != Counter(trained=groups["trained"], dropped=sum(groups["dropped"].values())):
             yield f"groups.jsonl has {dict(outcomes)}, the summary {groups}"
         missing = set(range(groups["submitted"])) - {end["prompt_index"] for end in self._ends}
         if len(missing) != groups["in_flight"]:
             yield f"{groups['in_flight']} draws are in flight, and these didn't end: {sorted(missing)}"
-        beyond = [end["prompt_index"] for end in self._ends if end["prompt_index"] >= groups["submitted"]]
-        if beyond:
-            yield f"draws that were never submitted: {beyond}"
         by_step = Counter(end["step"] for end in self._ends if end["outcome"] == "trained")
         if set(by_step.values()) - {self._train["groups_per_batch"]}:
             yield f"groups by step: {dict(by_step)}"
@@ -85,9 +94,10 @@ class Ledger:
         trained = [key_of(line) for line in self._trained]
         if doubled := repeated(trained):
             yield f"trained twice: {doubled}"
-        if set(trained) != expected:
+        if not self._has_gaps and set(trained) != expected:
             yield f"on file, but not as trained: {sorted(expected ^ set(trained))}"
-        if wrong := [key_of(line) for line in self._trained if trained_at.get(line["group_id"]) != line["step"]]:
+        known = [line for line in self._trained if not self._has_gaps or line["group_id"] in trained_at]
+        if wrong := [key_of(line) for line in known if trained_at.get(line["group_id"]) != line["step"]]:
             yield f"trained at another step than their groups: {wrong}"
         for rollout in self._rollouts:
             age = trained_at.get(rollout.group_id, 0) - 1 - rollout.oldest_version
@@ -102,6 +112,8 @@ class Ledger:
         if not self._may_judge_again and (twice := repeated(map(key_of, self._judged))):
             yield f"judged twice: {twice}"
         for line in self._trained:
+            if self._has_gaps and key_of(line) not in verdicts:
+                continue
             verdict = verdicts.get(key_of(line))
             reward = sum(span["value"] for span in verdict["rewards"]) if verdict is not None else None
             if line.get("reward") != reward:
