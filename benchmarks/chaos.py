@@ -48,6 +48,7 @@ REPORT = ROOT / "benchmarks" / "chaos.md"
 MARK = "GRMPIPE_CHAOS"  # in the environment of all processes of a run
 LIMIT_S = 180.0  # of a process, from its start to its end
 OWN_ENDS, ENDS_AFTER_S = (0, 1, 2, 130), 10.0  # a process that ends by itself does so soon after its last word
+OF_LIBRARIES = ("ray", "torchinductor", "vllm_dist_")  # logs, a cache, and a store that a killed process can't remove
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
 SECOND = "a second start"  # in a start it may come first, and be the run
 MAX_STARTS = 12
@@ -232,7 +233,7 @@ class ChaoticRun:
         for process in left:
             yield f"a process is left: {process}"
         for path in (self._folder / "t").iterdir():
-            if path.name != "ray" and not path.name.startswith("torchinductor"):  # Ray's logs, torch's cache
+            if not path.name.startswith(OF_LIBRARIES):
                 yield f"a temporary file is left: {path.name}"
 
 

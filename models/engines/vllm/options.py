@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 WORKER_EXTENSION = "models.engines.vllm.vllm_worker.WeightReceiver"
 WEIGHT_BACKEND, ADAPTER_BACKEND = "grmpipe", "grmpipe_adapters"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
+SOCKETS = "VLLM_RPC_BASE_PATH"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
 CPU_KV_CACHE_MB = 256
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 6}
@@ -173,10 +175,11 @@ def make_arguments(start: VllmStart) -> dict[str, Any]:
     return arguments | config.options
 
 
-def make_environment(start: VllmStart) -> dict[str, str]:
-    """The environment of vLLM's processes."""
+def make_environment(start: VllmStart, sockets: str) -> dict[str, str]:
+    """The environment of vLLM's processes. sockets: a folder for them."""
     environment = {
         OWNER_PID: str(os.getpid()),
+        SOCKETS: sockets,
         # On a CPU vLLM warns about settings that are chosen here.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if start.on_cpu else "WARNING"),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
@@ -195,11 +198,13 @@ def make_environment(start: VllmStart) -> dict[str, str]:
 
 
 def start_async_llm(start: VllmStart) -> AsyncLLM:
-    """Start vLLM; blocks for seconds. This process's environment isn't changed."""
+    """Start vLLM; blocks for seconds. This process's environment isn't changed. Sockets between vLLM's processes, which it
+    leaves on the disk, lose their paths once they are connected.
+    """
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
-    with _environment(make_environment(start)):
+    with tempfile.TemporaryDirectory(prefix="grmpipe-") as sockets, _environment(make_environment(start, sockets)):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from models.engines.vllm.applied import Application
-from models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, WEIGHT_BACKEND
+from models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, SOCKETS, WEIGHT_BACKEND
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
 from models.engines.vllm.worker_inbox import WorkerInbox
 from models.types import ModelFiles
@@ -248,6 +249,7 @@ def end_with(owner_pid: int) -> None:
         select.select([os.pidfd_open(owner_pid)], [], [])
         if core_pid != owner_pid:
             os.kill(core_pid, signal.SIGKILL)
+        shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)  # there until vLLM has started
         os._exit(1)
 
     threading.Thread(target=wait, name="owner", daemon=True).start()

@@ -111,11 +111,11 @@ def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:
 
 
 def test_a_cpu_engine_has_the_threads_it_was_given_and_chooses_no_cores() -> None:
-    environment = make_environment(start_of(VllmConfig(cpu_threads=3)))
+    environment = make_environment(start_of(VllmConfig(cpu_threads=3)), "/sockets")
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
-    assert "OMP_NUM_THREADS" not in make_environment(start_of(VllmConfig(), "cuda"))
+    assert "OMP_NUM_THREADS" not in make_environment(start_of(VllmConfig(), "cuda"), "/sockets")
 
 
 def test_a_window_above_the_models_is_refused(model_path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -67,9 +68,18 @@ if __name__ == "__main__":
 
 
 def owner_of_an_engine(folder: Path, model_path: str, does: str) -> subprocess.Popen[str]:
+    """Its temporary files are in the folder "t"."""
     script = folder / "owner.py"
     script.write_text(ENGINE + does)
-    return subprocess.Popen([sys.executable, script, model_path], stdout=subprocess.PIPE, text=True)
+    (folder / "t").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder / "t")}
+    return subprocess.Popen([sys.executable, script, model_path], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def files_left(folder: Path) -> list[str]:
+    """But for torch's cache and torch's store, which a process that is killed can't remove."""
+    theirs = ("torchinductor", "vllm_dist_")
+    return [path.name for path in (folder / "t").iterdir() if not path.name.startswith(theirs)]
 
 
 def test_killed_core_fails_present_and_later_requests_and_its_owner_can_end(model_path: str, tmp_path: Path) -> None:
@@ -80,6 +90,7 @@ def test_killed_core_fails_present_and_later_requests_and_its_owner_can_end(mode
     assert len(told) == 8
     assert all("policy died" in line and "was killed by signal 9" in line for line in told)
     assert float(seconds) < 10
+    assert files_left(tmp_path) == []
 
 
 def test_a_core_ends_with_its_owner_and_sleeping_on_a_cpu_frees_nothing_and_says_so(
@@ -95,6 +106,7 @@ def test_a_core_ends_with_its_owner_and_sleeping_on_a_cpu_frees_nothing_and_says
     while alive(int(core)):
         assert time.monotonic() < deadline_s, f"process {core} outlived its owner"
         time.sleep(0.1)
+    assert files_left(tmp_path) == []
 
 
 def alive(process_id: int) -> bool:
