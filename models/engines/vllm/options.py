@@ -198,8 +198,8 @@ def make_environment(start: VllmStart, sockets: str) -> dict[str, str]:
 
 
 def start_async_llm(start: VllmStart) -> AsyncLLM:
-    """Start vLLM; blocks for seconds. This process's environment isn't changed. Sockets between vLLM's processes, which it
-    leaves on the disk, lose their paths once they are connected.
+    """Start vLLM; blocks for seconds. This process's environment isn't changed. Sockets between vLLM's processes, which
+    it leaves on the disk, lose their paths once they are connected.
     """
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
