@@ -76,11 +76,7 @@ class Pipeline:
         self._stalls = StallTracker(config.max_staleness)
         self._valuer = components.valuer
         self._buffer = GroupBuffer(
-            config,
-            components.journal,
-            on_change=self._groups_changed,
-            pipeline_state=pipeline_state,
-            kept=kept,
+            config, components.journal, on_change=self._groups_changed, pipeline_state=pipeline_state, kept=kept
         )
         self._producer = Producer(
             components,

@@ -46,13 +46,9 @@ class Producer:
         """engines: meter that runs while rollouts or judgements are in flight. clock: the clock of group deadlines."""
         self.judge_version = judge_version
         self.judging_gate = PauseGate(clock)  # while it is held, no judge task begins
+        width = config.rollout_concurrency
         self.playing: Stage[tuple[Group, int]] = Stage(
-            "play",
-            self._play,
-            lambda item: item[0].group_id,
-            width=config.rollout_concurrency,
-            bound=config.rollout_concurrency,
-            shared_meter=engines,
+            "play", self._play, lambda item: item[0].group_id, width=width, bound=width, shared_meter=engines
         )
         self.judging: Stage[tuple[Group, JudgeSession, JudgeTask]] = Stage(
             "judge",

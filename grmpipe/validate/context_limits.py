@@ -107,9 +107,8 @@ def check_judge(
     template = check_template(judge, prompts)
     ahead = judge.principles.kind == "shared"
     num_shown = judge.responses_shown(config.train.group_size)
-    truncates = judge.format.truncation == "middle"
-    principle_tokens = judge.principles.max_new_tokens if ahead else 0
-    extra_tokens = principle_tokens + (0 if truncates else num_shown * response_tokens)
+    shown_tokens = 0 if judge.format.truncation == "middle" else num_shown * response_tokens
+    extra_tokens = shown_tokens + (judge.principles.max_new_tokens if ahead else 0)
 
     def length(prompt: Prompt) -> int:
         empty = ("",) * max(num_shown, len(template.blanks))
@@ -118,12 +117,7 @@ def check_judge(
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
-    what, cut = "question with an answer of rollout.max_new_tokens", ""
-    if truncates:
-        what = "question in the template, without any of the response,"
-    elif not config.env.env_kind.is_single:
-        what = "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)"
-        cut = f"type smaller ones of these, or {judge.key}.format.truncation=middle"
+    what, cut = describe_longest(config, judge)
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
@@ -136,6 +130,18 @@ def check_judge(
         lengths=((prompt, length(prompt)) for prompt in data.train),
         what=what,
         cut=cut,
+    )
+
+
+def describe_longest(config: RunConfig, judge: JudgeConfig) -> tuple[str, str]:
+    """What a judge reads at most, and how to make it shorter; empty: by the keys that it names anyway."""
+    if judge.format.truncation == "middle":
+        return "question in the template, without any of the response,", ""
+    if config.env.env_kind.is_single:
+        return "question with an answer of rollout.max_new_tokens", ""
+    return (
+        "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)",
+        f"type smaller ones of these, or {judge.key}.format.truncation=middle",
     )
 
 
