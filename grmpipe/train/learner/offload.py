@@ -46,11 +46,11 @@ class OffloadingLearner(Learner):
 
     @property
     def sender(self) -> WeightSender:
-        self._assert_has_weights()
+        assert_on_device(self._offloaded_weights)
         return super().sender
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        self._assert_has_weights()
+        assert_on_device(self._offloaded_weights)
         return super().score(token_ids)
 
     def keep_on_device(self, on_device: OnDevice) -> int:
@@ -74,12 +74,9 @@ class OffloadingLearner(Learner):
         if on_device == "nothing" and not self._offloaded_weights.is_offloaded:
             self._offloaded_weights.offload([*self._model.parameters(), *self._model.buffers()])
 
-    def _assert_has_weights(self) -> None:
-        assert not self._offloaded_weights.is_offloaded, "the learner's weights are on the host"
-
     def _assert_has_all(self) -> None:
-        self._assert_has_weights()
-        assert not self._offloaded_rest.is_offloaded, "the optimizer's state is on the host"
+        assert_on_device(self._offloaded_weights)
+        assert_on_device(self._offloaded_rest)
 
     def _state_but_weights(self) -> Iterator[Tensor]:
         """The state that a push doesn't need."""
@@ -88,3 +85,7 @@ class OffloadingLearner(Learner):
         if self._reference is not None:
             yield from self._reference.parameters()
             yield from self._reference.buffers()
+
+
+def assert_on_device(memory: OffloadedMemory) -> None:
+    assert not memory.is_offloaded, "what the learner needs now is on the host"

@@ -7,9 +7,8 @@ KV head, D: head, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from models.lm.lora import find_adapter
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-Attend = Callable[[Tensor], Tensor]  # rotated qkv_PC -> attended heads [P, H * D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +199,7 @@ class FusedDecoder:
         angles = self._angles_at(packed.positions_P)
         x_PC = F.embedding(packed.token_ids_P, self._embedding)
         for index, layer in enumerate(self._layers[:-1]):
-            x_PC = self._attention(layer, x_PC, angles, partial(self._attend_prompts, packed, index))
+            x_PC = x_PC + layer.out(self._attend_prompts(packed, index, self._rotated_qkv(layer, x_PC, angles)))
             x_PC = layer.mlp(x_PC)
         # The last layer's output for a prompt isn't used: only its keys and values are needed.
         qkv_PC = self._rotated_qkv(self._layers[-1], x_PC, angles)
@@ -244,12 +241,9 @@ class FusedDecoder:
 
         x_PC = F.embedding(token_ids_P, self._embedding)
         for index, layer in enumerate(self._layers):
-            x_PC = self._attention(layer, x_PC, angles, partial(attend, index))
+            x_PC = x_PC + layer.out(attend(index, self._rotated_qkv(layer, x_PC, angles)))
             x_PC = layer.mlp(x_PC)
         return x_PC
-
-    def _attention(self, layer: Layer, x_PC: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        return x_PC + layer.out(attend(self._rotated_qkv(layer, x_PC, angles)))
 
     def _rotated_qkv(self, layer: Layer, x_PC: Tensor, angles: Angles) -> Tensor:
         qkv_PC = layer.qkv(layer.before_attention(x_PC))

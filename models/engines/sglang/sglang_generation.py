@@ -120,7 +120,7 @@ class SglangGeneration:
             return
         ticket.aborted = True
         if ticket.rid and not self.paused:
-            self._run_errand(self._interrupt_later(ticket))
+            self._run_errand(_interrupt_later(ticket))
             await self._http.post("/abort_request", {"rid": ticket.rid})
         else:
             ticket.interrupted.set()
@@ -183,10 +183,6 @@ class SglangGeneration:
         if ticket.sampled.finish is None:
             raise EngineDied(f"SGLang at {self._http.url} aborted an answer")
 
-    async def _interrupt_later(self, ticket: SglangRequest) -> None:
-        await asyncio.sleep(ABORT_GRACE_S)
-        ticket.interrupted.set()
-
     def _run_errand(self, errand: Coroutine[Any, Any, Any]) -> None:
         """Run a task that no caller waits for."""
 
@@ -206,3 +202,8 @@ async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _interrupt_later(ticket: SglangRequest) -> None:
+    await asyncio.sleep(ABORT_GRACE_S)
+    ticket.interrupted.set()
