@@ -16,11 +16,3 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(MMAP_THRESHOLD, LARGEST_BYTES)
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def return_freed_memory() -> None:
-    """Give it back to the system, once: what lies between living objects would otherwise grow with the steps, since no
-    two batches have the same shapes.
-    """
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -11,7 +11,7 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.optimizer import WaitingMoments, make_optimizer, schedule_lr, update
 from grmpipe.types import Metrics
-from models.freed_memory import keep_freed_memory, return_freed_memory
+from models.freed_memory import keep_freed_memory
 from models.lm.checkpoint import ShardedSave, load_sharded
 from models.lm.parallel.ranks import choose_device, join_ranks
 from models.stored_files import StoredFile
@@ -78,7 +78,6 @@ class TrainingRank(ABC):
         self._begin_save(directory, in_background=True)
 
     def _begin_save(self, directory: str, *, in_background: bool) -> None:
-        return_freed_memory()
         with self._moments.on_device():
             self._save.begin(directory, self._model, self._optimizer, self._version, in_background=in_background)
 

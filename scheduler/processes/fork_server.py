@@ -31,6 +31,8 @@ from scheduler.processes import fork_client
 
 END_S = 5.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # what Ray sets for a worker with at most one core; here libraries read it first
+# Of glibc's malloc: with one for each thread, free memory between living tensors grows with a learner's steps.
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 _command: ContextVar[str | None] = ContextVar("command", default=None)
 
 
@@ -64,7 +66,7 @@ def fork_workers(modules: Sequence[str]) -> Iterator[None]:
 def _start(modules: Sequence[str], files: Sequence[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *map(str, files), *modules],
-        env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=ONE_ARENA | os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         pass_fds=files,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

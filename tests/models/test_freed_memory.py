@@ -1,11 +1,10 @@
 import resource
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from models.freed_memory import keep_freed_memory, return_freed_memory
+from models.freed_memory import keep_freed_memory
 
 BYTES = 3 << 20  # below the size from which numpy asks for huge pages
 
@@ -23,20 +22,3 @@ def test_memory_that_a_step_freed_costs_the_next_one_no_page_faults() -> None:
     keep_freed_memory()
     count_page_faults()
     assert count_page_faults() < 40 * BYTES / 4096 / 4
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_what_lies_between_living_arrays_can_be_given_back() -> None:
-    keep_freed_memory()
-    arrays = [np.ones(BYTES, dtype=np.uint8) for _ in range(40)]
-    living = arrays[1::2]
-    del arrays
-    before = count_resident()
-    return_freed_memory()
-    assert before - count_resident() > len(living) * BYTES * 0.8
-
-
-def count_resident() -> int:
-    """Bytes."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize()

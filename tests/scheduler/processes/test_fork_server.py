@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,17 @@ import os, sys
 print(os.getppid(), 'colorsys' in sys.modules, sys.argv[1:], os.environ['SEEN'], flush=True)
 """
 STAYS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+COUNTS_ARENAS = """
+import ctypes, os, threading
+held = []
+threads = [threading.Thread(target=lambda: held.append(bytearray(1 << 16))) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os.dup2(1, 2)
+ctypes.CDLL(None).malloc_stats()
+"""
 DRIVER = """
 import subprocess, sys, shlex
 from scheduler.processes.fork_server import fork_workers, worker_command
@@ -72,6 +84,13 @@ def test_a_worker_has_the_modules_and_all_that_ray_gave_it(ask: Callable[..., st
     parent, rest = told.split(" ", 1)
     assert rest == "True ['--a', 'b c'] here\n"
     assert int(parent) != os.getpid()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_the_threads_of_a_worker_share_their_memory(ask: Callable[..., str]) -> None:
+    with fork_workers([MODULE]):
+        told = ask(COUNTS_ARENAS)
+    assert "Arena 0:" in told and "Arena 1:" not in told
 
 
 def test_without_an_answer_the_client_becomes_the_worker(ask: Callable[..., str]) -> None:
