@@ -200,12 +200,13 @@ class ChaoticRun:
         if code in (-KILL, 130):
             return self._signals > 0
         # A signal before the run takes them, after its end, and a second one end the process at once.
-        if code < 0 and (self._signals > 1 or self._struck_in_start or summary.exists()):
+        tail = said[-1500:]
+        unwritten = "summary.json could not be written: No space left" in tail
+        if code < 0 and (self._signals > 1 or self._struck_in_start or summary.exists() or unwritten):
             return True
         if code == 1 and summary.exists() and json.loads(summary.read_text()).get("failure"):
             return True
-        tail = said[-1500:]
-        if code == 1 and "summary.json could not be written: No space left" in tail:
+        if code == 1 and unwritten:
             return True
         if code == 2 and self._was_full and "can't be written to ([Errno 28] No space left" in tail:
             return True

@@ -23,7 +23,8 @@ ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED = "rollouts.jsonl", "judgements.jsonl", "g
 
 class Recorder:
     """Writes the journals, append-only. The operating system has a line when the call returns. I/O errors never
-    surface: `failures` counts them by file.
+    surface: `failures` counts them by file. A rollout whose line could not be written gets no verdict on file either: a
+    resume samples it again under its name, and would take that verdict for the new one's.
 
     `marks` is where the first lines of groups in flight begin: a resume reads from there.
     """
@@ -36,6 +37,7 @@ class Recorder:
         self._groups = Journal(run_dir / GROUPS, run_id=run_id)
         self._trained = Journal(run_dir / TRAINED, run_id=run_id)
         self._begins: dict[str, dict[str, Mark]] = {ROLLOUTS: {}, JUDGEMENTS: {}}  # journal -> group_id -> mark
+        self._unwritten: set[tuple[str, int]] = set()  # group_id and sibling, of groups in flight
         self._guard = Guard()
         self.failures = self._guard.failures
 
@@ -65,13 +67,18 @@ class Recorder:
 
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         """`prompt_index`: the index of the prompt in the order of the data."""
+        self._unwritten.add((rollout.group_id, rollout.sibling))
         with self._guard.watch(self._rollouts.path.name):
             record = encode_rollout(rollout)
             self._note_begin(self._rollouts, rollout.group_id)
             record |= {"prompt_index": prompt_index, "prompt": encode(prompt)}
             self._rollouts.append(pack_numbers(record) if self._compact else record)
+            self._unwritten.discard((rollout.group_id, rollout.sibling))
 
     def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
+        if (rollout.group_id, rollout.sibling) in self._unwritten:
+            self.failures[JUDGEMENTS] += 1
+            return
         with self._guard.watch(self._judgements.path.name):
             who = {"group_id": rollout.group_id, "sibling": rollout.sibling}
             self._note_begin(self._judgements, rollout.group_id)
@@ -82,6 +89,7 @@ class Recorder:
         """Write the end of a group. The line holds only known fields: see GroupEnd."""
         for begins in self._begins.values():
             begins.pop(end.group_id, None)
+        self._unwritten = {key for key in self._unwritten if key[0] != end.group_id}
         with self._guard.watch(self._groups.path.name):
             self._groups.append(without_unknown({**encode(end), "early": end.early or None}))
 

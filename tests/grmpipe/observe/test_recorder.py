@@ -373,6 +373,24 @@ def test_the_disk_being_full_raises_nothing_counts_and_leaves_whole_lines(tmp_pa
     assert len(list(load_rollouts(tmp_path / "rollouts.jsonl"))) == 3
 
 
+def test_a_rollout_that_is_not_on_file_has_no_verdict_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume samples it again under its name: the verdict would become the new one's."""
+    recorder = Recorder(tmp_path)
+    report = JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=1))
+    lost, kept = plain_rollout("g0"), plain_rollout("g1")
+    with monkeypatch.context() as full:
+        full.setattr(Journal, "append", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+        recorder.rollout(0, PROMPT, lost)
+    recorder.rollout(1, PROMPT, kept)
+    for rollout in (lost, kept):
+        recorder.record_verdict(rollout, report)
+    assert recorder.failures == {"rollouts.jsonl": 1, "judgements.jsonl": 1}
+    assert [key for key, _ in load_verdicts(tmp_path / "judgements.jsonl")] == [("g1", 1)]
+    recorder.rollout(0, PROMPT, lost)
+    recorder.record_verdict(lost, report)
+    assert [key for key, _ in load_verdicts(tmp_path / "judgements.jsonl")] == [("g1", 1), ("g0", 1)]
+
+
 def test_half_a_write_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half_full = AppendFile(tmp_path / "x.jsonl")
     half_full.append(b"first\n")
