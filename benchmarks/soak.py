@@ -1,0 +1,112 @@
+"""Memory, step time and files of a long run: whether any of them grows with the steps.
+
+    python benchmarks/soak.py 300 +experiment=tools
+    python benchmarks/soak.py 1000 +experiment=quickstart
+
+Each process's share of memory (PSS) is read every two seconds: its median over the steps from 20 to 25 % of the run,
+and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the last fifth.
+Prints a table for benchmarks/soak.md. Exit code 1 if a process grows by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+MARK = "GRMPIPE_SOAK"  # in the environment of all processes of the run
+EVERY_S = 2.0
+LIMIT = 1.05
+EARLY_AND_LATE = ((0.2, 0.25), (0.95, 1.0))  # shares of the run
+FIFTHS = ((0.2, 0.4), (0.8, 1.0))
+Samples = dict[int, list[tuple[int, int]]]  # process -> (step, MB)
+
+
+def main(num_steps: int, overrides: Sequence[str]) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    run_dir = folder / "run"
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        *overrides,
+        f"train.num_steps={num_steps}",
+        f"run_dir={run_dir}",
+    ]
+    environment = {**os.environ, "WANDB_MODE": "disabled", MARK: str(folder)}
+    process = subprocess.Popen(command, env=environment, cwd=folder)
+    samples: Samples = defaultdict(list)
+    sizes = list[tuple[int, int]]()
+    while process.poll() is None:
+        time.sleep(EVERY_S)
+        step = count_steps(run_dir)
+        sizes.append((step, sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))))
+        for number, memory_mb in read_memory(str(folder)):
+            samples[number].append((step, memory_mb))
+    if process.returncode:
+        return process.returncode
+    names = {process.pid: "driver"} | name_processes(run_dir)
+    print(f"| {' '.join(overrides)}, {num_steps} steps | early | late | ratio |\n|---|---|---|---|")
+    grown = [
+        compare(f"{name}, MB", *(near(samples[number], num_steps, *part) for part in EARLY_AND_LATE))
+        for number, name in names.items()
+    ]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    times = [(line["step"], line["time/step_s"]) for line in lines if "time/step_s" in line]
+    compare("a step, s", *(near(times, num_steps, *part) for part in FIFTHS))
+    rates = list(rates_of(sizes))
+    compare("journals, bytes a step", *(near(rates, num_steps, *part) for part in FIFTHS))
+    return int(max(grown) > LIMIT)
+
+
+def count_steps(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def read_memory(mark: str) -> Iterator[tuple[int, int]]:
+    """Process and MB, of all with the mark in their environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                assert found is not None
+                yield int(folder.name), int(found[1]) // 1024
+        except OSError:  # it has ended
+            continue
+
+
+def name_processes(run_dir: Path) -> dict[int, str]:
+    found = re.findall(r"(\S+) runs in process (\d+)", (run_dir / "run.log").read_text())
+    return {int(number): name for name, number in found}
+
+
+def near(points: Sequence[tuple[int, float]], num_steps: int, begin: float, end: float) -> float:
+    """The median over the steps between two shares of the run."""
+    return median(value for step, value in points if begin * num_steps <= step <= end * num_steps)
+
+
+def rates_of(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, float]]:
+    """Bytes a step, over ten steps each, by the last of them."""
+    first, before = sizes[0]
+    for step, size in sizes[1:]:
+        if step >= first + 10:
+            yield step, (size - before) / (step - first)
+            first, before = step, size
+
+
+def compare(name: str, early: float, late: float) -> float:
+    print(f"| {name} | {early:,.4g} | {late:,.4g} | {late / early:.3f} |", flush=True)
+    return late / early
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
