@@ -31,20 +31,20 @@ class Continuation:
         seed = self.seed_after(params.seed, num_sampled)
         return replace(params, max_new_tokens=params.max_new_tokens - num_sampled, seed=seed)
 
-    def join(self, parts: Sequence[Completion]) -> Completion:
-        """The parts as one completion; it ends as the last part did."""
-        last = parts[-1].versions[-1]
-        token_ids = tuple(token for part in parts for token in part.token_ids)
+    def join(self, pieces: Sequence[Completion]) -> Completion:
+        """The pieces as one completion; it ends as the last piece did."""
+        last = pieces[-1].versions[-1]
+        token_ids = tuple(token for piece in pieces for token in piece.token_ids)
         return Completion(
             token_ids=token_ids,
-            logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+            logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
             text=self.decode(token_ids),
-            finish_reason=parts[-1].finish_reason,
-            versions=join_spans(last.model, _stretches(parts), last.version),
-            experts_TLK=_joined_experts(parts),
-            cached_tokens=parts[0].cached_tokens,
-            drafted_tokens=sum(part.drafted_tokens for part in parts),
-            accepted_tokens=sum(part.accepted_tokens for part in parts),
+            finish_reason=pieces[-1].finish_reason,
+            versions=join_spans(last.model, _stretches(pieces), last.version),
+            experts_TLK=_joined_experts(pieces),
+            cached_tokens=pieces[0].cached_tokens,
+            drafted_tokens=sum(piece.drafted_tokens for piece in pieces),
+            accepted_tokens=sum(piece.accepted_tokens for piece in pieces),
         )
 
 
@@ -57,24 +57,24 @@ class PartialRequest:
         self.num_sampled = 0
         self.moved = False
         self._whole_params = params
-        self._parts: list[Completion] = []
+        self._pieces: list[Completion] = []
 
-    def go_on(self, part: Completion, continuation: Continuation) -> None:
-        """Add a part that an engine sampled."""
+    def go_on(self, piece: Completion, continuation: Continuation) -> None:
+        """Add a piece that an engine sampled."""
         self.moved = True
-        if not part.token_ids:
+        if not piece.token_ids:
             return
-        self._parts.append(part)
-        self.prompt_ids += part.token_ids
-        self.num_sampled += len(part.token_ids)
+        self._pieces.append(piece)
+        self.prompt_ids += piece.token_ids
+        self.num_sampled += len(piece.token_ids)
         self.params = continuation.rest(self._whole_params, self.num_sampled)
 
     def whole(self, last: Completion, continuation: Continuation | None) -> Completion:
-        """The whole completion, with the last part."""
-        if not self._parts:
+        """The whole completion, with the last piece."""
+        if not self._pieces:
             return last
         assert continuation is not None
-        return continuation.join((*self._parts, last))
+        return continuation.join((*self._pieces, last))
 
 
 def can_be_continued(params: SamplingParams) -> bool:
@@ -84,20 +84,20 @@ def can_be_continued(params: SamplingParams) -> bool:
     return not params.stop and params.pattern is None and params.scoring is None
 
 
-def _stretches(parts: Sequence[Completion]) -> Iterator[tuple[int, int, int]]:
-    """(version, start, end) of the spans of all parts, in the whole completion."""
+def _stretches(pieces: Sequence[Completion]) -> Iterator[tuple[int, int, int]]:
+    """(version, start, end) of the spans of all pieces, in the whole completion."""
     offset = 0
-    for part in parts:
-        for span in part.versions:
+    for piece in pieces:
+        for span in piece.versions:
             yield span.version, span.start + offset, span.end + offset
-        offset += len(part.token_ids)
+        offset += len(piece.token_ids)
 
 
-def _joined_experts(parts: Sequence[Completion]) -> np.ndarray | None:
-    """The joined experts. Each part begins with the tokens of those before it: each token keeps its first experts."""
+def _joined_experts(pieces: Sequence[Completion]) -> np.ndarray | None:
+    """The joined experts. Each piece begins with the tokens of those before it: each token keeps its first experts."""
     joined: np.ndarray | None = None
-    for part in parts:
-        if part.experts_TLK is None:
+    for piece in pieces:
+        if piece.experts_TLK is None:
             return None
-        joined = part.experts_TLK if joined is None else np.concatenate([joined, part.experts_TLK[len(joined) :]])
+        joined = piece.experts_TLK if joined is None else np.concatenate([joined, piece.experts_TLK[len(joined) :]])
     return joined

@@ -69,28 +69,28 @@ async def start_routers(
     """
     models = prepared.models if models is None else models
     parts = await asyncio.gather(
-        *(start(cluster, group, prepared, events) for start, group in start_groups(models, prepared.roles))
+        *(start(cluster, some, prepared, events) for start, some in find_started_together(models, prepared.roles))
     )
     return ServingEngines.join(parts, [model.name for model in models])
 
 
-StartGroup = Callable[[Cluster, Sequence[Model], Prepared, EventSink], Awaitable[ServingEngines]]
+StartTogether = Callable[[Cluster, Sequence[Model], Prepared, EventSink], Awaitable[ServingEngines]]
 
 
-def start_groups(models: Sequence[Model], roles: Roles) -> list[tuple[StartGroup, list[Model]]]:
+def find_started_together(models: Sequence[Model], roles: Roles) -> list[tuple[StartTogether, list[Model]]]:
     """The models that are started together, and how: those on one engine, those that take turns on the devices of a
     pool, and each of the others.
     """
-    groups: dict[tuple[StartGroup, str], list[Model]] = {}
+    together: dict[tuple[StartTogether, str], list[Model]] = {}
     for model in models:
         role = roles.served[model.name]
         if role.shares_with:
-            groups.setdefault((start_shared, role.pool), []).append(model)
+            together.setdefault((start_shared, role.pool), []).append(model)
         elif role.is_time_shared:
-            groups.setdefault((start_in_turn, role.pool), []).append(model)
+            together.setdefault((start_in_turn, role.pool), []).append(model)
         else:
-            groups[start_alone, model.name] = [model]
-    return [(start, group) for (start, _), group in groups.items()]
+            together[start_alone, model.name] = [model]
+    return [(start, some) for (start, _), some in together.items()]
 
 
 async def start_alone(

@@ -12,7 +12,7 @@ from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.run.build.engines import ServingEngines, read_by
-from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedGrm
+from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.prepare import Prepared
@@ -112,7 +112,7 @@ async def make_policy_updates(
             first = await read_by(next(iter(engines.members.alive.values())), model, prepared)
             sync = WeightSync(first, first.probe_ids, first.config, transport="files")
             grms.append(
-                UpdatedGrm(
+                UpdatedModel(
                     name=model.name,
                     after=after,
                     engines=engines,

@@ -442,14 +442,14 @@ class RunningBatch:
 
 
 def _prefilled_together(ends: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
-    """Indices in parts that go through the model together: of like length, and of like length with what is cached."""
-    parts: list[list[int]] = []
+    """Indices by what goes through the model together: of like length, and of like length with what is cached."""
+    together: list[list[int]] = []
     for continued in (False, True):
         some = [i for i, start in enumerate(starts) if (start > 0) == continued]
         for whole in bin_by_length([ends[i] for i in some]):
             alike = [some[i] for i in whole]
-            parts += [[alike[i] for i in part] for part in bin_by_length([ends[i] - starts[i] for i in alike])]
-    return parts
+            together += [[alike[i] for i in some] for some in bin_by_length([ends[i] - starts[i] for i in alike])]
+    return together
 
 
 def first_alike(lengths: Sequence[int], budget: int) -> int:
@@ -465,7 +465,7 @@ def first_alike(lengths: Sequence[int], budget: int) -> int:
 
 
 def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """The rows in parts whose cached tokens fit the budget, or single rows."""
+    """The rows in stretches whose cached tokens fit the budget, or single rows."""
     stretches: list[list[Row]] = []
     left = 0
     for row in rows:

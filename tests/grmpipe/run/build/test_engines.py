@@ -17,12 +17,12 @@ from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.run.build.engines import (
-    StartGroup,
+    StartTogether,
+    find_started_together,
     other_seed,
     read_stored_weights,
     same_seed,
     start_alone,
-    start_groups,
     start_in_turn,
     start_shared,
 )
@@ -236,11 +236,11 @@ def three_models(swap: str) -> tuple[RunConfig, Sequence[Model]]:
 
 
 @pytest.mark.parametrize(("swap", "together"), [("sleep", start_in_turn), ("weights", start_shared)])
-def test_judge_with_its_own_devices_neither_sleeps_nor_swaps(swap: str, together: StartGroup) -> None:
+def test_judge_with_its_own_devices_neither_sleeps_nor_swaps(swap: str, together: StartTogether) -> None:
     config, models = three_models(swap)
     _, roles = seat_roles(config)
-    groups = [(start, [model.name for model in group]) for start, group in start_groups(models, roles)]
-    assert groups == [(together, ["policy", "grm"]), (start_alone, ["second"])]
+    found = [(start, [model.name for model in some]) for start, some in find_started_together(models, roles)]
+    assert found == [(together, ["policy", "grm"]), (start_alone, ["second"])]
 
 
 def test_untrained_models_on_one_engine_are_each_read_once_and_the_owners_weights_stay() -> None:
