@@ -10,6 +10,7 @@ Prints a table for benchmarks/soak.md. Exit code 1 if a process grows by more th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -109,4 +110,8 @@ def compare(name: str, early: float, late: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_steps", type=int)
+    parser.add_argument("overrides", nargs="+")
+    args = parser.parse_args()
+    sys.exit(main(args.num_steps, args.overrides))
