@@ -46,7 +46,6 @@ from faults.scenarios import NUM_SIBLINGS, SCENARIOS, Scenario, prepare
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "chaos.md"
 MARK = "GRMPIPE_CHAOS"  # in the environment of all processes of a run
-LIMIT_S = 180.0  # of a process, from its start to its end
 OWN_ENDS, ENDS_AFTER_S = (0, 1, 2, 130), 10.0  # a process that ends by itself does so soon after its last word
 OF_LIBRARIES = ("ray", "torchinductor", "vllm_dist_")  # logs, a cache, and a store that a killed process can't remove
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
@@ -88,6 +87,7 @@ class ChaoticRun:
         self._folder, self.run_dir, self._mark = folder, folder / "disk" / "run", f"{os.getpid()}-{seed}"
         self._strikes, self._so_far, self._memory = strikes, so_far, memory
         self._left = self._random.randint(1, 3)  # faults
+        self._limit_s = scenario.limit_s
         self._signals, self._struck_in_start = 0, False  # of the present process
         self._was_full = self._read_only = False
         launch = str(ROOT / "launch.py")
@@ -117,7 +117,12 @@ class ChaoticRun:
     def _start_read_only(self) -> None:
         """A start that can't write its files ends at once, and says why."""
         refused = subprocess.run(
-            self._command, cwd=self._folder, env=self._environment, capture_output=True, timeout=LIMIT_S, check=False
+            self._command,
+            cwd=self._folder,
+            env=self._environment,
+            capture_output=True,
+            timeout=self._limit_s,
+            check=False,
         )
         self.outcome.ends.append(str(refused.returncode))
         if refused.returncode not in (1, 2) or b"Read-only file system" not in refused.stdout + refused.stderr:
@@ -146,7 +151,7 @@ class ChaoticRun:
             self._strike(target, [kind for kind in self._strikes if not (in_start and kind == SECOND)])
         still_runs = target.is_running
         try:
-            code = process.wait(max(1.0, LIMIT_S - (time.monotonic() - began_s)))
+            code = process.wait(max(1.0, self._limit_s - (time.monotonic() - began_s)))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, KILL)
             return None
@@ -160,7 +165,7 @@ class ChaoticRun:
         """Wait for a random moment, of the start or when so many rollouts are on file. False if it ended before."""
         wanted, in_start = self._random.randint(0, NUM_SIBLINGS), self._random.random() < 0.25
         until_s, journal = began_s + self._random.uniform(0, 8), self.run_dir / "rollouts.jsonl"
-        while target.is_running and time.monotonic() - began_s < LIMIT_S / 2:
+        while target.is_running and time.monotonic() - began_s < self._limit_s / 2:
             if in_start and time.monotonic() > until_s:
                 return True
             if not in_start and journal.exists() and journal.read_bytes().count(b"\n") >= wanted:
@@ -194,7 +199,7 @@ class ChaoticRun:
     def _may_go_on(self, code: int | None) -> bool:
         """Whether a process ended as it may: by our kill, interrupted, or failed with a cause on file."""
         if code is None:
-            self.outcome.lost.append(f"a process did not end within {LIMIT_S:.0f} s")
+            self.outcome.lost.append(f"a process did not end within {self._limit_s:.0f} s")
             return False
         summary, said = self.run_dir / "summary.json", (self._folder / "output.txt").read_text(errors="replace")
         if code in (-KILL, 130):

@@ -41,7 +41,7 @@ ON_VLLM = ("+experiment=quickstart", "cluster=ray", "engine=vllm", "engine.vllm.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """roles: the seats with processes of their own. judges_outside: one of its judges is behind a hostile endpoint.
-    needs: a package.
+    needs: a package. limit_s: of a process, from its start to its end.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Scenario:
     roles: tuple[str, ...] = ()
     judges_outside: bool = False
     needs: str = "grmpipe"
+    limit_s: float = 180.0
 
 
 ALL_SCENARIOS = (
@@ -62,7 +63,7 @@ ALL_SCENARIOS = (
     Scenario(name="tools", overrides=TOOLS),
     Scenario(name="co-training", overrides=COTRAIN),
     Scenario(name="tools on hosts", overrides=HOSTS, roles=("policy-0", "env-0", "learner-0")),
-    Scenario(name="vLLM", overrides=ON_VLLM, roles=("policy-0", "grm-0", "learner-0"), needs="vllm"),
+    Scenario(name="vLLM", overrides=ON_VLLM, roles=("policy-0", "grm-0", "learner-0"), needs="vllm", limit_s=600),
 )
 SCENARIOS = [one for one in ALL_SCENARIOS if find_spec(one.needs)]
 
