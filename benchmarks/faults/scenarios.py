@@ -13,7 +13,7 @@ NUM_STEPS = 6
 NUM_SIBLINGS = NUM_STEPS * 4 * 4
 COMMON = (
     f"train.num_steps={NUM_STEPS}", "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=1",
-    "data.num_eval_prompts=4", "judge_monitor.every=0", "tracking=none", "rollout.pause_s=1", "judge_monitor.pause_s=1",
+    "data.num_eval_prompts=4", "judge_monitor.every=0", "tracking=none", "rollout.pause_s=1",
     "slots.health.hung_after_s=6", "slots.health.check_every_s=1", "sync.deadline_s=20",
 )  # fmt: skip
 JURY = (

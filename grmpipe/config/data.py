@@ -52,7 +52,9 @@ class RolloutConfig(Bounded):
     # [share] Share of the last 32 groups that the policy's engines fail, above which no group is opened for pause_s; if
     # it is exceeded again, the run stops.
     max_failure_rate: float = above_0_to_1(0.5)
-    pause_s: float = at_least(0, 30.0)  # Length of a pause, in which no group is opened.
+    # Length of a pause after too many failures: of engines or environments, in which no group is opened; of judges, in
+    # which none is judged.
+    pause_s: float = at_least(0, 30.0)
 
     def make_thinking_budget(self) -> ThinkingBudget | None:
         """How long the policy may think in a turn. None: as long as it likes."""

@@ -176,9 +176,8 @@ class EnvConfig(Bounded):
     # [characters] Longest message of the environment; the middle of a longer one is left out.
     max_observation_chars: int = at_least(1, 8000)
     # [share] Share of the last 64 episodes that failed in all their attempts, above which no group is opened for
-    # pause_s; if it is exceeded again, the run stops.
+    # rollout.pause_s; if it is exceeded again, the run stops.
     max_failure_rate: float = above_0_to_1(0.5)
-    pause_s: float = at_least(0, 30.0)  # Length of a pause, in which no group is opened.
     # Module and name of further exceptions that are the policy's doing, as my_agent.TooManyMoves: one of them, or of
     # their subclasses, ends an episode after the policy's first turn; it is judged as it is. Those of known agent
     # frameworks (docs/agents.md) count by themselves.

@@ -17,7 +17,7 @@ class LimitConfig(Bounded):
     metric: str = ""  # Name of the metric, such as judge/score_length_correlation.
     above: float | None = None  # Largest value without an alarm; null: no upper bound.
     below: float | None = None  # Smallest value without an alarm; null: no lower bound.
-    # If the limit is exceeded: an alarm (warn); an alarm that pauses judging for judge_monitor.pause_s, and ends the
+    # If the limit is exceeded: an alarm (warn); an alarm that pauses judging for rollout.pause_s, and ends the
     # run if it soon fires again (pause); or the end of the run (stop).
     action: str = one_of(ACTIONS, "warn")
 
@@ -42,7 +42,6 @@ LIMITS_OF_COMPARING = {
 class JudgeMonitorConfig(Bounded):
     """Monitoring of the judge during a run. These judgements enter no training and no count of judgements."""
 
-    pause_s: float = at_least(0, 30.0)  # Length of a pause of judging.
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
     anchors: int = at_least(1, 64)
     anchor_every: int = at_least(1, 10)  # [steps] Interval between evaluations on held-out prompts.

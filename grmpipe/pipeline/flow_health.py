@@ -29,7 +29,7 @@ class FlowHealth:
             "rolling out",
             max_failure_rate=config.rollout_max_failure_rate,
             window=GROUPS_IN_VIEW,
-            pause_s=config.rollout_pause_s,
+            pause_s=config.pause_s,
             counted="groups",
             key="rollout.max_failure_rate",
         )
@@ -37,7 +37,7 @@ class FlowHealth:
             "playing",
             max_failure_rate=config.env_max_failure_rate,
             window=EPISODES_IN_VIEW,
-            pause_s=config.env_pause_s,
+            pause_s=config.pause_s,
             counted="episodes",
             key="env.max_failure_rate",
         )

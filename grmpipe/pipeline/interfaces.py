@@ -121,9 +121,8 @@ class FlowConfig:
     seed: int
     group_prefix: str = "g"  # of group_ids; each of two flows in one run has its own
     rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: no limit
-    rollout_pause_s: float = 30.0
     env_max_failure_rate: float = 1.0  # of episodes that the environment fails; 1: no limit
-    env_pause_s: float = 30.0
+    pause_s: float = 30.0  # after too many of either
     fails_truncated: bool = False  # a truncated rollout is a failed one
     max_skipped_steps: int = 0  # batches that may be dropped because their numbers aren't finite
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
@@ -156,9 +155,8 @@ class FlowConfig:
             judge_concurrency=judge_concurrency,
             seed=seed,
             rollout_max_failure_rate=rollout.max_failure_rate,
-            rollout_pause_s=rollout.pause_s,
             env_max_failure_rate=env.max_failure_rate,
-            env_pause_s=env.pause_s,
+            pause_s=rollout.pause_s,
             max_zero_advantage_groups=int(algorithm.dynamic_sampling_batches * train.groups_per_batch),
             algorithm=algorithm,
             deterministic=train.deterministic,

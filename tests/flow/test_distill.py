@@ -50,7 +50,7 @@ def test_a_teacher_behind_an_endpoint_scores_as_one_here_and_what_it_refuses_has
         assert len(server.asked) == 17, "one was asked again"
         server.without = True
         with pytest.raises(RunFailed, match=r"gave no prompt_logprobs, which a teacher's endpoint must give"):
-            small_run(*outside, "judge_monitor.pause_s=0", run_dir="without")
+            small_run(*outside, "rollout.pause_s=0", run_dir="without")
 
 
 def test_without_a_reward_nothing_on_file_is_a_reward_of_0(small_run: Callable) -> None:

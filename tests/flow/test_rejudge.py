@@ -23,7 +23,7 @@ from grmpipe.types import Judge, Prompt, Rollout
 
 @pytest.fixture(scope="module")
 def recorded(run_once: Callable[..., Any]) -> Any:
-    return run_once("train.num_steps=2", "judge_monitor.pause_s=0.01", run_dir="recorded")
+    return run_once("train.num_steps=2", "rollout.pause_s=0.01", run_dir="recorded")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Cal
 def test_a_killed_rejudging_continues_and_another_question_needs_another_name(
     recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = rejudge("unthinned", "judge=rule")
+    whole = rejudge("unbroken", "judge=rule")
     killed = rejudge("killed", "judge=rule")
     lines = (killed.run_dir / "judgements.jsonl").read_text().splitlines(keepends=True)
     (killed.run_dir / "judgements.jsonl").write_text("".join(lines[:6]) + lines[6][:40])  # one group, half of another

@@ -169,7 +169,7 @@ def test_an_endpoint_that_refuses_stops_the_run_with_its_words(
 ) -> None:
     monkeypatch.setenv("THE_KEY", "key-of-a-filter")
     with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*declined"):
-        small_run(*outside, "judge.limits.failure_window=8", "judge_monitor.pause_s=0.1", "data.num_eval_prompts=1")
+        small_run(*outside, "judge.limits.failure_window=8", "rollout.pause_s=0.1", "data.num_eval_prompts=1")
 
 
 @pytest.mark.parametrize("task", ["train", "evaluate"])

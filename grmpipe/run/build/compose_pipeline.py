@@ -94,7 +94,7 @@ def compose_health(config: RunConfig) -> ServiceHealth:
         "judging",
         max_failure_rate=judge.max_failure_rate,
         window=judge.limits.failure_window,
-        pause_s=config.judge_monitor.pause_s,
+        pause_s=config.rollout.pause_s,
         counted="verdicts",
         key=f"{judge.key}.max_failure_rate",
     )
@@ -122,7 +122,7 @@ def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:
         "judging",
         max_failure_rate=config.algorithm.distill.max_failure_rate,
         window=config.main_judge.limits.failure_window,
-        pause_s=config.judge_monitor.pause_s,
+        pause_s=config.rollout.pause_s,
         counted="scores of teachers",
         key="algorithm.distill.max_failure_rate",
     )

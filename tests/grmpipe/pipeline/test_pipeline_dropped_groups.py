@@ -71,7 +71,7 @@ def hanging(context: RequestContext) -> int:
 def test_a_policy_that_brings_no_rollout_pauses_and_then_stops_the_run_with_the_last_words(
     lengths: Callable[[RequestContext], int], words: str
 ) -> None:
-    bench = Bench(flow(rollout_max_failure_rate=0.5, rollout_pause_s=5.0), lengths=lengths)
+    bench = Bench(flow(rollout_max_failure_rate=0.5, pause_s=5.0), lengths=lengths)
     with pytest.raises(Unfit, match=rf"rollout\.max_failure_rate=0\.5\), again after a pause of 5 s: {words}"):
         bench.run()
     assert len(bench.journal.ends) < 40
@@ -81,7 +81,7 @@ def test_policy_that_recovers_during_the_pause_continues() -> None:
     def lengths(context: RequestContext) -> int:
         return 20 if asyncio.get_running_loop().time() > 3.0 else refusing_all(context)
 
-    bench = Bench(flow(rollout_max_failure_rate=0.5, rollout_pause_s=5.0), lengths=lengths)
+    bench = Bench(flow(rollout_max_failure_rate=0.5, pause_s=5.0), lengths=lengths)
     ledger = bench.run().ledger
     assert (ledger.trained, ledger.dropped) == (24, {"rollout_refused": 8})
 

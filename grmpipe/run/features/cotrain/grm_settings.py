@@ -74,7 +74,7 @@ def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> 
         seed=config.seed,
         group_prefix=NAME_IN_SEEDS,
         rollout_max_failure_rate=config.rollout.max_failure_rate,
-        rollout_pause_s=config.rollout.pause_s,
+        pause_s=config.rollout.pause_s,
         max_zero_advantage_groups=int(cotrain.dynamic_sampling_batches * train.groups_per_batch),
         algorithm=grm_algorithm(cotrain),
     )
