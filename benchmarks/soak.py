@@ -3,8 +3,8 @@
     python benchmarks/soak.py 300 +experiment=tools
     python benchmarks/soak.py 1000 +experiment=quickstart
 
-Each process's share of memory (PSS) is read every two seconds: its median over the steps from 20 to 25 % of the run,
-and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the last fifth.
+The memory of each process (anonymous pages) is read every two seconds: its median over the steps from 20 to 25 % of
+the run, and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the last fifth.
 Prints a table for benchmarks/soak.md. Exit code 1 if a process grows by more than 5 %.
 """
 
@@ -78,7 +78,7 @@ def read_memory(mark: str) -> Iterator[tuple[int, int]]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+                found = re.search(r"^Anonymous:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
                 assert found is not None
                 yield int(folder.name), int(found[1]) // 1024
         except OSError:  # it has ended
