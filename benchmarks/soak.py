@@ -4,8 +4,8 @@
     python benchmarks/soak.py 1000 +experiment=quickstart
 
 The memory of each process (anonymous pages) is read every two seconds: its median over the steps from 20 to 25 % of
-the run, and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the last fifth.
-Prints a table for benchmarks/soak.md. Exit code 1 if a process grows by more than 5 %.
+the run, and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the
+last fifth. Prints a table for benchmarks/soak.md. Exit code 1 if a process grows by more than 5 %.
 """
 
 from __future__ import annotations
