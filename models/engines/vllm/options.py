@@ -25,6 +25,8 @@ WORKER_EXTENSION = "models.engines.vllm.vllm_worker.WeightReceiver"
 WEIGHT_BACKEND, ADAPTER_BACKEND = "grmpipe", "grmpipe_adapters"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
 SOCKETS = "VLLM_RPC_BASE_PATH"
+SOCKET_NAME_BYTES = 37  # a slash and a UUID
+MAX_PATH_BYTES = 107  # of a socket, by the kernel
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
 CPU_KV_CACHE_MB = 256
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3, "prompt_lookup_max": 6}
@@ -197,6 +199,15 @@ def make_environment(start: VllmStart, sockets: str) -> dict[str, str]:
     return environment
 
 
+def make_socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for vLLM's sockets: in /tmp where the path of the temporary folder is too long for one."""
+    folder = tempfile.TemporaryDirectory(prefix="grmpipe-")
+    if len(os.fsencode(folder.name)) + SOCKET_NAME_BYTES <= MAX_PATH_BYTES:
+        return folder
+    folder.cleanup()
+    return tempfile.TemporaryDirectory(prefix="grmpipe-", dir="/tmp")
+
+
 def start_async_llm(start: VllmStart) -> AsyncLLM:
     """Start vLLM; blocks for seconds. This process's environment isn't changed. Sockets between vLLM's processes, which
     it leaves on the disk, lose their paths once they are connected.
@@ -204,7 +215,7 @@ def start_async_llm(start: VllmStart) -> AsyncLLM:
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
-    with tempfile.TemporaryDirectory(prefix="grmpipe-") as sockets, _environment(make_environment(start, sockets)):
+    with make_socket_folder() as sockets, _environment(make_environment(start, sockets)):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

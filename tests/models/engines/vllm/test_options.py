@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -18,6 +20,7 @@ from models.engines.vllm.options import (
     check_vllm_options,
     make_arguments,
     make_environment,
+    make_socket_folder,
 )
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VLLM_QUANTIZATIONS, VllmConfig
@@ -116,6 +119,15 @@ def test_a_cpu_engine_has_the_threads_it_was_given_and_chooses_no_cores() -> Non
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     assert "OMP_NUM_THREADS" not in make_environment(start_of(VllmConfig(), "cuda"), "/sockets")
+
+
+def test_sockets_are_where_their_paths_are_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = tmp_path / ("x" * 80)
+    far.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(far))
+    with make_socket_folder() as folder:
+        assert len(f"{folder}/{uuid4()}") <= 107 and os.access(folder, os.W_OK)
+    assert list(far.iterdir()) == [] and not Path(folder).exists()
 
 
 def test_a_window_above_the_models_is_refused(model_path: str) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,36 +69,41 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """The folder of an owner's temporary files, with a path that is short enough for a socket's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def owner_of_an_engine(folder: Path, model_path: str, does: str) -> subprocess.Popen[str]:
-    """Its temporary files are in the folder "t"."""
     script = folder / "owner.py"
     script.write_text(ENGINE + does)
-    (folder / "t").mkdir()
-    environment = {**os.environ, "TMPDIR": str(folder / "t")}
+    environment = {**os.environ, "TMPDIR": str(folder)}
     return subprocess.Popen([sys.executable, script, model_path], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def files_left(folder: Path) -> list[str]:
     """But for torch's cache and torch's store, which a process that is killed can't remove."""
-    theirs = ("torchinductor", "vllm_dist_")
-    return [path.name for path in (folder / "t").iterdir() if not path.name.startswith(theirs)]
+    theirs = ("owner.py", "torchinductor", "vllm_dist_")
+    return [path.name for path in folder.iterdir() if not path.name.startswith(theirs)]
 
 
-def test_killed_core_fails_present_and_later_requests_and_its_owner_can_end(model_path: str, tmp_path: Path) -> None:
-    owner = owner_of_an_engine(tmp_path, model_path, KILLS_ITS_CORE)
+def test_killed_core_fails_present_and_later_requests_and_its_owner_can_end(model_path: str, temporary: Path) -> None:
+    owner = owner_of_an_engine(temporary, model_path, KILLS_ITS_CORE)
     out, _ = owner.communicate(timeout=240)
     assert owner.returncode == 0
     *told, seconds = [line for line in out.splitlines() if "ERROR" not in line]
     assert len(told) == 8
     assert all("policy died" in line and "was killed by signal 9" in line for line in told)
     assert float(seconds) < 10
-    assert files_left(tmp_path) == []
+    assert files_left(temporary) == []
 
 
 def test_a_core_ends_with_its_owner_and_sleeping_on_a_cpu_frees_nothing_and_says_so(
-    model_path: str, tmp_path: Path
+    model_path: str, temporary: Path
 ) -> None:
-    owner = owner_of_an_engine(tmp_path, model_path, SLEEPS_AND_WAITS)
+    owner = owner_of_an_engine(temporary, model_path, SLEEPS_AND_WAITS)
     assert owner.stdout is not None
     core, freed, kept_waiting = owner.stdout.readline().split()
     owner.kill()
@@ -106,7 +113,7 @@ def test_a_core_ends_with_its_owner_and_sleeping_on_a_cpu_frees_nothing_and_says
     while alive(int(core)):
         assert time.monotonic() < deadline_s, f"process {core} outlived its owner"
         time.sleep(0.1)
-    assert files_left(tmp_path) == []
+    assert files_left(temporary) == []
 
 
 def alive(process_id: int) -> bool:
