@@ -223,7 +223,7 @@ class ChaoticRun:
         return log.stat().st_size if log.exists() else 0
 
     def _strike_at_rest(self) -> None:
-        if not self.run_dir.is_dir() or self._random.random() < 0.5:
+        if not self.run_dir.is_dir() or self._random.random() < 0.2:
             return
         for kind in self._in_turn(AT_REST):
             if (hit := AT_REST[kind](self.run_dir, self._random)) is not None:
