@@ -189,7 +189,7 @@ class Summary:
     changes: tuple[str, ...] = ()  # of the configuration, by resumes
     # By file: lines that the last process could not write.
     journal_failures: Mapping[str, int] = field(default_factory=dict)
-    run_id: str = ""  # also in run.json, in checkpoints, and in each line of a journal with checksums
+    run_id: str = ""  # also in run.json, checkpoints, run.log, report, timeline, and each line of a journal
     failure: str | None = None  # the first cause, in plain words; only when failed
 
     def __post_init__(self) -> None:
