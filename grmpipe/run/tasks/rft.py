@@ -30,6 +30,7 @@ from grmpipe.run.build.start import RunComponents, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import prefix_names
 from grmpipe.run.run_context import Run, RunContext
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
@@ -131,7 +132,7 @@ class Sampling:
         """The critiques to imitate, in the order of the judging tasks."""
         known = {record["prompt_id"]: record for record in read_journal(self._path)}
         judging_tasks = [self._prepared.prompts.at(prompt_index) for prompt_index in range(len(self._prepared.prompts))]
-        journal = Journal(self._path)
+        journal = Journal(self._path, run_id=read_run_id(self._path.parent))
         try:
             async with raise_first_failure() as tasks:
                 for judging_task in judging_tasks:

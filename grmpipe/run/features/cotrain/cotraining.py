@@ -38,6 +38,7 @@ from grmpipe.run.features.cotrain.grm_settings import (
 )
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.features.cotrain.pacing import StepPacer
+from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import void_steps_after
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
@@ -83,8 +84,9 @@ class CoTraining:
             pipeline_state or PipelineState(), version=grm.learner.version, in_flight={}
         )
         self._events = events
-        void_steps_after(run_dir / FOLDER / role, self._pipeline_state.version, {})  # they are made again
-        self._recorder = Recorder(run_dir / FOLDER / role, compact=config.journals.compact)
+        folder, run_id = run_dir / FOLDER / role, read_run_id(run_dir)
+        void_steps_after(folder, self._pipeline_state.version, {}, run_id)  # they are made again
+        self._recorder = Recorder(folder, run_id, compact=config.journals.compact)
         self._pacer = StepPacer(
             warmup_steps=self._cotrain.warmup_steps,
             grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,
