@@ -73,7 +73,7 @@ class CheckpointWriter:
 
 
 def sync_journals(run_dir: Path) -> None:
-    """Return once all journals of a run are on the disk, as they are now."""
-    for path in run_dir.rglob("*.jsonl"):
+    """Return once all journals of a run are on the disk, as they are now. A link to a device is none."""
+    for path in filter(Path.is_file, run_dir.rglob("*.jsonl")):
         with contextlib.suppress(FileNotFoundError):  # of a rollout that has just ended
             sync_file(path)

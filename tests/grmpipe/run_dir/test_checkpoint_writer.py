@@ -48,8 +48,9 @@ async def turns() -> None:
 
 
 def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # which can't be synced
     async def run() -> None:
-        checkpoints = Checkpoints(directory=tmp_path, keep=2)
+        checkpoints = Checkpoints(directory=tmp_path / "checkpoints", keep=2)
         writer = CheckpointWriter(checkpoints)
         policy, critic = begin(writer, checkpoints, 2)
         policy.disk.set_result(None)
@@ -58,8 +59,8 @@ def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> 
         assert checkpoints.find().checkpoint is None, "the critic's is still written"
         critic.disk.set_result(None)
         await writer.settle()
-        assert checkpoints.find().checkpoint == tmp_path / "step_2"
-        assert {path.name for path in (tmp_path / "step_2").iterdir()} == {
+        assert checkpoints.find().checkpoint == tmp_path / "checkpoints" / "step_2"
+        assert {path.name for path in (tmp_path / "checkpoints" / "step_2").iterdir()} == {
             "critic", "learner", "manifest.json", "run_state.json"
         }  # fmt: skip
 
@@ -68,7 +69,7 @@ def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> 
 
 def test_failed_write_is_reported_at_the_next_step_and_publishes_nothing(tmp_path: Path) -> None:
     async def run() -> None:
-        checkpoints = Checkpoints(directory=tmp_path, keep=2)
+        checkpoints = Checkpoints(directory=tmp_path / "checkpoints", keep=2)
         writer = CheckpointWriter(checkpoints)
         policy, critic = begin(writer, checkpoints, 2)
         critic.disk.set_result(None)
@@ -98,7 +99,7 @@ def test_run_dir_deleted_during_a_write_is_reported(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_lets_its_last_checkpoint_end_and_one_that_is_killed_does_not(tmp_path: Path) -> None:
     async def run() -> None:
-        checkpoints = Checkpoints(directory=tmp_path, keep=2)
+        checkpoints = Checkpoints(directory=tmp_path / "checkpoints", keep=2)
         writer = CheckpointWriter(checkpoints)
         begin(writer, checkpoints, 2)
         await writer.close(wait=False)
@@ -106,7 +107,7 @@ def test_a_run_that_fails_lets_its_last_checkpoint_end_and_one_that_is_killed_do
         for learner in begin(writer, checkpoints, 4):
             learner.disk.set_result(None)
         await writer.close(wait=True)
-        assert checkpoints.find().checkpoint == tmp_path / "step_4"
+        assert checkpoints.find().checkpoint == tmp_path / "checkpoints" / "step_4"
 
     asyncio.run(run())
 
