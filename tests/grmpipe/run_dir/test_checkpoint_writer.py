@@ -49,6 +49,7 @@ async def turns() -> None:
 
 def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # which can't be synced
+
     async def run() -> None:
         checkpoints = Checkpoints(directory=tmp_path / "checkpoints", keep=2)
         writer = CheckpointWriter(checkpoints)
