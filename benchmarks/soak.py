@@ -5,7 +5,8 @@
 
 The memory of each process (anonymous pages) is read every two seconds: its median over the steps from 20 to 25 % of
 the run, and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the
-last fifth. Prints a table for benchmarks/soak.md. Exit code 1 if a process grows by more than 5 %.
+last fifth. Prints a table for benchmarks/soak.md, and removes the run, unless it failed. Exit code 1 if a process grows
+by more than 5 %.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -65,6 +67,7 @@ def main(num_steps: int, overrides: Sequence[str]) -> int:
     compare("a step, s", *(near(times, num_steps, *part) for part in FIFTHS))
     rates = list(rates_of(sizes))
     compare("journals, bytes a step", *(near(rates, num_steps, *part) for part in FIFTHS))
+    shutil.rmtree(folder)
     return int(max(grown) > LIMIT)
 
 

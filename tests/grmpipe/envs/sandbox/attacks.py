@@ -23,8 +23,19 @@ HUSH = "GRMPIPE_HUSH"
 BY_FILTER = ("its environment's answers", "sockets of the machine")  # held by system calls alone, so in containers too
 ATTACKS: dict[str, dict[str, str]] = {
     "its environment's answers": {
-        "takes descriptors": "print('took', call(438, os.pidfd_open(env), 1, 0))",
-        "opens descriptors": "print([os.open(f'/proc/{env}/fd/{n}', os.O_WRONLY) for n in range(1, 9)])",
+        "takes descriptors": """
+            for number in range(1, 9):
+                try:
+                    print('took', call(438, os.pidfd_open(env), number, 0))
+                except OSError:
+                    pass""",
+        "opens descriptors": """
+            for number in range(1, 9):
+                for how in (os.O_RDONLY, os.O_WRONLY):
+                    try:
+                        print(os.open(f'/proc/{env}/fd/{number}', how))
+                    except OSError:
+                        pass""",
         "writes a file of memory": "print(open(f'/proc/{env}/mem', 'r+b'))",
         "reads memory": """
             there = ctypes.create_string_buffer(16)
