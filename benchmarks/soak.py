@@ -4,9 +4,9 @@
     python benchmarks/soak.py 1000 +experiment=quickstart
 
 The memory of each process (anonymous pages) is read every two seconds: its median over the steps from 20 to 25 % of
-the run, and over the last 5 %. Step times and bytes per step are compared in the same way, over the second and the
-last fifth. Prints a table for benchmarks/soak.md, and removes the run, unless it failed. Exit code 1 if a process grows
-by more than 5 %.
+the run, and over the last 5 %. Step times and bytes per step are means over the second and over the last fifth: steps
+take turns at being long and short. Prints a table for benchmarks/soak.md, and removes the run, unless it failed. Exit
+code 1 if a process grows by more than 5 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 ROOT = Path(__file__).parents[1]
 MARK = "GRMPIPE_SOAK"  # in the environment of all processes of the run
@@ -59,14 +59,14 @@ def main(num_steps: int, overrides: Sequence[str]) -> int:
     names = {process.pid: "driver"} | name_processes(run_dir)
     print(f"| {' '.join(overrides)}, {num_steps} steps | early | late | ratio |\n|---|---|---|---|")
     grown = [
-        compare(f"{name}, MB", *(near(samples[number], num_steps, *part) for part in EARLY_AND_LATE))
+        compare(f"{name}, MB", *(median(within(samples[number], num_steps, *part)) for part in EARLY_AND_LATE))
         for number, name in names.items()
     ]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     times = [(line["step"], line["time/step_s"]) for line in lines if "time/step_s" in line]
-    compare("a step, s", *(near(times, num_steps, *part) for part in FIFTHS))
+    compare("a step, s", *(mean(within(times, num_steps, *part)) for part in FIFTHS))
     rates = list(rates_of(sizes))
-    compare("journals, bytes a step", *(near(rates, num_steps, *part) for part in FIFTHS))
+    compare("journals, bytes a step", *(mean(within(rates, num_steps, *part)) for part in FIFTHS))
     shutil.rmtree(folder)
     return int(max(grown) > LIMIT)
 
@@ -93,9 +93,9 @@ def name_processes(run_dir: Path) -> dict[int, str]:
     return {int(number): name for name, number in found}
 
 
-def near(points: Sequence[tuple[int, float]], num_steps: int, begin: float, end: float) -> float:
-    """The median over the steps between two shares of the run."""
-    return median(value for step, value in points if begin * num_steps <= step <= end * num_steps)
+def within(points: Sequence[tuple[int, float]], num_steps: int, begin: float, end: float) -> list[float]:
+    """The values between two shares of the run."""
+    return [value for step, value in points if begin * num_steps <= step <= end * num_steps]
 
 
 def rates_of(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, float]]:

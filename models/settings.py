@@ -13,6 +13,7 @@ AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
 CHUNK_LOGITS = 1 << 26  # logits that are copied to float32 at a time: 256 MiB
 CHECKPOINTING = ("none", "selective", "full")
+LM_HEAD, ROUTER = "lm_head", "router"  # modules that may compute in float32 while others round
 LORA_SYNCS = ("merged", "adapters")
 # The markup of known chat templates, and tokens that models reserve, as regular expressions: ChatML and Llama 3;
 # DeepSeek; Llama 2 and Mistral; Gemma; Nemotron and T5; EXAONE; GLM; InternLM; Seed-OSS; MiniMax.

@@ -17,7 +17,7 @@ from grmpipe.config.algorithm_tables import (
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.keys.path_table import PathTable
 from models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
-from models.settings import AUTO, CHECKPOINTING, DTYPES, Activations, ParallelConfig
+from models.settings import AUTO, CHECKPOINTING, DTYPES, LM_HEAD, ROUTER, Activations, ParallelConfig
 
 MIN_GROUP_STD = 1e-6  # [reward] added to the standard deviation of a group, or of a batch (GRPO's epsilon)
 STD_KINDS = ("population", "sample", "none")
@@ -28,6 +28,7 @@ TRAIN_BACKENDS = PathTable(
     {FSDP2: "Learner"},
 )  # fmt: skip
 SCHEDULES = ("constant", "cosine", "linear")
+FP32_MODULES = (LM_HEAD, ROUTER)
 
 
 @dataclass(frozen=True)
@@ -337,12 +338,10 @@ class TrainConfig(Bounded):
     dtype: str = one_of((AUTO, *DTYPES), AUTO)
     # Library that trains: fsdp2, or the dotted path of your own LearnerRank (grmpipe/train/learner/backend.py).
     backend: str = FSDP2
-    # Don't round the logits to `dtype`: the output head's product of hidden states and weights is float32 (MiniMax-M1,
-    # arXiv 2506.13585). Engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}.
-    fp32_lm_head: bool = False
-    # Compute the routers of a mixture of experts in float32, with weights that aren't rounded (Megatron's
-    # moe_router_dtype=fp32).
-    fp32_router: bool = False
+    # What computes in float32 whatever `dtype` is. lm_head: logits aren't rounded (MiniMax-M1, arXiv 2506.13585);
+    # engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}. router: those of a
+    # mixture of experts, with weights that aren't rounded (Megatron's moe_router_dtype=fp32).
+    fp32_modules: list[str] = field(default_factory=list)
     # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
     # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else
     # none.
@@ -365,6 +364,9 @@ class TrainConfig(Bounded):
                 f"got {self.min_valid_siblings}"
             )
         TRAIN_BACKENDS.check(self.backend)
+        for name in self.fp32_modules:
+            if name not in FP32_MODULES:
+                raise ValueError(f"fp32_modules: unknown module {name!r}; known: {', '.join(FP32_MODULES)}")
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
                 "activation_offload: without checkpointing there are no inputs of layers to offload; type "

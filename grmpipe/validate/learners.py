@@ -7,6 +7,7 @@ from grmpipe.validate.sections import section
 from models.engines.installed import peft_missing
 from models.lm.footprint import Heads, read_heads
 from models.lm.packable_configs import is_known_to_pack
+from models.settings import ROUTER
 from scheduler.placement import Placement
 
 
@@ -61,9 +62,9 @@ def check_shares_no_samples(config: RunConfig) -> None:
 
 def check_experts(config: RunConfig, path: str, learner: str = "learner") -> None:
     """Raises ConfigError if the ranks of a learner can't divide the experts of the model at `path`, or if the policy
-    has no routers for train.fp32_router (a judge or a critic next to a mixture may be dense).
+    has no routers for train.fp32_modules (a judge or a critic next to a mixture may be dense).
     """
-    ep, fp32_router = config.parallel[learner].ep, config.train.fp32_router and learner == "learner"
+    ep, fp32_router = config.parallel[learner].ep, ROUTER in config.train.fp32_modules and learner == "learner"
     if ep == 1 and not fp32_router:
         return
     from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need

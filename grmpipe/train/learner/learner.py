@@ -29,6 +29,7 @@ from models.lm.lora import with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.parallel.context_parallel import ContextRanks
 from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
+from models.settings import LM_HEAD, ROUTER
 
 
 class Learner(TrainingRank):
@@ -187,7 +188,7 @@ class Learner(TrainingRank):
                 ids_T,
                 positions_T,
                 lengths_S,
-                fp32_logits=self._train.fp32_lm_head,
+                fp32_logits=LM_HEAD in self._train.fp32_modules,
                 context=self._context,
             )
             return tuple(scored.logprobs_T[1:].tolist())
@@ -223,12 +224,12 @@ class Learner(TrainingRank):
             wanted_T=batch.wanted_T,
             also_TK=batch.likely_ids() if entropy else None,
             temperature=self._spec.temperature if temperature is None else temperature,
-            fp32_logits=self._train.fp32_lm_head,
+            fp32_logits=LM_HEAD in self._train.fp32_modules,
             context=self._context,
         )
 
     def _architecture(self, architecture: Architecture) -> Architecture:
-        return replace(architecture, fp32_router=self._train.fp32_router)
+        return replace(architecture, fp32_router=ROUTER in self._train.fp32_modules)
 
     def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models.lm.moe.expert_routing import find_routers
 from models.lm.parallel.expert_parallel import find_experts
+from models.settings import ROUTER
 
 FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)  # inputs are cast too
 
@@ -22,11 +23,9 @@ def route_in_float32(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_has_routers(model: nn.Module) -> None:
-    """Raises ValueError that names `fp32_router` for a model without routers."""
+    """Raises ValueError that names `fp32_modules` for a model without routers."""
     if not find_routers(model):
-        raise ValueError(
-            f"fp32_router: {type(model).__name__} has no router of a known kind; type train.fp32_router=false"
-        )
+        raise ValueError(f"fp32_modules: {type(model).__name__} has no router of a known kind; leave {ROUTER} out")
 
 
 def _gates_like_tokens(experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

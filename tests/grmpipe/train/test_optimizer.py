@@ -108,7 +108,7 @@ def test_two_ranks_with_every_memory_option_are_one_rank_with_none(
     plain = spec_of(qwen_path)
     saving = spec_of(
         qwen_path, optimizer=OptimizerConfig(offload=True), activation_checkpointing="selective",
-        activation_offload=True, fp32_lm_head=True,
+        activation_offload=True, fp32_modules=["lm_head"],
     )  # fmt: skip
     batches = [make_samples(13, seed) for seed in range(3)]
     (tmp_path / "job.pkl").write_bytes(pickle.dumps((saving, batches, 40)))

@@ -75,7 +75,7 @@ def with_grm_learner(ranks: int, fp32_router: bool = False, **parallel: int) -> 
             "placement": placement,
             "data": {"num_prompts": 20},
             "grm": {"train": {"enabled": True, "parallel": parallel}},
-            "train": {"fp32_router": fp32_router},
+            "train": {"fp32_modules": ["router"] if fp32_router else []},
         },
     )
 
@@ -94,7 +94,7 @@ def test_the_ranks_of_a_grm_in_training_are_grouped_as_its_own_section_says() ->
 
 def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> None:
     check_experts(with_grm_learner(2, fp32_router=True), str(SHIPPED / "grm"), "grm_learner")
-    with pytest.raises(ConfigError, match=r"^train\.fp32_router: "):
+    with pytest.raises(ConfigError, match=r"^train\.fp32_modules: .* leave router out$"):
         check_experts(with_grm_learner(2, fp32_router=True), str(SHIPPED / "policy"))
 
 

@@ -233,7 +233,7 @@ def rest(
         **{f"all at once, {name}": divided(all_at_once, **way) for name, way in WAYS.items()},
         "lora, ep 2 x fsdp 2": divided(lora, ep=2),
     }
-    rounded = replace(replayed.spec.train, dtype="bfloat16", fp32_router=True)
+    rounded = replace(replayed.spec.train, dtype="bfloat16", fp32_modules=["router"])
     cases[ROUNDED] = divided(replace(replayed, spec=replace(replayed.spec, train=rounded)), ep=2)
     cases["plain, ep 4"] = replace(cases["plain, ep 4"], export=str(directory / "export"))
     for family, make in FAMILIES.items():
