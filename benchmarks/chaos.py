@@ -33,10 +33,12 @@ from faults.process_faults import (
     AT_REST,
     CLOCK,
     KILL,
+    MARK,
     OUT_OF_MEMORY,
     READ_ONLY,
     Strike,
     Target,
+    find_marked,
     memory_group,
     remount,
     strikes_on,
@@ -45,7 +47,6 @@ from faults.scenarios import NUM_SIBLINGS, SCENARIOS, Scenario, prepare
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "chaos.md"
-MARK = "GRMPIPE_CHAOS"  # in the environment of all processes of a run
 OWN_ENDS, ENDS_AFTER_S = (0, 1, 2, 130), 10.0  # a process that ends by itself does so soon after its last word
 OF_LIBRARIES = ("ray", "torchinductor", "vllm_dist_")  # logs, a cache, and a store that a killed process can't remove
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
@@ -234,23 +235,13 @@ class ChaoticRun:
     def _list_left(self) -> Iterator[str]:
         """Processes and temporary files that the run has left."""
         until_s = time.monotonic() + LEFT_AFTER_S
-        while (left := list(find_marked(self._mark))) and time.monotonic() < until_s:
+        while (left := dict(find_marked(self._mark))) and time.monotonic() < until_s:
             time.sleep(0.2)
-        for process in left:
-            yield f"a process is left: {process}"
+        for process, command in left.items():
+            yield f"a process is left: {process} {command[:200]!r}"
         for path in (self._folder / "t").iterdir():
             if not path.name.startswith(OF_LIBRARIES):
                 yield f"a temporary file is left: {path.name}"
-
-
-def find_marked(mark: str) -> Iterator[str]:
-    """The processes with this mark in their environment."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                yield f"{folder.name} {(folder / 'cmdline').read_bytes()[:200]!r}"
-        except OSError:
-            continue
 
 
 @contextmanager
@@ -276,7 +267,7 @@ def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Out
         number = int.from_bytes(random.Random(f"run {seed}").randbytes(2))
         overrides, endpoint = stack.enter_context(prepare(scenario, number))
         memory = stack.enter_context(memory_group(folder.name))
-        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario.roles), so_far, memory).play()
+        outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario), so_far, memory).play()
         add_own_faults(outcome, folder / "disk" / "run", endpoint)
         if outcome.lost:
             shutil.copytree(folder / "disk", folder / "kept", dirs_exist_ok=True)

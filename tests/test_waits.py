@@ -25,6 +25,7 @@ DEADLINE = "the deadline of its group, or the limit of the judgement; the health
 WAITS = {
     "grmpipe/envs/episode_slots.py::EpisodeSlots.book": "episodes give slots back by their own limits",
     "grmpipe/envs/process_group.py::wait_exited": "callers kill the process first, or wait with a limit",
+    "grmpipe/envs/process_supervisor.py::wait_for": "SIGTERM: of the run, or of the kernel when the run has ended",
     "grmpipe/envs/sandbox/container_host.py::ContainerWorker.wait_ended": STAGE,
     "grmpipe/envs/sandbox/container_worker.py::wait_for": "the host kills the container",
     "grmpipe/envs/sandbox/env_host.py::open_env_host": DISK,

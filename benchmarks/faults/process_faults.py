@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from faults.scenarios import AGENT, Scenario
+
 STOPPED_S = 3.0
 SHORT_S = 3.0
 FULL_S = 2.0
@@ -25,6 +27,7 @@ READ_ONLY = "a read-only disk"
 OUT_OF_MEMORY = "out of memory"
 GROUPS = Path("/sys/fs/cgroup/memory")
 FILLER = ".filler"
+MARK = "GRMPIPE_CHAOS"  # in the environment of all processes of a run
 CLOCK = "GRMPIPE_CHAOS_CLOCK"  # names the file by which the clock is set: clock/sitecustomize.py
 JOURNALS = (
     "rollouts.jsonl",
@@ -86,9 +89,7 @@ def cut_socket(role: str) -> Strike:
     def strike(target: Target, random: Random) -> str | None:
         try:
             process = find_process(target, role)
-            own = [int(link.name) for link in Path(f"/proc/{process}/fd").iterdir() if is_for_calls(link)]
-            with socket.socket(fileno=take_descriptor(process, random.choice(own))) as taken:
-                taken.shutdown(socket.SHUT_RDWR)
+            shut_down(process, list_sockets(process, "unix", "/grmpipe-line-"), random)
         except (OSError, IndexError):  # it is gone, or closed
             return None
         return role
@@ -105,14 +106,57 @@ def find_process(target: Target, role: str) -> int:
     return int(found[-1])
 
 
-def is_for_calls(link: Path) -> bool:
-    """Whether a descriptor is a socket at the path of `scheduler.processes.unix_rpc`."""
+def strike_agent(number: signal.Signals) -> Strike:
+    """The program of an episode, chosen at random."""
+
+    def strike(target: Target, random: Random) -> str | None:
+        try:
+            os.kill(random.choice(find_agents(target)), number)
+        except (ProcessLookupError, IndexError):
+            return None
+        return "an agent"
+
+    return strike
+
+
+def cut_gateway(target: Target, random: Random) -> str | None:
+    """The connection by which an agent asks the policy."""
     try:
-        inode = str(link.readlink()).removeprefix("socket:[").removesuffix("]")
-    except OSError:
-        return False
-    known = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
-    return any(words[6] == inode and "/grmpipe-line-" in words[-1] for words in known)
+        process = random.choice(find_agents(target))
+        shut_down(process, list_sockets(process, "tcp"), random)
+    except (OSError, IndexError):  # none is there, or asks just now
+        return None
+    return "an agent"
+
+
+def find_agents(target: Target) -> list[int]:
+    marked = find_marked(target.environment[MARK])
+    return [number for number, command in marked if str(AGENT).encode() in command.split(b"\0")]
+
+
+def find_marked(mark: str) -> Iterator[tuple[int, bytes]]:
+    """The processes with this mark in their environment, and their command lines."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+
+
+def list_sockets(process: int, kind: str, path: str = "") -> list[int]:
+    """The descriptors of a process that are connected sockets. kind: tcp; unix, at a path with this in it."""
+    links = {link.name: link.readlink() for link in Path(f"/proc/{process}/fd").iterdir()}
+    place = {"unix": 6, "tcp": 9}[kind]
+    rows = (line.split() for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:])
+    known = {f"socket:[{words[place]}]" for words in rows if path in words[-1]}
+    return [int(name) for name, link in links.items() if str(link) in known]
+
+
+def shut_down(process: int, sockets: Sequence[int], random: Random) -> None:
+    """One of the sockets of a process, where we may take its descriptors. Raises IndexError without any, OSError."""
+    with socket.socket(fileno=take_descriptor(process, random.choice(sockets))) as taken:
+        taken.shutdown(socket.SHUT_RDWR)
 
 
 def take_descriptor(process: int, number: int) -> int:
@@ -294,11 +338,19 @@ AT_REST: dict[str, Callable[[Path, Random], str | None]] = {
 }
 
 
-def strikes_on(roles: Sequence[str]) -> dict[str, Strike]:
+AGENTS: dict[str, Strike] = {
+    "kill -9 of an agent": strike_agent(KILL),
+    "SIGSTOP of an agent": strike_agent(STOP),
+    "a cut socket of an agent": cut_gateway,
+}
+
+
+def strikes_on(scenario: Scenario) -> dict[str, Strike]:
     """The faults for a run with these processes of its own. A learner that hangs is noticed by the limit of its calls,
     six minutes at least, so none is stopped.
     """
-    own = {f"kill -9 of {role}": strike_role(role, KILL) for role in roles}
-    own |= {f"a cut socket of {role}": cut_socket(role) for role in roles}
-    engines = [role for role in roles if not role.startswith("learner")]
-    return LIVE | own | {f"SIGSTOP of {role}": strike_role(role, STOP) for role in engines}
+    own = {f"kill -9 of {role}": strike_role(role, KILL) for role in scenario.roles}
+    own |= {f"a cut socket of {role}": cut_socket(role) for role in scenario.roles}
+    engines = [role for role in scenario.roles if not role.startswith("learner")]
+    own |= {f"SIGSTOP of {role}": strike_role(role, STOP) for role in engines}
+    return LIVE | own | (AGENTS if scenario.has_agents else {})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from faults.endpoint import NAME, HostileEndpoint, serve_endpoint
 
 NUM_STEPS = 6
+AGENT = Path(__file__).with_name("hostile_agent.py")
 NUM_SIBLINGS = NUM_STEPS * 4 * 4
 COMMON = (
     f"train.num_steps={NUM_STEPS}", "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=1",
@@ -33,21 +36,25 @@ COTRAIN = (
     "+experiment=cotrain", "cluster=inprocess", "grm.train.warmup_steps=1", "grm.train.prompts_per_batch=4",
     "grm.train.group_size=4", "grm.train.num_items=32",
 )  # fmt: skip
-
-
+AGENTS = (
+    "+experiment=quickstart", "cluster=inprocess", "env=workflow", "env.runs_in=command",
+    f"env.command=[{sys.executable},-S,{AGENT}]", "env.episode_s=10",
+    "env.max_failure_rate=1", "env.attempts=4", "rollout.max_turns=12", "judge.format.truncation=middle",
+)  # fmt: skip
 ON_VLLM = ("+experiment=quickstart", "cluster=ray", "engine=vllm", "engine.vllm.kv_cache_mb=32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """roles: the seats with processes of their own. judges_outside: one of its judges is behind a hostile endpoint.
-    needs: a package. limit_s: of a process, from its start to its end.
+    has_agents: its episodes are programs. needs: a package. limit_s: of a process, from its start to its end.
     """
 
     name: str
     overrides: tuple[str, ...]
     roles: tuple[str, ...] = ()
     judges_outside: bool = False
+    has_agents: bool = False
     needs: str = "grmpipe"
     limit_s: float = 180.0
 
@@ -62,6 +69,7 @@ ALL_SCENARIOS = (
     ),
     Scenario(name="tools", overrides=TOOLS),
     Scenario(name="co-training", overrides=COTRAIN),
+    Scenario(name="agents", overrides=AGENTS, has_agents=True),
     Scenario(name="tools on hosts", overrides=HOSTS, roles=("policy-0", "env-0", "learner-0")),
     Scenario(name="vLLM", overrides=ON_VLLM, roles=("policy-0", "grm-0", "learner-0"), needs="vllm", limit_s=600),
 )

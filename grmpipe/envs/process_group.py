@@ -1,4 +1,4 @@
-"""A program of an episode in its own process group, which ends with this process at the latest."""
+"""A program of an episode, which ends with all that it started when this process ends at the latest."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,12 @@ from pathlib import Path
 SUPERVISOR = str(Path(__file__).with_name("process_supervisor.py"))
 DIED_BY_SIGNAL = 128  # exit codes above it, as a shell has them
 CHUNK_BYTES = 1 << 16
-END_S = 2.0  # for pipes to close after all processes of a group were killed
+END_S = 2.0  # for the supervisor to end all; for pipes to close after that
 log = logging.getLogger(__name__)
 
 
 def wrap_command(command: Sequence[str]) -> list[str]:
-    """The command that runs a program in a group that ends with this process. It must begin a session of its own."""
+    """The command that runs a program that ends with this process. It must begin a session of its own."""
     return [sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command]
 
 
@@ -51,16 +51,21 @@ async def wait_exited(process: Process) -> None:
 
 
 async def end_group(process: Process) -> int | None:
-    """Kill all processes of the group that are left. Returns the program's exit code; None if a process that left the
-    group holds its pipes.
+    """Kill what is left of the program and of all that it started. Returns its exit code; None if a process that
+    outlived its supervisor holds its pipes.
     """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            os.kill(process.pid, signal.SIGTERM)  # `terminate` may reap it, and its exit code would be lost
+            async with asyncio.timeout(END_S):
+                await wait_exited(process)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
         async with asyncio.timeout(END_S):
             return await process.wait()
     except TimeoutError:
-        log.warning("a process of an episode left its group, and wasn't ended")
+        log.warning("a process of an episode outlived its supervisor, and wasn't ended")
         return process.returncode
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from chaos import DISKS_MB, ChaoticRun  # noqa: E402
 from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
 from faults.ledger import Ledger  # noqa: E402
-from faults.process_faults import LIVE  # noqa: E402
+from faults.process_faults import AGENTS, LIVE  # noqa: E402
 from faults.scenarios import SCENARIOS, prepare  # noqa: E402
 
 Lines = list[dict[str, Any]]
@@ -40,6 +40,19 @@ def test_a_run_that_is_killed_at_random_loses_nothing_and_leaves_nothing(killed:
     assert killed.outcome.lost == []
     assert KILL in {kind for kind, _ in killed.outcome.faults}
     assert killed.outcome.ends[-1] == "0" and "-9" in killed.outcome.ends
+
+
+@pytest.mark.long
+def test_agents_that_are_killed_and_turn_against_the_run_lose_nothing(tmp_path: Path) -> None:
+    for name in DISKS_MB:
+        (tmp_path / name).mkdir()
+    scenario = next(one for one in SCENARIOS if one.has_agents)
+    with prepare(scenario, 3) as (overrides, _):
+        run = ChaoticRun(scenario, tmp_path, "3", overrides, AGENTS, Counter())
+        run.play()
+    assert run.outcome.lost == [] and run.outcome.ends == ["0"]
+    assert {kind for kind, _ in run.outcome.faults} <= AGENTS.keys() and run.outcome.faults
+    assert json.loads((run.run_dir / "summary.json").read_text())["envs"]["faults"]
 
 
 def change_first(**changes: object) -> Callable[[Lines], Lines]:

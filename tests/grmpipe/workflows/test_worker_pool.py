@@ -109,6 +109,14 @@ if what == "die":
 if what == "background":
     if os.fork() == 0:
         time.sleep(60)
+if what == "daemon":
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            open(task["info"]["pid"], "w").write(str(os.getpid()))
+        time.sleep(60)
+    while not os.path.exists(task["info"]["pid"]):
+        time.sleep(0.01)
 if what == "turns":
     MaxTurnsExceeded = type("MaxTurnsExceeded", (Exception,), {"__module__": "agents.exceptions"})
     raise MaxTurnsExceeded("Max turns (1) exceeded")
@@ -226,7 +234,7 @@ def test_a_worker_runs_one_episode_after_another_and_what_breaks_is_its_own(
     asyncio.run(play())
 
 
-def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
+def test_a_program_is_an_episode_and_all_that_it_started_ends_with_it(
     playing: Callable, program: list[str], tmp_path: Path
 ) -> None:
     async def play() -> None:
@@ -235,6 +243,8 @@ def test_a_program_is_an_episode_and_its_whole_group_ends_with_it(
             assert dict((await episode("ok")).env_rewards) == {"length": len("over")}
             begun_s = time.monotonic()
             assert (await episode("background")).env_rewards["length"] == len("over")
+            assert (await episode("daemon", pid=str(tmp_path / "daemon"))).env_rewards["length"] == len("over")
+            await gone(tmp_path / "daemon")
             assert time.monotonic() - begun_s < 20, "what stays in the background holds nothing up"
             assert await fault_of(episode("garbage")) == (
                 "protocol",
@@ -258,7 +268,8 @@ import asyncio, sys
 from grmpipe.envs.process_group import start_group
 
 async def main():
-    await start_group(["sh", "-c", "sleep 60 & echo $! > $0; wait", sys.argv[1]], env={"PATH": "/usr/bin:/bin"})
+    started = f"{sys.argv[2]} sleep 60 & echo $! > $0; wait"
+    await start_group(["sh", "-c", started, sys.argv[1]], env={"PATH": "/usr/bin:/bin"})
     print("started", flush=True)
     await asyncio.sleep(60)
 
@@ -266,10 +277,11 @@ asyncio.run(main())
 """
 
 
-def test_a_driver_that_is_killed_takes_its_programs_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["", "setsid"], ids=["in the group", "a daemon"])
+def test_a_driver_that_is_killed_takes_its_programs_with_it(tmp_path: Path, first: str) -> None:
     async def run() -> None:
         driver = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", DRIVER, str(tmp_path / "pid"), stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", DRIVER, str(tmp_path / "pid"), first, stdout=asyncio.subprocess.PIPE
         )
         assert driver.stdout is not None
         assert await driver.stdout.readline() == b"started\n"
