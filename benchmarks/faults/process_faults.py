@@ -338,7 +338,7 @@ AT_REST: dict[str, Callable[[Path, Random], str | None]] = {
 }
 
 
-AGENTS: dict[str, Strike] = {
+ON_AGENTS: dict[str, Strike] = {
     "kill -9 of an agent": strike_agent(KILL),
     "SIGSTOP of an agent": strike_agent(STOP),
     "a cut socket of an agent": cut_gateway,
@@ -353,4 +353,4 @@ def strikes_on(scenario: Scenario) -> dict[str, Strike]:
     own |= {f"a cut socket of {role}": cut_socket(role) for role in scenario.roles}
     engines = [role for role in scenario.roles if not role.startswith("learner")]
     own |= {f"SIGSTOP of {role}": strike_role(role, STOP) for role in engines}
-    return LIVE | own | (AGENTS if scenario.has_agents else {})
+    return LIVE | own | (ON_AGENTS if scenario.has_agents else {})

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from chaos import DISKS_MB, ChaoticRun  # noqa: E402
 from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
 from faults.ledger import Ledger  # noqa: E402
-from faults.process_faults import AGENTS, LIVE  # noqa: E402
+from faults.process_faults import LIVE, ON_AGENTS  # noqa: E402
 from faults.scenarios import SCENARIOS, prepare  # noqa: E402
 
 Lines = list[dict[str, Any]]
@@ -48,10 +48,10 @@ def test_agents_that_are_killed_and_turn_against_the_run_lose_nothing(tmp_path: 
         (tmp_path / name).mkdir()
     scenario = next(one for one in SCENARIOS if one.has_agents)
     with prepare(scenario, 3) as (overrides, _):
-        run = ChaoticRun(scenario, tmp_path, "3", overrides, AGENTS, Counter())
+        run = ChaoticRun(scenario, tmp_path, "3", overrides, ON_AGENTS, Counter())
         run.play()
     assert run.outcome.lost == [] and run.outcome.ends == ["0"]
-    assert {kind for kind, _ in run.outcome.faults} <= AGENTS.keys() and run.outcome.faults
+    assert {kind for kind, _ in run.outcome.faults} <= ON_AGENTS.keys() and run.outcome.faults
     assert json.loads((run.run_dir / "summary.json").read_text())["envs"]["faults"]
 
 

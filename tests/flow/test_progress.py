@@ -69,7 +69,7 @@ def test_in_a_file_progress_is_whole_lines_in_an_interval_without_control_charac
     small_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as many CI systems set it
-    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.05)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.005)
     with contextlib.redirect_stdout(io.StringIO()) as file:
         small_run("train.num_steps=1", "judge=rule", *TINY)
     written = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())  # forced colours
