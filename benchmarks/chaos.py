@@ -52,7 +52,7 @@ OF_LIBRARIES = ("ray", "torchinductor", "vllm_dist_")  # logs, a cache, and a st
 LEFT_AFTER_S = 30.0  # processes may still end: Ray's agents notice a dead raylet after some 15 s
 SECOND = "a second start"  # in a start it may come first, and be the run
 MAX_STARTS = 12
-DISKS_MB = {"disk": 64, "t": 96}  # of the run's directory, of temporary files
+RUN, TEMPORARY, RUN_MB = "disk", "t", 64  # the disks of the run's directory and of its temporary files
 CLOCK_FOLDER = ROOT / "benchmarks" / "faults" / "clock"
 
 
@@ -85,7 +85,7 @@ class ChaoticRun:
     ) -> None:
         self.outcome = Outcome(scenario.name, seed)
         self._random = random.Random(f"chaos {seed}")
-        self._folder, self.run_dir, self._mark = folder, folder / "disk" / "run", f"{os.getpid()}-{seed}"
+        self._folder, self.run_dir, self._mark = folder, folder / RUN / "run", f"{os.getpid()}-{seed}"
         self._strikes, self._so_far, self._memory = strikes, so_far, memory
         self._left = self._random.randint(1, 3)  # faults
         self._limit_s = scenario.limit_s
@@ -95,7 +95,7 @@ class ChaoticRun:
         joins = () if memory is None else ("sh", "-c", f'echo $$ > {memory}/cgroup.procs && exec "$@"', "sh")
         self._command = [*joins, sys.executable, launch, *overrides, f"run_dir={self.run_dir}", "resume=auto"]
         (clock := folder / "clock").write_bytes(bytes(8))
-        paths = {"PYTHONPATH": f"{CLOCK_FOLDER}:{ROOT}", "TMPDIR": str(folder / "t"), CLOCK: str(clock)}
+        paths = {"PYTHONPATH": f"{CLOCK_FOLDER}:{ROOT}", "TMPDIR": str(folder / TEMPORARY), CLOCK: str(clock)}
         settings = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         self._environment = {**os.environ, **paths, **settings, MARK: self._mark}
 
@@ -239,7 +239,7 @@ class ChaoticRun:
             time.sleep(0.2)
         for process, command in left.items():
             yield f"a process is left: {process} {command[:200]!r}"
-        for path in (self._folder / "t").iterdir():
+        for path in (self._folder / TEMPORARY).iterdir():
             if not path.name.startswith(OF_LIBRARIES):
                 yield f"a temporary file is left: {path.name}"
 
@@ -260,7 +260,7 @@ def small_disk(folder: Path, size_mb: int) -> Iterator[bool]:
 def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=home))
     with ExitStack() as stack:
-        for name, size_mb in DISKS_MB.items():
+        for name, size_mb in ((RUN, RUN_MB), (TEMPORARY, scenario.temporary_mb)):
             (folder / name).mkdir()
             if random.Random(f"{name} {seed}").random() < 0.6:
                 stack.enter_context(small_disk(folder / name, size_mb))
@@ -268,9 +268,9 @@ def play(scenario: Scenario, home: Path, seed: str, so_far: Counter[str]) -> Out
         overrides, endpoint = stack.enter_context(prepare(scenario, number))
         memory = stack.enter_context(memory_group(folder.name))
         outcome = ChaoticRun(scenario, folder, seed, overrides, strikes_on(scenario), so_far, memory).play()
-        add_own_faults(outcome, folder / "disk" / "run", endpoint)
+        add_own_faults(outcome, folder / RUN / "run", endpoint)
         if outcome.lost:
-            shutil.copytree(folder / "disk", folder / "kept", dirs_exist_ok=True)
+            shutil.copytree(folder / RUN, folder / "kept", dirs_exist_ok=True)
     if not outcome.lost:
         shutil.rmtree(folder)
     else:

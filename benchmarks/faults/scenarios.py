@@ -48,6 +48,7 @@ ON_VLLM = ("+experiment=quickstart", "cluster=ray", "engine=vllm", "engine.vllm.
 class Scenario:
     """roles: the seats with processes of their own. judges_outside: one of its judges is behind a hostile endpoint.
     has_agents: its episodes are programs. needs: a package. limit_s: of a process, from its start to its end.
+    temporary_mb: of the disk for its temporary files, among them Ray's, and what a compiler writes.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Scenario:
     has_agents: bool = False
     needs: str = "grmpipe"
     limit_s: float = 180.0
+    temporary_mb: int = 96
 
 
 ALL_SCENARIOS = (
@@ -71,7 +73,14 @@ ALL_SCENARIOS = (
     Scenario(name="co-training", overrides=COTRAIN),
     Scenario(name="agents", overrides=AGENTS, has_agents=True),
     Scenario(name="tools on hosts", overrides=HOSTS, roles=("policy-0", "env-0", "learner-0")),
-    Scenario(name="vLLM", overrides=ON_VLLM, roles=("policy-0", "grm-0", "learner-0"), needs="vllm", limit_s=600),
+    Scenario(
+        name="vLLM",
+        overrides=ON_VLLM,
+        roles=("policy-0", "grm-0", "learner-0"),
+        needs="vllm",
+        limit_s=600,
+        temporary_mb=512,
+    ),
 )
 SCENARIOS = [one for one in ALL_SCENARIOS if find_spec(one.needs)]
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from chaos import DISKS_MB, ChaoticRun  # noqa: E402
+from chaos import RUN, TEMPORARY, ChaoticRun  # noqa: E402
 from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
 from faults.ledger import Ledger  # noqa: E402
 from faults.process_faults import LIVE, ON_AGENTS  # noqa: E402
@@ -28,7 +28,7 @@ KILL = "kill -9 of the driver"
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> ChaoticRun:
     folder = tmp_path_factory.mktemp("chaos")
-    for name in DISKS_MB:
+    for name in (RUN, TEMPORARY):
         (folder / name).mkdir()
     with prepare(SCENARIOS[0], 3) as (overrides, _):
         run = ChaoticRun(SCENARIOS[0], folder, "3", overrides, {KILL: LIVE[KILL]}, Counter())
@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_at_random_loses_nothing_and_leaves_nothing(killed:
 
 @pytest.mark.long
 def test_agents_that_are_killed_and_turn_against_the_run_lose_nothing(tmp_path: Path) -> None:
-    for name in DISKS_MB:
+    for name in (RUN, TEMPORARY):
         (tmp_path / name).mkdir()
     scenario = next(one for one in SCENARIOS if one.has_agents)
     with prepare(scenario, 3) as (overrides, _):
