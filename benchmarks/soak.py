@@ -22,11 +22,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
 
+from faults.process_faults import MARK, find_marked
+
 ROOT = Path(__file__).parents[1]
-MARK = "GRMPIPE_SOAK"  # in the environment of all processes of the run
 EVERY_S = 2.0
 LIMIT = 1.05
 EARLY_AND_LATE = ((0.2, 0.25), (0.95, 1.0))  # shares of the run
@@ -78,14 +80,12 @@ def count_steps(run_dir: Path) -> int:
 
 def read_memory(mark: str) -> Iterator[tuple[int, int]]:
     """Process and MB, of all with the mark in their environment."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found = re.search(r"^Anonymous:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
-                assert found is not None
-                yield int(folder.name), int(found[1]) // 1024
-        except OSError:  # it has ended
-            continue
+    for process, _ in find_marked(mark):
+        with suppress(OSError):  # it has ended
+            sizes = Path(f"/proc/{process}/smaps_rollup").read_text()
+            found = re.search(r"^Anonymous:\s+(\d+) kB", sizes, re.MULTILINE)
+            assert found is not None
+            yield process, int(found[1]) // 1024
 
 
 def name_processes(run_dir: Path) -> dict[int, str]:

@@ -35,9 +35,9 @@ def main() -> None:
     print(json.dumps(len(said) % 2))
 
 
-def ask(messages: list[dict[str, Any]], key: str = KEY) -> str:
+def ask(messages: list[dict[str, Any]]) -> str:
     """Raises RuntimeError for anything but an answer."""
-    connection = connect(json.dumps({"messages": messages}), key)
+    connection = connect(json.dumps({"messages": messages}))
     answer = connection.getresponse()
     content = answer.read()
     if answer.status != 200:
@@ -79,7 +79,7 @@ def spoil(kind: str, messages: list[dict[str, Any]]) -> None:
         connect(json.dumps({"messages": messages})).close()
     elif kind == "half a request":
         with socket.create_connection((GATEWAY.hostname, GATEWAY.port)) as half:
-            half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+            half.sendall(f"POST {GATEWAY.path}/chat/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{{".encode())
             threading.Event().wait()
     elif kind == "no request":
         assert connect('{"messages": 7}').getresponse().status == 400
