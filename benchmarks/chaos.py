@@ -334,6 +334,7 @@ def main() -> int:
     if args.virtual:
         return play_virtually(args.seed, args.minutes, reports=not args.no_report)
     scenarios = [one for one in SCENARIOS if not args.only or one.name in args.only]
+    args.folder.mkdir(parents=True, exist_ok=True)
     outcomes, so_far = list[Outcome](), Counter[str]()
     began_s = time.monotonic()
     while time.monotonic() - began_s < 60 * args.minutes and len(outcomes) < args.runs:

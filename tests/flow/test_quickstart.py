@@ -25,16 +25,21 @@ def launch(cwd: Path, *overrides: str) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "accuracy", "score_gain"), [(32, 0.55, 1.5), pytest.param(80, 0.70, 2.0, marks=pytest.mark.long)]
+)
+def test_the_quickstart_learns_from_its_judge(
+    tmp_path: Path, num_steps: int, accuracy: float, score_gain: float
+) -> None:
     # Twice the held-out problems: 256 of them leave 3 points of noise in a figure that this test bounds.
-    output = launch(tmp_path, "+experiment=quickstart", "data.num_eval_prompts=512")
+    output = launch(tmp_path, "+experiment=quickstart", f"train.num_steps={num_steps}", "data.num_eval_prompts=512")
     latest = tmp_path / "runs" / "quickstart" / "latest"
     summary = json.loads((latest / "summary.json").read_text())
     before, after = summary["eval"]["initial"], summary["eval"]["final"]
     assert summary["status"] == "completed"
     assert before["true_accuracy"] <= 0.45
-    assert after["true_accuracy"] >= 0.70
-    assert after["grm_score"] >= before["grm_score"] + 2
+    assert after["true_accuracy"] >= accuracy
+    assert after["grm_score"] >= before["grm_score"] + score_gain
     assert summary["max_staleness_trained"] <= 1
     assert summary["alarms"] == []
     assert "critique" in output, "it ends with samples to read"

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from scheduler.gc_tuning import INFREQUENT, infrequent_gc
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()  # the tests' own objects
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_collector_is_restored_afterwards_also_after_an_error() -> None:
     before = gc.get_threshold()
     with pytest.raises(KeyError), infrequent_gc():
@@ -17,3 +26,12 @@ def test_collector_is_restored_afterwards_also_after_an_error() -> None:
         raise KeyError
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_a_program_froze_stays_frozen_after_its_run() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with infrequent_gc():
+        pass
+    assert gc.get_freeze_count() >= frozen > 0
