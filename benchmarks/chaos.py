@@ -70,7 +70,8 @@ class Outcome:
 class ChaoticRun:
     """A run with faults, from its first start until it is complete.
 
-    strikes: the faults to choose from while it goes on, by kind. so_far: how often each struck in runs before.
+    strikes: the faults to choose from while it goes on, by kind. so_far: how often each struck in earlier runs: those
+    that struck least often come first.
     """
 
     def __init__(
@@ -316,6 +317,17 @@ def play_virtually(seed: int, minutes: float, *, reports: bool) -> int:
     return int(bool(broken))
 
 
+def count_faults(text: str) -> Counter[str]:
+    """How often each kind struck, by the rows of a report."""
+    so_far = Counter[str]()
+    for row in text.splitlines():
+        for fault in row.rstrip("| ").rpartition("|")[2].split(";"):
+            kind, _, count = fault.strip().rpartition(" ")
+            if count.isdecimal():
+                so_far[kind] += int(count)
+    return so_far
+
+
 def append(row: str) -> None:
     with REPORT.open("a", encoding="utf-8") as file:
         file.write(row)
@@ -335,7 +347,7 @@ def main() -> int:
         return play_virtually(args.seed, args.minutes, reports=not args.no_report)
     scenarios = [one for one in SCENARIOS if not args.only or one.name in args.only]
     args.folder.mkdir(parents=True, exist_ok=True)
-    outcomes, so_far = list[Outcome](), Counter[str]()
+    outcomes, so_far = list[Outcome](), count_faults(REPORT.read_text(encoding="utf-8"))
     began_s = time.monotonic()
     while time.monotonic() - began_s < 60 * args.minutes and len(outcomes) < args.runs:
         number = len(outcomes)

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from chaos import RUN, TEMPORARY, ChaoticRun  # noqa: E402
+from chaos import RUN, TEMPORARY, ChaoticRun, Outcome, count_faults, report  # noqa: E402
 from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
 from faults.ledger import Ledger  # noqa: E402
 from faults.process_faults import LIVE, ON_AGENTS  # noqa: E402
@@ -53,6 +53,13 @@ def test_agents_that_are_killed_and_turn_against_the_run_lose_nothing(tmp_path: 
     assert run.outcome.lost == [] and run.outcome.ends == ["0"]
     assert {kind for kind, _ in run.outcome.faults} <= ON_AGENTS.keys() and run.outcome.faults
     assert json.loads((run.run_dir / "summary.json").read_text())["envs"]["faults"]
+
+
+def test_what_struck_is_read_from_the_rows_of_earlier_runs() -> None:
+    first = Outcome("quickstart", "1/0", faults=[(KILL, "driver"), (KILL, "driver"), ("SIGSTOP of grm-0", "grm-0")])
+    second = Outcome("jury", "2/0", faults=[(KILL, "driver"), ("the endpoint: 5 MB", "judge")])
+    text = "| seed | faults by kind |\n|---|---|\n" + report([first], 1, 2.0) + report([second], 2, 2.0)
+    assert count_faults(text) == {KILL: 3, "SIGSTOP of grm-0": 1, "the endpoint: 5 MB": 1}
 
 
 def change_first(**changes: object) -> Callable[[Lines], Lines]:
