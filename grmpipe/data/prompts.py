@@ -17,10 +17,11 @@ Row = dict[str, object]
 def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:
     """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of a problem set such as tiny://train.
 
-    A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
-    number), `rubric` (a list of criteria: texts, or {text, weight}), `info` (an object for the environment),
-    `prompt_id` and `source`; further columns are kept for reward functions. ValueError names file, line (Parquet: row),
-    field and what was expected.
+    A row has `prompt`, a text or messages (a list of {role, content}, which `messages` may hold instead), and may have
+    `reference` (a text or a number), `rubric` (a list of criteria: texts, or {text, weight}), `info` (an object for the
+    environment), `prompt_id` and `source`; further columns are kept for reward functions. In verl's files the reference
+    is `reward_model.ground_truth`, the source `data_source`. ValueError names file, line (Parquet: row), field and what
+    was expected.
     """
     catalog = find_catalog(path)
     if catalog is not None:
@@ -110,12 +111,12 @@ def parse_prompt(row: Row, where: str, prompt_id: str) -> Prompt:
     prompt = Prompt(
         prompt_id=prompt_id,
         messages=parse_messages(row, where),
-        source=parse_text(row, "source", where, ""),
+        source=parse_text(row, "source", where, row["data_source"] if isinstance(row.get("data_source"), str) else ""),
         reference=parse_reference(row, where),
         rubric=parse_rubric(row, where),
         info=parse_info(row, where),
         columns={name: value for name, value in row.items() if name not in FIELDS},
-        is_chat="messages" in row,
+        is_chat=not isinstance(row.get("prompt"), str),
     )
     refuse_half_characters(list_texts(prompt), where)
     return prompt
@@ -150,16 +151,16 @@ def parse_messages(row: Row, where: str) -> tuple[Message, ...]:
     if ("messages" in row) == ("prompt" in row):
         columns = ", ".join(row) or "none"
         raise ValueError(f"{where}: expected exactly one of the fields messages and prompt; its fields: {columns}")
-    if "prompt" in row:
-        if isinstance(row["prompt"], list):
-            raise ValueError(f"{where}: prompt: expected a text; a list of {{role, content}} belongs in `messages`")
-        return (Message(role="user", content=require_text(row["prompt"], f"{where}: prompt")),)
-    messages = row["messages"]
+    field = "messages" if "messages" in row else "prompt"
+    if isinstance(row[field], str) and field == "prompt":
+        return (Message(role="user", content=require_text(row[field], f"{where}: {field}")),)
+    messages = row[field]
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: messages: expected a list of {{role, content}}, got {format_value(messages)}")
-    made = tuple(parse_message(message, f"{where}: messages[{index}]") for index, message in enumerate(messages))
+        expected = "a list of {role, content}" if field == "messages" else "a text, or a list of {role, content}"
+        raise ValueError(f"{where}: {field}: expected {expected}, got {format_value(messages)}")
+    made = tuple(parse_message(message, f"{where}: {field}[{index}]") for index, message in enumerate(messages))
     if made[-1].role != "user":
-        raise ValueError(f"{where}: messages: the last one must have role user, got role {made[-1].role!r}")
+        raise ValueError(f"{where}: {field}: the last one must have role user, got role {made[-1].role!r}")
     return made
 
 
@@ -171,8 +172,15 @@ def parse_message(message: object, where: str) -> Message:
     return Message(role=message["role"], content=require_text(message["content"], f"{where}.content"))
 
 
+def find_ground_truth(columns: Mapping[str, object]) -> object:
+    """What a row of verl's files calls the ground truth, of any type; None if it has none."""
+    reward_model = columns.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+
+
 def parse_reference(row: Row, where: str) -> str | None:
-    reference = row.get("reference")
+    truth = find_ground_truth(row)
+    reference = row.get("reference", truth if isinstance(truth, str) or type(truth) in (int, float) else None)
     if reference is None or isinstance(reference, str):
         return reference
     if isinstance(reference, bool) or not isinstance(reference, int | float) or reference - reference != 0:

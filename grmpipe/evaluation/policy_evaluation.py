@@ -62,13 +62,14 @@ class PolicyEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How answers become figures. pass_reward: the lowest reward of an answer that passes.
+    """How answers become figures.
 
+    pass_reward: the lowest reward of an answer that passes; None: rewards are on no scale, and there is no pass@k.
     by_rule: whether only a rule judges, so that the truth is the same again.
     """
 
     counting: AnswerSampling
-    pass_reward: float
+    pass_reward: float | None
     greedy: bool
     by_rule: bool
 

@@ -64,9 +64,14 @@ def figure_text(one: Estimate | None) -> str:
 def policy_notes(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int) -> Iterator[str]:
     """Notes on what the tables leave out, one per line."""
     counting = scoring.counting
+    passes = "passes" if scoring.by_rule else f"passes (score {pass_score} or more)"
     yield (
-        f"avg@{counting.num_samples}: the mean reward of {counting.num_samples} answers to a prompt; pass@k: one of k "
-        f"passes{'' if scoring.by_rule else f' (score {pass_score} or more)'}, estimated without bias from all of them"
+        f"avg@{counting.num_samples}: the mean reward of {counting.num_samples} answers to a prompt; "
+        + (
+            "pass@k needs the range of the rewards, as in judge.function_call.score_range=[0, 1]"
+            if scoring.pass_reward is None
+            else f"pass@k: one of k {passes}, estimated without bias from all of them"
+        )
     )
     for name, policy in policies.items():
         own = policy.overall

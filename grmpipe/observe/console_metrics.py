@@ -121,10 +121,11 @@ def describe_run_signal(steps: Sequence[Metrics]) -> str | None:
     mean = math.fsum(shares) / max(1, len(shares))
     if not without and mean <= MANY:
         return None
+    only_such = f", and {without} of {len(shares)} steps had no other groups" if without else ""
     return (
-        f"in {mean:.0%} of the groups the rewards of all siblings were equal, and {without} of {len(shares)} steps had "
-        "no other groups; an algorithm that compares siblings learns nothing from them. See in judgements.jsonl "
-        "whether the judge separates good answers from bad ones; or take prompts that are neither too easy nor too "
+        f"in {mean:.0%} of the groups the rewards of all siblings were equal{only_such}; an algorithm that compares "
+        "siblings learns nothing from them. See in judgements.jsonl whether the judge separates good answers from bad "
+        "ones; or take prompts that are neither too easy nor too "
         "hard (algorithm.dynamic_sampling_batches replaces such groups)"
     )
 

@@ -259,7 +259,7 @@ def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -
 
 
 def check_scoring(config: RunConfig) -> None:
-    """Check that the judge can score single answers, and says which of them pass."""
+    """Check that the judge can score single answers, and says which of them pass, if its rewards are on a scale."""
     for judge in config.judging.generative.values():
         if judge.protocol_kind.compares and len(config.judging.judges) == 1:
             raise ConfigError(
@@ -267,7 +267,7 @@ def check_scoring(config: RunConfig) -> None:
                 f"how good a policy is; type judge=pointwise, or judge=rule"
             )
     low, high = config.main_judge.scale.low, config.main_judge.scale.high
-    if not low < config.data.labels.pass_score <= high:
+    if config.main_judge.has_scale and not low < config.data.labels.pass_score <= high:
         raise ConfigError(
             f"data.labels.pass_score: pass@k counts answers of at least this score, and "
             f"{config.data.labels.pass_score} isn't "

@@ -138,6 +138,20 @@ def test_a_policy_is_measured_by_a_rule_next_to_a_judge(
     assert "right, in percent of all items" in page
 
 
+def test_a_policy_is_measured_by_rewards_on_no_scale(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "any_reward.py").write_text("def of(response): return -3.5 * len(response)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = small_run(
+        "task=evaluate", "evaluate.what=policy", prompts_at(tmp_path / "mine.jsonl"), "evaluate.num_samples=2",
+        "judge=function", "judge.function=any_reward.of", "objective=eval.mine.avg_at_2",
+    ).summary["eval"]["mine"]  # fmt: skip
+    assert mine["prompts"] == 4 and mine["avg_at_2"] < -3.5 and mine["greedy"] < -3.5
+    assert "true_pass_at_2" in mine and "pass_at_2" not in mine
+    assert "pass@k needs the range of the rewards" in " ".join(capsys.readouterr().out.split())
+
+
 def check_tables(run: RunReader, measured: dict, judged: list[dict]) -> None:
     """The tables of the figures and the items, against summary.json and judged.jsonl."""
     figures = {(row.about, row.name, row.part, row.figure): row for row in run.figures}

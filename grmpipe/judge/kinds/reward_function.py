@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import BadValueError, describe_code, format_value, to_number
+from grmpipe.data.prompts import find_ground_truth
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 
@@ -106,7 +107,7 @@ ROW_FIELDS: dict[str, Callable[[Prompt], object]] = {
     "reference": lambda prompt: prompt.reference,
     "info": lambda prompt: dict(prompt.info),
     "data_source": lambda prompt: prompt.source,
-    "ground_truth": lambda prompt: prompt.reference,
+    "ground_truth": lambda prompt: prompt.reference if (truth := find_ground_truth(prompt.columns)) is None else truth,
     "extra_info": lambda prompt: dict(prompt.info),
 }
 OWN_FIELDS = ("prompt_id", "source", "reference", "info")

@@ -63,12 +63,11 @@ async def evaluate_policy(
 
 
 def make_scoring(ready: PreparedEvaluation) -> Scoring:
-    config, pass_reward = ready.config, compute_pass_reward(ready.config)
-    assert pass_reward is not None, "check_scoring has refused it"
+    config = ready.config
     judges = config.judging.judges.values()
     return Scoring(
         counting=read_sampling(config.evaluate, NUM_SAMPLES),
-        pass_reward=pass_reward,
+        pass_reward=compute_pass_reward(config),
         greedy=config.evaluate.greedy,
         by_rule=len(judges) == 1 and all(judge.kind in ("rule", "label") for judge in judges),
     )

@@ -48,6 +48,29 @@ def test_rows_become_prompts(tmp_path: Path, write: Any) -> None:
     assert second.prompt_id == f"{Path(path).name}:2"
 
 
+def test_messages_may_stand_in_prompt_as_in_files_of_trl_and_verl(tmp_path: Path) -> None:
+    text, chat, same = load_prompts(write_jsonl(tmp_path, {"prompt": "?"}, {"prompt": CHAT}, {"messages": CHAT}))
+    assert (text.is_chat, chat.is_chat, same.is_chat) == (False, True, True)
+    assert chat.messages == same.messages == (Message(role="system", content="Be brief."), *user("6 x 2?"))
+
+
+@pytest.mark.parametrize(
+    ("truth", "reference"), [("12", "12"), (12, "12"), (True, None), ({"tests": ["f(1)"]}, None), (None, None)]
+)
+def test_a_row_of_verl_is_taken_as_it_is(tmp_path: Path, truth: object, reference: str | None) -> None:
+    reward_model = {"style": "rule", "ground_truth": truth}
+    row = {"data_source": "gsm", "prompt": CHAT, "reward_model": reward_model, "extra_info": {"index": 3}}
+    (prompt,) = load_prompts(write_parquet(tmp_path, row))
+    assert (prompt.source, prompt.reference) == ("gsm", reference)
+    assert dict(prompt.columns) == {name: value for name, value in row.items() if name != "prompt"}
+
+
+def test_what_a_row_says_itself_comes_before_what_verl_calls_it(tmp_path: Path) -> None:
+    row = {"source": "own", "reference": "13", "data_source": "gsm", "reward_model": {"ground_truth": "12"}}
+    own, odd = load_prompts(write_jsonl(tmp_path, {"prompt": "?", **row}, {"prompt": "?", "data_source": ["x"]}))
+    assert (own.source, own.reference, odd.source) == ("own", "13", "")
+
+
 def test_a_number_is_an_id_too(tmp_path: Path) -> None:
     assert load_prompts(write_jsonl(tmp_path, {"prompt": "?", "prompt_id": 7}))[0].prompt_id == "7"
 
@@ -72,7 +95,8 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         ({"prompt": "a", "messages": CHAT}, "exactly one"),
         ({"prompt": ""}, "prompt: expected a text"),
         ({"prompt": 12}, "prompt: expected a text"),
-        ({"prompt": CHAT}, r"prompt: expected a text; a list of \{role, content\} belongs in `messages`"),
+        ({"prompt": []}, r"prompt: expected a text, or a list of \{role, content\}, got \[\]"),
+        ({"prompt": [*CHAT, {"role": "user"}]}, r"prompt\[2\]: expected an object"),
         ({"messages": []}, "messages: expected a list"),
         ({"messages": "6 x 2?"}, "messages: expected a list"),
         ({"messages": ["6 x 2?"]}, r"messages\[0\]: expected an object with role and content"),

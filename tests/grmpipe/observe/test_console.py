@@ -296,3 +296,8 @@ def test_a_run_whose_groups_teach_nothing_says_so_at_its_end(
 def test_a_few_groups_without_a_signal_are_no_news() -> None:
     assert describe_run_signal([{"train/zero_advantage_share": 0.4}, {"eval/true_accuracy": 0.5}]) is None
     assert describe_run_signal([]) is None
+
+
+def test_steps_without_any_signal_are_counted_where_there_are_some() -> None:
+    told = describe_run_signal([{"train/zero_advantage_share": 0.75}] * 2)
+    assert told is not None and told.startswith("in 75% of the groups") and "steps" not in told

@@ -84,6 +84,8 @@ def test_a_judge_that_compares_or_passes_nothing_scores_no_policy() -> None:
         ConfigError, match=r"^data\.labels\.pass_score: pass@k counts .* type data\.labels\.pass_score=10 or less"
     ):
         check_scoring(evaluation(data=DataConfig(labels=LabelConfig(pass_score=11))))
+    no_scale = JudgeConfig(kind="function", function="mine.reward")
+    check_scoring(evaluation(judge=no_scale, data=DataConfig(labels=LabelConfig(pass_score=11))))
 
 
 def test_items_that_are_not_read_are_counted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable
@@ -139,6 +140,24 @@ def test_a_chat_is_handed_over_as_messages(judged: Callable[..., list]) -> None:
         "def reward(prompts, completions): return [len(prompts[0][0]['content']) + len(completions[0][0]['content'])]"
     )
     assert rewards(judged(code, "four", prompt=chat)) == [18.0]
+
+
+@pytest.mark.parametrize("truth", ["12", 12, {"inputs": ["1"], "outputs": ["2"]}])
+def test_a_function_of_verl_gets_the_ground_truth_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truth: object
+) -> None:
+    (tmp_path / "of_verl.py").write_text("def score(data_source, solution_str, ground_truth, extra_info): return 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    row = {
+        "data_source": "gsm", "prompt": [{"role": "user", "content": "6 x 2?"}],
+        "reward_model": {"ground_truth": truth}, "extra_info": {"index": 3},
+    }  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (prompt,) = load_prompts(str(tmp_path / "rows.jsonl"))
+    answer = rollout_of_messages("g", 0, [Message(role="assistant", content="12")])
+    assert reward_function("of_verl.score", "judge.function").arguments(prompt, [answer]) == {
+        "data_source": "gsm", "solution_str": "12", "ground_truth": truth, "extra_info": {"index": 3},
+    }  # fmt: skip
 
 
 def test_a_response_is_the_last_turn_with_its_thoughts_or_without(
