@@ -108,10 +108,11 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
 def parse_prompt(row: Row, where: str, prompt_id: str) -> Prompt:
     """The prompt of a row. A null is a missing field: Parquet has the columns of all rows in each."""
     row = {field: value for field, value in row.items() if value is not None}
+    data_source = row.get("data_source")  # verl's name
     prompt = Prompt(
         prompt_id=prompt_id,
         messages=parse_messages(row, where),
-        source=parse_text(row, "source", where, row["data_source"] if isinstance(row.get("data_source"), str) else ""),
+        source=parse_text(row, "source", where, data_source if isinstance(data_source, str) else ""),
         reference=parse_reference(row, where),
         rubric=parse_rubric(row, where),
         info=parse_info(row, where),
