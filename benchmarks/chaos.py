@@ -142,6 +142,7 @@ class ChaoticRun:
         target = Target(
             process=process,
             run_dir=self.run_dir,
+            output=self._folder / "output.txt",
             command=self._command,
             environment=self._environment,
             memory=self._memory,

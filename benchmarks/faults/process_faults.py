@@ -41,10 +41,13 @@ JOURNALS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run that goes on. command: what it was started by. memory: the control group of its processes, if any."""
+    """A run that goes on. output: what it and its earlier starts printed. command: what it was started by. memory: the
+    control group of its processes, if any.
+    """
 
     process: subprocess.Popen[bytes]
     run_dir: Path
+    output: Path
     command: Sequence[str]
     environment: Mapping[str, str]
     memory: Path | None = None
@@ -52,6 +55,10 @@ class Target:
     @property
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def is_ready(self) -> bool:
+        return "ready after" in self.output.read_text(errors="replace").rpartition("starting ")[2]
 
 
 Strike = Callable[[Target, Random], str | None]  # returns what it hit; None: it found no target
@@ -81,6 +88,12 @@ def strike_role(role: str, number: signal.Signals) -> Strike:
         return role
 
     return strike
+
+
+def stop_role(role: str) -> Strike:
+    """Only once the run is ready: a start may take an hour, by the limit of its call, and a stopped one does."""
+    stop = strike_role(role, STOP)
+    return lambda target, random: stop(target, random) if target.is_ready else None
 
 
 def cut_socket(role: str) -> Strike:
@@ -352,5 +365,5 @@ def strikes_on(scenario: Scenario) -> dict[str, Strike]:
     own = {f"kill -9 of {role}": strike_role(role, KILL) for role in scenario.roles}
     own |= {f"a cut socket of {role}": cut_socket(role) for role in scenario.roles}
     engines = [role for role in scenario.roles if not role.startswith("learner")]
-    own |= {f"SIGSTOP of {role}": strike_role(role, STOP) for role in engines}
+    own |= {f"SIGSTOP of {role}": stop_role(role) for role in engines}
     return LIVE | own | (ON_AGENTS if scenario.has_agents else {})

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from chaos import RUN, TEMPORARY, ChaoticRun, Outcome, count_faults, report  # noqa: E402
 from faults.endpoint import NAME, WELL, find_made_up  # noqa: E402
 from faults.ledger import Ledger  # noqa: E402
-from faults.process_faults import LIVE, ON_AGENTS  # noqa: E402
+from faults.process_faults import LIVE, ON_AGENTS, Target  # noqa: E402
 from faults.scenarios import SCENARIOS, prepare  # noqa: E402
 
 Lines = list[dict[str, Any]]
@@ -60,6 +60,21 @@ def test_what_struck_is_read_from_the_rows_of_earlier_runs() -> None:
     second = Outcome("jury", "2/0", faults=[(KILL, "driver"), ("the endpoint: 5 MB", "judge")])
     text = "| seed | faults by kind |\n|---|---|\n" + report([first], 1, 2.0) + report([second], 2, 2.0)
     assert count_faults(text) == {KILL: 3, "SIGSTOP of grm-0": 1, "the endpoint: 5 MB": 1}
+
+
+@pytest.mark.parametrize(
+    ("said", "ready"),
+    [
+        ("starting policy\n", False),
+        ("starting policy\nready after 5 s\n", True),
+        ("starting policy\nready after 5 s\nstarting policy\nstarting: policy  60 s\n", False),
+    ],
+)
+def test_what_a_start_says_tells_whether_the_run_is_ready(tmp_path: Path, said: str, ready: bool) -> None:
+    (tmp_path / "output.txt").write_text(said)
+    own: dict[str, Any] = {"process": None, "command": [], "environment": {}}
+    target = Target(run_dir=tmp_path, output=tmp_path / "output.txt", **own)
+    assert target.is_ready is ready
 
 
 def change_first(**changes: object) -> Callable[[Lines], Lines]:
