@@ -110,7 +110,11 @@ class RunConfig(SharedSections, RunKeys):
 
     @property
     def trained_grms(self) -> dict[str, GrmTrainConfig]:
-        """Role -> settings of its learner, for the GRMs that are trained next to the policy."""
+        """Role -> settings of its learner, for the GRMs that are trained next to the policy. Judging a run again trains
+        none: a GRM judges as it was at the start of the run.
+        """
+        if self.task == "rejudge":
+            return {}
         return {role: model.train for role, model in self.models.items() if model.train.enabled}
 
     def find_engine_kind(self, role: str) -> type[AnyEngine]:

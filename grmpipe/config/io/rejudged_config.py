@@ -29,10 +29,7 @@ def compose_rejudging(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
         check_read(key, composed, written)
     changed = [key for key in typed if key.split(".")[0] in READ]
     config = read_yaml_with(written, composed, [*changed, "task", "resume", "rejudge"])
-    return replace(
-        without_training(config),
-        run_dir=str(run_dir / REJUDGED / config.rejudge.name),
-    )
+    return replace(config, run_dir=str(run_dir / REJUDGED / config.rejudge.name))
 
 
 def config_of_run(run_dir: Path) -> Path:
@@ -66,9 +63,3 @@ def check_read(key: str, composed: DictConfig, written: Path) -> None:
             f"{key}: task=rejudge takes everything but the judge from {written}, and would ignore it; leave it out (it "
             f"reads {', '.join(READ)})"
         )
-
-
-def without_training(config: RunConfig) -> RunConfig:
-    """The same models, none of which is trained: a GRM judges as it was at the start of the run."""
-    models = {name: replace(model, train=replace(model.train, enabled=False)) for name, model in config.models.items()}
-    return replace(config, models=models)

@@ -43,6 +43,13 @@ def test_the_run_is_the_base_and_what_is_typed_replaces_it(recorded: Path) -> No
     assert again(recorded, "grm=policy").models["grm"].path == same.policy.path, "of the run"
 
 
+def test_no_judge_of_a_cotrained_run_is_trained_again_whatever_judges(recorded: Path) -> None:
+    (recorded / "config.yaml").write_text(to_yaml(compose("cotrain")))
+    assert compose("cotrain").trained_grms
+    for typed in ([], ["judge=rule"]):
+        assert again(recorded, *typed).trained_grms == {}
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
