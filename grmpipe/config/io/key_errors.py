@@ -16,6 +16,38 @@ from grmpipe.config.run_sections import RunSections
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 # Sections of earlier versions -> those that have their values; a name behind one stays where {} is.
 MOVED = {"grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train"}
+# What verl, TRL, slime, AReaL and prime-rl call a key, without its section.
+ELSEWHERE = {
+    "n": "train.group_size",
+    "num_generations": "train.group_size",
+    "n_samples_per_prompt": "train.group_size",
+    "rollouts_per_example": "train.group_size",
+    "train_batch_size": "train.groups_per_batch",
+    "rollout_batch_size": "train.groups_per_batch",
+    "total_training_steps": "train.num_steps",
+    "max_steps": "train.num_steps",
+    "num_rollout": "train.num_steps",
+    "total_epochs": "data.max_epochs",
+    "num_train_epochs": "data.max_epochs",
+    "learning_rate": "train.lr",
+    "save_freq": "train.checkpoint_every",
+    "test_freq": "judge_monitor.anchor_every",
+    "max_head_offpolicyness": "train.max_staleness",
+    "max_async_level": "train.max_staleness",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "rollout_max_response_len": "rollout.max_new_tokens",
+    "train_files": "data.path",
+    "prompt_data": "data.path",
+    "val_files": "data.eval_path",
+    "model_name_or_path": "policy.path",
+    "adv_estimator": "algorithm.estimator",
+    "kl_loss_coef": "algorithm.kl_coefficient",
+    "beta": "algorithm.kl_coefficient",
+    "ppo_epochs": "algorithm.updates_per_batch",
+    "num_iterations": "algorithm.updates_per_batch",
+    "reward_funcs": "judge.function",
+}
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
 
@@ -85,8 +117,9 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
     section, _, leaf = key.rpartition(".")
     by_likeness = sorted(known, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
     # The right leaf in the wrong section is the most common mistake.
-    if same_leaf := [other for other in by_likeness if name_leaf(other) == leaf]:
-        return same_leaf[:3]
+    same_leaf = [other for other in by_likeness if name_leaf(other) == leaf]
+    if meant := [*filter(None, [ELSEWHERE.get(leaf)]), *same_leaf]:
+        return meant[:3]
     beside = [name_leaf(other) for other in known if other.rpartition(".")[0] == section]
     close = [name for name in difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6) if shares_words(leaf, name)]
     if close or (close := find_keys_by_words(leaf, section, beside)[:2]):

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
-from grmpipe.config.io.key_errors import explain, list_keys, unknown_key
+from grmpipe.config.io.key_errors import ELSEWHERE, explain, list_keys, unknown_key
 from grmpipe.config.io.resume_rules import find_changed_keys
 from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError
@@ -113,6 +113,8 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["policy.engine_options.x=2"], "policy.engine_options doesn't have it; to add it type +policy."),
         (["engine.vllm.tensor_parallel_size=2"], "; engine.vllm has max_batch_rows, max_context_tokens, "),
         (["zyx=1"], "unknown key 'zyx'; see docs/configuration.md"),
+        (["rollout.n=8"], "unknown key 'rollout.n'; did you mean train.group_size?"),
+        (["max_completion_length=8"], "unknown key 'max_completion_length'; did you mean rollout.max_new_tokens?"),
         (["trian.lr=1"], "unknown key 'trian.lr'; did you mean train.lr or "),
         (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are ce_rm, "),
         (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
@@ -187,6 +189,10 @@ def test_a_judgement_of_every_shipped_recipe_times_out_before_its_group(conf: No
         config = build(compose("config", [chosen, "data.path=prompts.jsonl", "judge.function=mine.reward"]))
         check_deadlines(config)
         assert config.main_judge.limits.timeout_s < config.rollout.group_deadline_s, path
+
+
+def test_what_other_frameworks_call_a_key_leads_to_one_that_there_is() -> None:
+    assert set(ELSEWHERE.values()) <= {*list_keys()}
 
 
 def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:
