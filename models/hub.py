@@ -22,7 +22,11 @@ def find_files(path: str, *, weights: bool) -> str:
     """
     directory = _fetched(path, weights) if is_hub_name(path) else _directory(path)
     if not (Path(directory) / "config.json").is_file():
-        raise ValueError(f"path: {path!r} holds no config.json; give a Hugging Face model directory")
+        inside = sorted(str(found.parent) for found in Path(directory).glob("*/config.json"))  # as in a run's directory
+        raise ValueError(
+            f"path: {path!r} holds no config.json; give a Hugging Face model directory"
+            + (f", as {' or '.join(inside[:3])} is" if inside else "")
+        )
     if weights and not any(list(Path(directory).glob(pattern)) for pattern in WEIGHT_FILES):
         if is_hub_name(path):
             raise NotHere(f"path: {path!r} has no weights in the cache (*.safetensors){how(path)}")

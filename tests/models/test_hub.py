@@ -37,6 +37,12 @@ def test_a_relative_directory_is_found_from_anywhere_and_goes_before_a_hub_name(
     assert find_files("my/policy", weights=True) == str(tmp_path / "my/policy")
 
 
+def test_a_run_where_a_model_is_expected_is_answered_with_the_model_in_it(tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED / "policy", tmp_path / "policy")
+    with pytest.raises(ValueError, match=f"holds no config.json; .*, as {tmp_path}/policy is$"):
+        find_files(str(tmp_path), weights=True)
+
+
 def test_a_cached_model_is_found_without_network(cached: Path) -> None:
     assert find_files("Some/Model", weights=False) == str(cached)
     shutil.copy(SHIPPED / "policy/model.safetensors", cached)
