@@ -153,9 +153,9 @@ def parse_messages(row: Row, where: str) -> tuple[Message, ...]:
         columns = ", ".join(row) or "none"
         raise ValueError(f"{where}: expected exactly one of the fields messages and prompt; its fields: {columns}")
     field = "messages" if "messages" in row else "prompt"
-    if isinstance(row[field], str) and field == "prompt":
-        return (Message(role="user", content=require_text(row[field], f"{where}: {field}")),)
     messages = row[field]
+    if isinstance(messages, str) and field == "prompt":
+        return (Message(role="user", content=require_text(messages, f"{where}: prompt")),)
     if not isinstance(messages, list) or not messages:
         expected = "a list of {role, content}" if field == "messages" else "a text, or a list of {role, content}"
         raise ValueError(f"{where}: {field}: expected {expected}, got {format_value(messages)}")

@@ -64,15 +64,11 @@ def figure_text(one: Estimate | None) -> str:
 def policy_notes(policies: Mapping[str, PolicyEvaluation], scoring: Scoring, pass_score: int) -> Iterator[str]:
     """Notes on what the tables leave out, one per line."""
     counting = scoring.counting
-    passes = "passes" if scoring.by_rule else f"passes (score {pass_score} or more)"
-    yield (
-        f"avg@{counting.num_samples}: the mean reward of {counting.num_samples} answers to a prompt; "
-        + (
-            "pass@k needs the range of the rewards, as in judge.function_call.score_range=[0, 1]"
-            if scoring.pass_reward is None
-            else f"pass@k: one of k {passes}, estimated without bias from all of them"
-        )
-    )
+    passing = "" if scoring.by_rule else f" (score {pass_score} or more)"
+    pass_at_k = f"pass@k: one of k passes{passing}, estimated without bias from all of them"
+    if scoring.pass_reward is None:
+        pass_at_k = "pass@k needs the range of the rewards, as in judge.function_call.score_range=[0, 1]"
+    yield f"avg@{counting.num_samples}: the mean reward of {counting.num_samples} answers to a prompt; {pass_at_k}"
     for name, policy in policies.items():
         own = policy.overall
         if own.num_failed:

@@ -125,8 +125,8 @@ def describe_run_signal(steps: Sequence[Metrics]) -> str | None:
     return (
         f"in {mean:.0%} of the groups the rewards of all siblings were equal{only_such}; an algorithm that compares "
         "siblings learns nothing from them. See in judgements.jsonl whether the judge separates good answers from bad "
-        "ones; or take prompts that are neither too easy nor too "
-        "hard (algorithm.dynamic_sampling_batches replaces such groups)"
+        "ones; or take prompts that are neither too easy nor too hard (algorithm.dynamic_sampling_batches replaces "
+        "such groups)"
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from grmpipe.config.io.field_comments import read_comments
-from grmpipe.config.io.key_errors import find_member_class
+from grmpipe.config.io.key_errors import ELSEWHERE, find_member_class
 from grmpipe.config.keys.entry_names import FIRST
 from grmpipe.config.run_sections import RunSections
 
@@ -56,6 +56,8 @@ is a number from 0 to 1.
 The defaults train the tiny models. A policy of your own (`policy=path`) or of `conf/policy/` that isn't tiny brings
 `conf/pretrained.yaml`: lower learning rates and longer answers, which recipes and single keys override.
 
+What [other frameworks](#names-in-other-frameworks) call some of them stands at the end.
+
 {contents}
 """
 
@@ -89,7 +91,17 @@ def page() -> str:
     top = [section.name for section in sections if section.name and "." not in section.name]
     contents = " · ".join(["[run](#run)", *(f"[{name}](#{name})" for name in top)])
     head = HEAD.format(count=sum(len(section.entries) for section in sections), contents=contents)
-    return "\n".join([head, *map(section_text, without_repeats(sections))])
+    return "\n".join([head, *map(section_text, without_repeats(sections)), elsewhere_text()])
+
+
+def elsewhere_text() -> str:
+    """What other frameworks call some keys, as a list: rows of a table are keys."""
+    lines = [
+        f"- {', '.join(f'`{name}`' for name, ours in ELSEWHERE.items() if ours == key)}: `{key}`"
+        for key in dict.fromkeys(ELSEWHERE.values())
+    ]
+    head = "## Names in other frameworks\n\nIn verl, TRL, slime, AReaL and prime-rl, without their sections:\n"
+    return "\n".join([head, *lines, ""])
 
 
 def without_repeats(sections: Iterable[KeySection]) -> Iterator[KeySection]:
