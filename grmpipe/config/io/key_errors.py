@@ -44,8 +44,8 @@ ELSEWHERE = {
     "adv_estimator": "algorithm.estimator",
     "kl_loss_coef": "algorithm.kl_coefficient",
     "beta": "algorithm.kl_coefficient",
-    "ppo_epochs": "algorithm.updates_per_batch",
-    "num_iterations": "algorithm.updates_per_batch",
+    "ppo_mini_batch_size": "algorithm.updates_per_batch",
+    "steps_per_generation": "algorithm.updates_per_batch",
     "reward_funcs": "judge.function",
 }
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
