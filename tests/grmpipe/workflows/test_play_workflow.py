@@ -83,7 +83,7 @@ def test_a_workflow_gets_the_task_and_not_what_only_judges_see(played: Callable)
 
     rollout = played(solve)
     assert (rollout.group_id, rollout.sibling, rollout.status) == ("g", 1, "finished")
-    assert rollout.took_s >= rollout.env_s >= 0 and dict(rollout.env_rewards) == {}
+    assert 0 <= rollout.env_s <= rollout.took_s + 1e-4 and dict(rollout.env_rewards) == {}  # tenths of ms, summed
 
 
 @pytest.mark.parametrize(
