@@ -1,4 +1,4 @@
-"""The scheduler on the virtual clock: overlap against its lower bound, and how even steps are.
+"""The scheduler on the virtual clock: overlap against its lower bound, how even steps are, and long rollouts first.
 
     python benchmarks/scheduling.py     # minutes; prints the first tables of benchmarks/scheduling.md
 
@@ -9,6 +9,7 @@ and learner take time instead of working.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,10 @@ from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.train import TrainConfig
-from models.types import EngineSpeed
+from grmpipe.data.stream import PromptStream
+from grmpipe.pipeline.expected_lengths import ExpectedLengths
+from grmpipe.types import Prompt
+from models.types import EngineSpeed, Message
 from scheduler.placement import Placement
 
 # A row's time doesn't depend on the rest of its batch.
@@ -39,6 +43,8 @@ OVERLAP = Costs(
 )
 # Weights are read in every decoding step, so that twice the rows cost far less than twice the time.
 BATCHED = EngineSpeed(step_s=0.012, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=256)
+# Four engines of 16 rows: of 128 rollouts half wait, of 256 three quarters.
+QUEUED = {"policy": replace(BATCHED, max_rows=16), "grm": replace(BATCHED, max_rows=64)}
 LINEAR = replace(BATCHED, step_s=5.8e-4, row_s=6.8e-5)
 # name -> engines, seconds of the learner for a token, lengths of rollouts and of judgements
 EVEN: Mapping[str, tuple[EngineSpeed, float, Lengths, Lengths]] = {
@@ -62,6 +68,14 @@ def make_load(
         judge=judge_config(num_judgements=judgements, max_new_tokens=4096, min_tokens_per_s=1, timeout_s=1e5),
     )
     return replace(workload(lengths=rollout, critiques=judgement), config=config)
+
+
+def make_queue(groups: int, staleness: int, sigma: float, sibling_correlation: float) -> Workload:
+    """Rollouts of 64 prompts that differ in length, in groups of 8."""
+    load = make_load(groups, 8, 1, staleness, lognormal(400, sigma), lognormal(100, 0.3))
+    questions = [Message(role="user", content=f"How many apples are left in basket {n}? " * 4) for n in range(64)]
+    prompts = [Prompt(prompt_id=f"p{n}", messages=(question,)) for n, question in enumerate(questions)]
+    return replace(load, prompts=PromptStream(prompts), sibling_correlation=sibling_correlation)
 
 
 def run(load: Workload, placement: Placement, costs: Costs, *, paced: bool, num_steps: int) -> SimulatedRun:
@@ -95,7 +109,23 @@ def show_evenness() -> None:
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
+def show_long_first() -> None:
+    print("| rollouts | staleness | sigma | correlation | s per step | in order of arrival | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    costs = Costs(engines=QUEUED, learner=LearnerSpeed(token_s=1.5e-5, step_s=0.1), sync_s=0.05)
+    for groups, staleness, sigma, correlation in itertools.product((16, 32), (0, 1, 2), (0.8, 1.2), (0.25, 0.5)):
+        steps_s = []
+        for known in (nullcontext(), patch.object(ExpectedLengths, "__getitem__", return_value=0.0)):
+            with known:
+                load = make_queue(groups, staleness, sigma, correlation)
+                steps_s.append(simulate(load, seats(policy=4, grm=2), costs, 40).step_s)
+        first, arrival = steps_s
+        row = (groups * 8, staleness, sigma, correlation, f"{first:.2f}", f"{arrival:.2f}", f"{first / arrival:.3f}")
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     show_evenness()
     show_overlap()
+    show_long_first()

@@ -12,6 +12,7 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.pipeline.expected_lengths import ExpectedLengths
 from grmpipe.pipeline.flow_health import FlowHealth
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
@@ -28,6 +29,8 @@ from scheduler.work_queue import BusyMeter, Stage
 log = logging.getLogger(__name__)
 
 UNBOUNDED = 1 << 30
+BATCH_TOKENS = 1 << 24  # more than a rollout samples
+FIRST = -(1 << 50)  # the priority of rollouts: before all judgements on the same engine
 
 
 class Producer:
@@ -68,6 +71,7 @@ class Producer:
         self._clock = clock
         self._now = asyncio.get_running_loop().time
         self._counters = counters
+        self._lengths = ExpectedLengths()
         self._num_judging = 0  # judge tasks in progress
         self._skipped: set[str] = set()  # prompt_ids that were reported as too long
 
@@ -142,7 +146,11 @@ class Producer:
             return
         seed = derive_seed(self._config.seed, first_name(f"{group.group_id}/{sibling}"))
         request = RolloutRequest(
-            group_id=group.group_id, sibling=sibling, seed=seed, on_turn=lambda so_far: self._turn_ended(group, so_far)
+            group_id=group.group_id,
+            sibling=sibling,
+            seed=seed,
+            priority=self._play_priority(group),
+            on_turn=lambda so_far: self._turn_ended(group, so_far),
         )
         try:
             async with self._slots[group.group_id]:
@@ -160,6 +168,7 @@ class Producer:
             self._health.episode_ended(error.failed)
             return
         self._health.episode_ended(rollout)
+        self._lengths.record(group.prompt, rollout)
         if self._config.fails_truncated and rollout.status == "truncated":
             self._counters.step.rollout(rollout)
             self._fail(
@@ -173,6 +182,12 @@ class Producer:
             assert session is not None, "it is opened before the siblings are sent to play"
             for judge_task in session.add(rollout):
                 await self.judging.put((group, session, judge_task))
+
+    def _play_priority(self, group: Group) -> int:
+        """The priority of a group's rollouts where they wait for a row: batches in their order, and in each the longest
+        first, since it ends with the last one (LPT: Graham 1969, doi:10.1137/0117039).
+        """
+        return FIRST + group.opened_at * BATCH_TOKENS - round(self._lengths[group.prompt])
 
     def _turn_ended(self, group: Group, so_far: Rollout) -> None:
         """Queue what an ended turn lets the judge do while the rollout goes on."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean, variance
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
@@ -25,13 +25,14 @@ PROMPT_ID = 1 << 20  # this and above: the first token of a prompt, by its text
 TOKEN = "\x1a"  # the text of FILLER: one token, whatever the tokenizer
 UNREADABLE = "no score at all"
 
+NORMAL = NormalDist()
+
 Lengths = Callable[[float], float]  # a quantile in (0, 1) -> tokens
 
 
 def lognormal(median: float, sigma: float) -> Lengths:
     """Long-tailed, as rollouts are: the mean is median * exp(sigma**2 / 2)."""
-    normal = NormalDist()
-    return lambda quantile: median * math.exp(sigma * normal.inv_cdf(quantile))
+    return lambda quantile: median * math.exp(sigma * NORMAL.inv_cdf(quantile))
 
 
 def fit_lengths(lengths: Sequence[int]) -> Lengths:
@@ -57,25 +58,48 @@ def lengths_in(run_dir: Path) -> dict[str, list[int]]:
     return dict(found)
 
 
+def correlation_in(run_dir: Path) -> float:
+    """The intraclass correlation of the lengths of siblings of a run, in logarithms: ICC(1) of Shrout & Fleiss 1979,
+    doi:10.1037/0033-2909.86.2.420, between 0 and 1.
+    """
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for record in map(unpack_numbers, read_journal(run_dir / "rollouts.jsonl")):
+        groups[record["group_id"]].append(math.log(1 + len(record["turns"][0]["token_ids"])))
+    several = [group for group in groups.values() if len(group) > 1]
+    if len(several) < 2:
+        return 0.0
+    size = fmean(map(len, several))
+    between = size * variance(map(fmean, several))
+    within = fmean(map(variance, several))
+    return min(max((between - within) / ((between + (size - 1) * within) or 1.0), 0.0), 1.0)
+
+
+def to_quantile(seed: int) -> float:
+    """In (0, 1), of a seed of 63 bits."""
+    return (seed + 0.5) / 2**63
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
     """Writes the answers of one kind: turns of the policy, or judgements of one judge. An answer depends only on the
     request's id: a migrated or retried request gets the same answer.
 
     scale: of a judge's scores; None for turns.
+    sibling_correlation: of the lengths of answers to the same prompt, as normal scores.
     boxed: format of the scores; num_scores: number of equal scores.
     """
 
     lengths: Lengths
     seed: int
     scale: Scale | None = None
+    sibling_correlation: float = 0.0
     boxed: bool = False
     num_scores: int = 1
     unparseable_share: float = 0.0
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         seed = derive_seed(self.seed, context.request_id)
-        wanted = max(1, round(self.lengths((seed + 0.5) / 2**63)))
+        wanted = max(1, round(self.lengths(self._quantile(prompt_ids, seed))))
         left = max(1, wanted - count_sampled_before(prompt_ids))
         if left > params.max_new_tokens:
             cut = params.max_new_tokens
@@ -84,6 +108,13 @@ class Writer:
             return Script(token_ids=filler(left), text=make_text(left))
         verdict = self._verdict(self.scale, seed, context.request_id)
         return Script(token_ids=(*filler(left - 1), VERDICT_ID + zlib.crc32(verdict.encode())), text=verdict)
+
+    def _quantile(self, prompt_ids: Sequence[int], seed: int) -> float:
+        own, shared = to_quantile(seed), self.sibling_correlation
+        if not shared:
+            return own
+        common = to_quantile(derive_seed(self.seed, str(prompt_ids[0])))
+        return NORMAL.cdf(math.sqrt(shared) * NORMAL.inv_cdf(common) + math.sqrt(1 - shared) * NORMAL.inv_cdf(own))
 
     def _verdict(self, scale: Scale, seed: int, request_id: str) -> str:
         failing = self.unparseable_share

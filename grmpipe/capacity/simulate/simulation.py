@@ -8,7 +8,13 @@ from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.costs import estimate_costs
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
-from grmpipe.capacity.simulate.simulated_answers import Lengths, fit_lengths, lengths_in, lognormal
+from grmpipe.capacity.simulate.simulated_answers import (
+    Lengths,
+    correlation_in,
+    fit_lengths,
+    lengths_in,
+    lognormal,
+)
 from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.simulation_report import describe, make_record
 from grmpipe.capacity.simulate.workload import Workload
@@ -61,6 +67,7 @@ def make_workload(facts: RunFacts) -> Workload:
         prompts=PromptStream(facts.data.train, seed=config.seed, shuffle=config.data.shuffle),
         chars_per_token={role: chars_per_token(role, facts) for role in config.served},
         lengths={POLICY: played} | lengths,
+        sibling_correlation=correlation_in(Path(settings.lengths)) if settings.lengths else 0.0,
     )
 
 

@@ -32,12 +32,14 @@ class Workload:
     """The workload, independent of the placement.
 
     chars_per_token: of each model, by its role. lengths: of the policy's turns, and of each judge's judgements.
+    sibling_correlation: of the lengths of siblings' turns.
     """
 
     config: RunConfig
     prompts: PromptStream
     chars_per_token: Mapping[str, float]
     lengths: Mapping[str, Lengths]
+    sibling_correlation: float = 0.0
 
 
 def make_flow(config: RunConfig, num_steps: int) -> FlowConfig:
@@ -52,7 +54,9 @@ def make_writer(workload: Workload, role: str) -> ModelWriter:
     """What writes the answers of a model."""
     config, lengths = workload.config, workload.lengths
     return ModelWriter(
-        turns=Writer(lengths=lengths[POLICY], seed=config.seed) if role == POLICY else None,
+        turns=Writer(lengths=lengths[POLICY], seed=config.seed, sibling_correlation=workload.sibling_correlation)
+        if role == POLICY
+        else None,
         judges={
             name: Writer(
                 lengths=lengths[name],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -20,10 +21,12 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.simulated_answers import (
     FILLER,
+    PROMPT_ID,
     CountingRenderer,
     Lengths,
     ModelWriter,
     Writer,
+    correlation_in,
     fit_lengths,
     lengths_in,
     lognormal,
@@ -69,6 +72,25 @@ def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() ->
     assert run.step_s == pytest.approx(played_s + judged_s + 16 * (26 + 100) * 1e-5 + 0.1 + 0.1, rel=0.02)
     assert run.max_staleness == 0
     assert len(run.steps) == 6
+
+
+def test_siblings_are_as_alike_in_length_as_in_the_run_that_lengths_are_taken_from(tmp_path: Path) -> None:
+    def correlation_of(correlation: float, name: str) -> float:
+        writer = Writer(lengths=lognormal(200, 0.6), seed=3, sibling_correlation=correlation)
+        params, run_dir = SamplingParams(max_new_tokens=10_000), tmp_path / name
+        run_dir.mkdir()
+        with (run_dir / "rollouts.jsonl").open("w") as journal:
+            for group, sibling in itertools.product(range(400), range(8)):
+                context = RequestContext(request_id=f"g{group}/{sibling}/t0", group_id=f"g{group}", role="policy")
+                ids = list(writer((PROMPT_ID + group, 0, 0), params, context).token_ids)
+                record = {"group_id": f"g{group}", "sibling": sibling, "turns": [{"token_ids": ids}]}
+                journal.write(json.dumps(record) + "\n")
+        assert median(lengths_in(run_dir)["policy"]) == pytest.approx(200, rel=0.1)
+        return correlation_in(run_dir)
+
+    assert correlation_of(0.0, "independent") < 0.03
+    assert correlation_of(0.6, "alike") == pytest.approx(0.6, abs=0.05)
+    assert correlation_of(1.0, "equal") == pytest.approx(1.0)
 
 
 def test_time_shared_learner_and_engines_add_up() -> None:
