@@ -34,7 +34,7 @@ from in_sequence import STEPS_PER_BLOCK, Rounds, measure, stages_in_sequence, ta
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.journal import read_journal
-from scheduler.processes.cpu_time import cpu_seconds
+from scheduler.processes.cpu_time import cpu_seconds, list_family
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "quickstart.md"
@@ -140,17 +140,12 @@ def watch(command: Sequence[str], checkout: Path, environment: Mapping[str, str]
 
 
 def cpu_by_process(root: int) -> dict[str, float]:
-    """CPU seconds of a process and all its descendants that live, by PROCESSES (proc_pid_stat(5))."""
+    """CPU seconds of a process and all its descendants that live, by PROCESSES."""
     found = dict.fromkeys(PROCESSES.values(), 0.0)
-    family = {root}
-    for process in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):  # parents before their children
+    for process in list_family([root]):
         with contextlib.suppress(OSError):  # it has ended
-            parent = int(Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
             command = Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
-            if process == root or parent in family:
-                family.add(process)
-                name = next(name for word, name in PROCESSES.items() if word in command)
-                found[name] += cpu_seconds([process])
+            found[next(name for word, name in PROCESSES.items() if word in command)] += cpu_seconds([process])
     return found
 
 

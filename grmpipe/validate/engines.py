@@ -24,6 +24,7 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
     """Check that engines can use their places, and that limits leave time to answer. The same on every machine."""
     for role in roles.served.values():
         check_joined(role)
+        check_speculation(role)
         if role.engine.endpoint is not None:
             for judge in config.asked.select_asking(role.name).values():
                 check_limits(role, role.engine.endpoint, judge)
@@ -33,6 +34,14 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
         check_sleep(role, placement)
     if (policy := roles.served.get(POLICY)) is not None and policy.learner is not None:
         check_correction(policy, config)
+
+
+def check_speculation(role: ServedRole) -> None:
+    """Check that its engines can draft tokens, if they shall. A remote endpoint is asked for none."""
+    if role.speculation == "none" or role.engine.outside:
+        return
+    if why := role.engine.why_no_drafts(role.device):
+        raise ConfigError(f"engine.speculation: {why}; type engine.speculation=none")
 
 
 def check_correction(policy: ServedRole, config: RunConfig) -> None:

@@ -189,11 +189,15 @@ class EngineKind(ABC, Generic[Options]):
     def memory(self) -> EngineMemory:
         return EngineMemory()
 
-    # -- routed experts, engines of several roles ------------------------------------------------------------------
+    # -- routed experts, drafts, engines of several roles --------------------------------------------------------------
 
     def why_no_experts(self, device: str) -> str:
         """Why it can't return the experts of a token; empty: it can."""
         return f"engine={self.section or type(self).__name__} doesn't report them"
+
+    def why_no_drafts(self, device: str) -> str:
+        """Why it can't draft tokens by `engine.speculation`; empty: it can."""
+        return f"engine={self.section or type(self).__name__} has no drafts"
 
     def check_experts(self, key: OptionKey) -> None:
         """Raises ValueError, which begins with the key, for an option that prevents it from returning experts."""

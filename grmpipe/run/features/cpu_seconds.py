@@ -1,4 +1,6 @@
-"""CPU seconds of a step: of the driver process, and of each role whose processes are all on this machine."""
+"""CPU seconds of a step: of the driver process, and of each role whose processes are all on this machine, with those
+that they started, such as an engine's workers.
+"""
 
 import time
 from collections.abc import Collection
@@ -6,7 +8,7 @@ from collections.abc import Collection
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Metrics
 from scheduler.processes.actors import Cluster
-from scheduler.processes.cpu_time import cpu_seconds
+from scheduler.processes.cpu_time import cpu_seconds, list_family
 
 
 class CpuSeconds(RunFeature):
@@ -14,6 +16,7 @@ class CpuSeconds(RunFeature):
 
     def __init__(self, cluster: Cluster, roles: Collection[str]) -> None:
         self._cluster, self._roles = cluster, roles
+        self._families: dict[str, tuple[list[int], list[int]]] = {}  # role -> its processes, these and all below
         self._began = {"driver": time.process_time()}
 
     async def after_step(self, end: StepEnd) -> Metrics:
@@ -26,4 +29,8 @@ class CpuSeconds(RunFeature):
     def _used(self) -> dict[str, float]:
         """Role -> seconds so far."""
         ids = {role: self._cluster.process_ids(role) for role in self._roles}
-        return {"driver": time.process_time()} | {role: cpu_seconds(found) for role, found in ids.items() if found}
+        for role, found in ids.items():
+            if found != self._families.get(role, ([], []))[0]:  # at the first step, and when one was replaced
+                self._families[role] = found, list_family(found)
+        used = {role: cpu_seconds(family) for role, (found, family) in self._families.items() if found}
+        return {"driver": time.process_time()} | used

@@ -48,5 +48,8 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     def make_batch_invariant(self) -> EmbeddedKind:
         return EmbeddedKind(replace(self.options, batch_invariant=True))
 
+    def why_no_drafts(self, device: str) -> str:
+        return ""
+
     def why_no_experts(self, device: str) -> str:
         return ""

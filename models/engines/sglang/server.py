@@ -229,8 +229,6 @@ def _defaults(start: SglangStart) -> dict[str, Any]:
         "disable-priority-preemption": True,
     }
     if start.spec.speculation == "ngram":
-        if start.spec.device == "cpu":
-            raise ValueError("engine.speculation: SGLang drafts by n-grams on GPUs only; type engine.speculation=none")
         flags |= {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": DRAFT_TOKENS}
     if start.spec.device == "cpu":
         rows = start.config.max_batch_rows * (start.context_tokens + SPARE_TOKENS)

@@ -23,17 +23,17 @@ class SglangKind(EngineKind[SglangConfig]):
         from models.engines.sglang.sglang_engine import SglangEngine
 
         if self.joined:
-            if spec.speculation != "none":
-                raise ValueError(
-                    "engine.speculation: a joined SGLang server speculates as it was started; type "
-                    "engine.speculation=none, and start it with --speculative-algorithm NGRAM"
-                )
             return SglangEngine.join(self.options.urls[rank], spec, self.options)
         return SglangEngine.start(spec, self.options)
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         if not self.joined and (missing := sglang_missing(self.options.python)):
             raise ValueError(missing if missing.startswith("engine.") else f"{role}.engine: {missing}")
+
+    def why_no_drafts(self, device: str) -> str:
+        if self.joined:
+            return "a joined SGLang server drafts as it was started (--speculative-algorithm NGRAM)"
+        return "SGLang drafts on GPUs only" if device == "cpu" else ""
 
     def nccl_version(self) -> str:
         return "" if self.joined else nccl_version(self.options.python)

@@ -78,6 +78,11 @@ class VllmKind(EngineKind[VllmConfig]):
     def why_no_experts(self, device: str) -> str:
         return "vLLM reports them only on a GPU" if device == "cpu" else ""
 
+    def why_no_drafts(self, device: str) -> str:
+        # Its CPU kernel that repeats each request's temperature for its drafts writes into a copy (0.32.0): logits are
+        # divided by what was in memory before.
+        return "vLLM for CPUs samples wrong tokens where it drafts" if device == "cpu" else ""
+
     def check_experts(self, key: OptionKey) -> None:
         if not self.options.prefix_caching:
             name = key("prefix_caching")

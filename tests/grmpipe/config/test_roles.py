@@ -159,6 +159,27 @@ def test_engines_of_judges_speculate_and_those_of_the_policy_do_not() -> None:
     assert speculations == ["none", "ngram"]
 
 
+@pytest.mark.parametrize(
+    ("grm", "resource", "why"),
+    [
+        ({}, "cpu", ""),
+        ({"engine": "vllm"}, "gpu", ""),
+        ({"engine": "vllm"}, "cpu", "vLLM for CPUs samples wrong tokens where it drafts"),
+        ({"engine": "sglang"}, "gpu", ""),
+        ({"engine": "sglang"}, "cpu", "SGLang drafts on GPUs only"),
+        ({"engine": "sglang", "engine_options": {"urls": ["http://h:1"]}}, "gpu", "--speculative-algorithm NGRAM"),
+        (OUTSIDE | {"engine_options": {"base_url": "http://h:1/v1"}}, "cpu", ""),
+    ],
+)
+def test_drafts_are_refused_where_an_engine_has_none(grm: dict, resource: str, why: str) -> None:
+    run = config(placement_of(resource), engine={"speculation": "ngram"}, grm={"path": "tiny://grm", **grm})
+    if not why:
+        check(run)
+        return
+    with pytest.raises(ConfigError, match=rf"^engine\.speculation: .*{why}.*; type engine\.speculation=none$"):
+        check(run)
+
+
 def test_a_mixed_run_has_two_kinds_of_options() -> None:
     run = config(policy={"engine": "vllm"}, grm={"path": "tiny://grm", "engine": "embedded"})
     assert [type(role.engine.options) for role in roles_of(run).served.values()] == [VllmConfig, EmbeddedConfig]

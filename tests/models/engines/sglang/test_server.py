@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 
 from models.engines.engine_kind import EngineSpec
 from models.engines.sglang.server import SglangServer, SglangStart, make_arguments, make_environment
-from models.engines.sglang.sglang_kind import SglangKind
 from models.settings import SglangConfig
 
 # Answers /health, shows its key in its log as SGLang does, has a child, and takes --crash, --mute and --odd.
@@ -232,15 +230,10 @@ def test_server_options_that_the_run_sets_itself_are_refused_with_the_key_to_set
         make_arguments(start_of(options={option: 1}))
 
 
-def test_speculation_by_ngrams_is_a_flag_of_a_server_on_a_gpu_and_refused_elsewhere() -> None:
+def test_speculation_by_ngrams_is_a_flag_of_a_server_on_a_gpu() -> None:
     spec = EngineSpec(path="m", role="grm", device="cuda", speculation="ngram")
     arguments = make_arguments(SglangStart(spec=spec, config=SglangConfig(), context_tokens=64))
     assert arguments[arguments.index("--speculative-algorithm") + 1] == "NGRAM"
-    on_cpu = SglangStart(spec=replace(spec, device="cpu"), config=SglangConfig(), context_tokens=64)
-    with pytest.raises(ValueError, match=r"^engine\.speculation: .*engine\.speculation=none"):
-        make_arguments(on_cpu)
-    with pytest.raises(ValueError, match=r"^engine\.speculation: .*NGRAM"):
-        SglangKind(SglangConfig(urls=["http://127.0.0.1:1"])).make(spec, 0)
 
 
 def test_another_interpreter_does_not_find_our_packages() -> None:
