@@ -81,7 +81,7 @@ def run_ours(folder: Path, seed: int) -> Run:
         sys.executable, "launch.py", "+experiment=quickstart", "tracking=none", "judge_monitor.every=0", f"seed={seed}",
         f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", f"train.group_size={GROUP_SIZE}",
         f"data.num_eval_prompts={HELD_OUT}", f"judge_monitor.anchors={HELD_OUT}",
-        f"judge_monitor.anchor_every={LOOK_EVERY}",
+        f"evaluate.every={LOOK_EVERY}",
         "train.checkpoint_every=0", f"run_dir={run_dir}",
     ]  # fmt: skip
     busy = measured_alone(command, os.environ | {"OMP_NUM_THREADS": "1"})

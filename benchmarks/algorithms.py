@@ -33,7 +33,7 @@ HELD_OUT = 256
 BUDGET = (
     "+experiment=quickstart", "cluster=inprocess", "tracking=none", "tracking.console=false", "judge_monitor.every=0",
     f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", "train.checkpoint_every=0",
-    f"data.num_eval_prompts={HELD_OUT}", f"judge_monitor.anchor_every={STEPS}",
+    f"data.num_eval_prompts={HELD_OUT}", f"evaluate.every={STEPS}",
 )  # fmt: skip
 
 

@@ -60,7 +60,10 @@ def check_run(config: RunConfig) -> None:
     if config.task not in TASKS:
         raise ValueError(f"task: unknown task {config.task!r}; known: {', '.join(TASKS)}")
     if config.resume not in RESUMES:
-        raise ValueError(f"resume: unknown value {config.resume!r}; known: {', '.join(RESUMES)}")
+        raise ValueError(
+            f"resume: unknown value {config.resume!r}; known: {', '.join(RESUMES)}; to continue a run type resume=auto "
+            "run_dir=<its folder>"
+        )
     if not re.fullmatch(r"[\w-][\w.-]*", config.experiment_name):  # it names a folder under runs/
         raise ValueError(
             "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "

@@ -44,7 +44,6 @@ class JudgeMonitorConfig(Bounded):
 
     # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
     anchors: int = at_least(1, 64)
-    anchor_every: int = at_least(1, 10)  # [steps] Interval between evaluations on held-out prompts.
     # [steps] Interval of checks with canaries and adversarial replies, the first before step 1; 0: no such checks.
     every: int = at_least(0, 20)
     canaries: int = at_least(0, 16)  # [responses] Fixed responses that are judged at each check, under the same seeds.

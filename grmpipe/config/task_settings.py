@@ -40,6 +40,7 @@ class EvaluateConfig(Bounded):
     num_samples: int | None = at_least(1, None)
     # [answers] Each k of pass@k, ascending, at most num_samples; null: 1 and num_samples.
     pass_k: list[int] | None = None
+    every: int = at_least(1, 10)  # [steps] Interval between the held-out evaluations of a training run.
     temperature: float = at_least(0, 1.0)  # Temperature of the sampled answers.
     seed: int | None = None  # Seed of the sampled answers; null: that of the run.
     greedy: bool = True  # Also answer each prompt once at temperature 0.

@@ -26,7 +26,7 @@ STEPS = 6
 RUN = (
     "+experiment=quickstart", "cluster=inprocess", "run_dir=run", f"train.num_steps={STEPS}",
     "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=2", "data.num_prompts=40",
-    "data.num_eval_prompts=4", "judge_monitor.anchors=8", "judge_monitor.anchor_every=3", "tracking.wandb.mode=offline",
+    "data.num_eval_prompts=4", "judge_monitor.anchors=8", "evaluate.every=3", "tracking.wandb.mode=offline",
 )  # fmt: skip
 Start = Callable[..., Forked]
 

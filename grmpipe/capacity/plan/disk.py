@@ -60,7 +60,7 @@ def journal_gb(facts: RunFacts, per_token: BytesPerToken) -> float:
     train, monitored = config.train, config.judge_monitor
     per_step = train.groups_per_batch * train.group_size
     held_out = len(facts.data.held_out)
-    looks = train.num_steps // monitored.anchor_every
+    looks = train.num_steps // config.evaluate.every
     questions = 2 * held_out + looks * min(monitored.anchors, held_out)
     judged = train.num_steps * per_step + questions * config.evaluate.samples(1)
     rollout = rollout_bytes(policy_lengths(facts), per_token)

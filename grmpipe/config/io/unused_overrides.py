@@ -30,6 +30,8 @@ def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
     for key in typed:
         section, _, name = key.partition(".")
         own = name.split(".")[0] if section == "evaluate" else ""
+        if own == "every":
+            raise ConfigError(f"{key}: task=evaluate evaluates once, and would ignore this key; leave it out")
         if reads.what == "judge" and (own in OF_POLICY or is_of_playing(key, reads)):
             raise ConfigError(
                 f"{key}: task=evaluate measures the judge against labels (evaluate.what=judge), and would ignore this "

@@ -121,7 +121,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
         observers.evaluations,
         run_dir / ANCHORS,
         anchors=monitored.anchors,
-        every=monitored.anchor_every,
+        every=prepared.config.evaluate.every,
     )
 
 

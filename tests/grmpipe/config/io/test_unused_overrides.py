@@ -42,3 +42,8 @@ def test_prompts_from_two_places_are_refused() -> None:
     check_typed_keys(reads("policy"), ["data.eval_path"])
     with pytest.raises(ConfigError, match=r"^data\.eval_path: the policy answers evaluate\.prompts"):
         check_typed_keys(reads("policy", prompts=True), ["data.eval_path"])
+
+
+def test_an_evaluation_by_itself_has_no_interval() -> None:
+    with pytest.raises(ConfigError, match=r"^evaluate\.every: task=evaluate evaluates once"):
+        check_typed_keys(reads("both"), ["evaluate.every"])
