@@ -22,10 +22,8 @@ def find_files(path: str, *, weights: bool) -> str:
     """
     directory = _fetched(path, weights) if is_hub_name(path) else _directory(path)
     if not (Path(directory) / "config.json").is_file():
-        inside = sorted(str(found.parent) for found in Path(directory).glob("*/config.json"))  # as in a run's directory
         raise ValueError(
-            f"path: {path!r} holds no config.json; give a Hugging Face model directory"
-            + (f", as {' or '.join(inside[:3])} is" if inside else "")
+            f"path: {path!r} holds no config.json; give a Hugging Face model directory{_found_in(Path(directory))}"
         )
     if weights and not any(list(Path(directory).glob(pattern)) for pattern in WEIGHT_FILES):
         if is_hub_name(path):
@@ -42,8 +40,17 @@ def is_hub_name(path: str) -> bool:
 def _directory(path: str) -> str:
     """Absolute, because other processes may have other working directories."""
     if not Path(path).is_dir():
-        raise ValueError(f"path: no directory {path!r}; give a Hugging Face model directory or a hub name")
+        raise ValueError(
+            f"path: no directory {path!r}; give a Hugging Face model directory{_found_in(Path(path).parent)} or a hub "
+            "name"
+        )
     return str(Path(path).resolve())
+
+
+def _found_in(folder: Path) -> str:
+    """The models in a folder, such as a run's, in brackets."""
+    inside = sorted(str(found.parent) for found in folder.glob("*/config.json"))
+    return f" ({', '.join(inside[:3])} {'is one' if len(inside) == 1 else 'are some'})" if inside else ""
 
 
 def _fetched(path: str, weights: bool) -> str:
@@ -54,7 +61,8 @@ def _fetched(path: str, weights: bool) -> str:
     try:
         return snapshot_download(path, allow_patterns=patterns, etag_timeout=ANSWER_TIMEOUT_S)
     except LocalEntryNotFoundError as error:
-        raise NotHere(f"path: no directory {path!r}, and the hub can't be reached{how(path)}") from error
+        beside = _found_in(Path(path).parent)
+        raise NotHere(f"path: no directory {path!r}, and the hub can't be reached{how(path)}{beside}") from error
     except HfHubHTTPError as error:
         said = next(line for line in str(error).splitlines() if line.strip())
         raise ValueError(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error

@@ -78,9 +78,12 @@ def holds_anything(path: Path) -> bool:
 def list_files(config: RunConfig) -> dict[str, str]:
     """The files of a run and what they hold; each GRM in training has a directory of its own name."""
     *before, last = FILES.items()
-    return dict(
+    files = dict(
         [*before, *((f"{role}/", f"the trained GRM {role}") for role in config.trained_grms if role != GRM), last]
     )
+    if config.main_judge.kind == "label":  # the judge is the policy
+        files["policy/"] = "the trained judge: give it as grm.path"
+    return files
 
 
 def open_trackers(config: RunConfig, run_dir: Path, state: RunState | None, own: Mapping[str, Tracker]) -> AllTrackers:

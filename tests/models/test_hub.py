@@ -39,8 +39,23 @@ def test_a_relative_directory_is_found_from_anywhere_and_goes_before_a_hub_name(
 
 def test_a_run_where_a_model_is_expected_is_answered_with_the_model_in_it(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED / "policy", tmp_path / "policy")
-    with pytest.raises(ValueError, match=f"holds no config.json; .*, as {tmp_path}/policy is$"):
+    with pytest.raises(ValueError, match=rf"holds no config.json; .* \({tmp_path}/policy is one\)$"):
         find_files(str(tmp_path), weights=True)
+
+
+def test_another_name_than_that_of_a_runs_model_is_answered_with_it(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("policy", "critic"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotHere, match=r"no directory 'run/grm'.* \(run/critic, run/policy are some\)$"):
+        find_files("run/grm", weights=True)
+    with pytest.raises(
+        ValueError, match=r"no directory '\./run/grm'; .* \(run/critic, run/policy are some\) or a hub name$"
+    ):
+        find_files("./run/grm", weights=True)
 
 
 def test_a_cached_model_is_found_without_network(cached: Path) -> None:

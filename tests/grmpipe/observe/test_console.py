@@ -117,10 +117,17 @@ def test_several_judges_have_one_more_line_and_a_reward_in_the_place_of_a_score(
 
 
 def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
-    config = SimpleNamespace(trained_grms={"grm": None, "safety": None})
+    pointwise = SimpleNamespace(kind="pointwise")
+    config = SimpleNamespace(trained_grms={"grm": None, "safety": None}, main_judge=pointwise)
     files = list_files(config)  # type: ignore[arg-type]
     assert (files["grm/"], files["safety/"]) == ("the trained GRM", "the trained GRM safety")
     assert list(files)[-1] == "run.log"
+    assert "the trained policy" in files["policy/"]
+
+
+def test_a_judge_that_learned_as_the_policy_is_listed_as_a_judge() -> None:
+    config = SimpleNamespace(trained_grms={}, main_judge=SimpleNamespace(kind="label"))
+    assert list_files(config)["policy/"] == "the trained judge: give it as grm.path"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
