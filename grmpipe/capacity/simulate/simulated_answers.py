@@ -64,7 +64,8 @@ def correlation_in(run_dir: Path) -> float:
     """
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for record in map(unpack_numbers, read_journal(run_dir / "rollouts.jsonl")):
-        groups[record["group_id"]].append(math.log(1 + len(record["turns"][0]["token_ids"])))
+        for turn in record["turns"][:1]:
+            groups[record["group_id"]].append(math.log(1 + len(turn["token_ids"])))
     several = [group for group in groups.values() if len(group) > 1]
     if len(several) < 2:
         return 0.0
