@@ -51,7 +51,13 @@ class Producer:
         self.judging_gate = PauseGate(clock)  # while it is held, no judge task begins
         width = config.rollout_concurrency
         self.playing: Stage[tuple[Group, int]] = Stage(
-            "play", self._play, lambda item: item[0].group_id, width=width, bound=width, shared_meter=engines
+            "play",
+            self._play,
+            lambda item: item[0].group_id,
+            width=width,
+            bound=width,
+            rank=lambda item: self._play_priority(item[0]),
+            shared_meter=engines,
         )
         self.judging: Stage[tuple[Group, JudgeSession, JudgeTask]] = Stage(
             "judge",
@@ -184,8 +190,8 @@ class Producer:
                 await self.judging.put((group, session, judge_task))
 
     def _play_priority(self, group: Group) -> int:
-        """The priority of a group's rollouts where they wait for a row: batches in their order, and in each the longest
-        first, since it ends with the last one (LPT: Graham 1969, doi:10.1137/0117039).
+        """The priority of a group's rollouts where they wait, here or for a row of an engine: batches in their order,
+        and in each the longest first, since it ends with the last one (LPT: Graham 1969, doi:10.1137/0117039).
         """
         return FIRST + group.opened_at * BATCH_TOKENS - round(self._lengths[group.prompt])
 
