@@ -28,6 +28,7 @@ class Setup:
     judge: where judgements are made; None if only a rule judges.
     grms:  roles of the models here that judge.
     env_hosts: whether environments have hosts of their own.
+    cores_taken: cores of this machine, if the run's slots are on them and leave none free; else 0.
     """
 
     judge: Literal["here", "outside"] | None
@@ -36,6 +37,7 @@ class Setup:
     rate_limited: bool = False
     env_hosts: bool = False
     grms: Sequence[str] = (GRM,)
+    cores_taken: int = 0
     elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the elastic pool that its slots are in
 
 
@@ -90,6 +92,7 @@ def advise_on_judging(setup: Setup) -> list[str]:
 
 
 def more_slots(role: str, setup: Setup) -> str:
+    where = f", on a machine with more than these {setup.cores_taken} cores" if setup.cores_taken else ""
     if pool := setup.elastic_pools.get(role):
-        return f"give the elastic pool more slots (placement.pools.{pool}.slots)"
-    return f"give {role} more slots (placement.roles.{role}.replicas)"
+        return f"give the elastic pool more slots{where} (placement.pools.{pool}.slots)"
+    return f"give {role} more slots{where} (placement.roles.{role}.replicas)"

@@ -1,5 +1,6 @@
 """The statistics of a run, including before resumes: time by role, and the summary."""
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -156,8 +157,16 @@ def read_setup(config: RunConfig) -> Setup:
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
         env_hosts=config.places_envs,
+        cores_taken=count_taken_cores(config),
         elastic_pools=elastic_pools(config),
     )
+
+
+def count_taken_cores(config: RunConfig) -> int:
+    """The cores of this machine, if the run's slots are on them and leave none free; else 0."""
+    pools, cores = config.placement.pools.values(), os.cpu_count() or 1
+    is_here = config.cluster.address is None and all(pool.resource == "cpu" for pool in pools)
+    return cores if is_here and sum(pool.slots for pool in pools) >= cores else 0
 
 
 def elastic_pools(config: RunConfig) -> dict[str, str]:

@@ -76,6 +76,13 @@ def test_a_role_whose_slots_move_has_no_replicas_to_add() -> None:
         assert "replicas" not in said
 
 
+def test_more_slots_on_cores_that_are_all_taken_need_another_machine() -> None:
+    times, taken = StallTimes(steps_s=10.0, verdicts_s=5.0), dataclasses.replace(SETUP, cores_taken=2)
+    more = "give grm more slots, on a machine with more than these 2 cores (placement.roles.grm.replicas)"
+    assert more in str(bottleneck(times, taken))
+    assert "cores" not in str(bottleneck(times, SETUP))
+
+
 def test_every_key_that_is_advised_exists() -> None:
     keys = {
         "rollout.max_new_tokens", "judge.num_judgements", "judge.max_new_tokens", "judge.rule", "sync.transport",
