@@ -1,4 +1,5 @@
-"""The scheduler on the virtual clock: overlap against its lower bound, how even steps are, and long rollouts first.
+"""The scheduler on the virtual clock: overlap against its lower bound, how even steps are, long rollouts first, and
+requests that move to engines with room.
 
     python benchmarks/scheduling.py     # minutes; prints the first tables of benchmarks/scheduling.md
 
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -23,6 +25,7 @@ from configs import judge_config, run_config
 from simulated_workload import always, seats, workload
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.simulate import simulated_cluster
 from grmpipe.capacity.simulate.simulated_answers import Lengths, lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.workload import Workload
@@ -31,8 +34,10 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.expected_lengths import ExpectedLengths
 from grmpipe.types import Prompt
+from models.engines.simulated.simulated_engine import Author, SimulatedEngine
 from models.types import EngineSpeed, Message
 from scheduler.placement import Placement
+from scheduler.routing.router import Router
 
 # A row's time doesn't depend on the rest of its batch.
 APART = EngineSpeed(step_s=2e-3, row_s=0.0, cached_token_s=0.0, prefill_token_s=5e-6, max_rows=32)
@@ -45,6 +50,8 @@ OVERLAP = Costs(
 BATCHED = EngineSpeed(step_s=0.012, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=256)
 # Four engines of 16 rows: of 128 rollouts half wait, of 256 three quarters.
 QUEUED = {"policy": replace(BATCHED, max_rows=16), "grm": replace(BATCHED, max_rows=64)}
+JUDGES_FULL = {"policy": replace(BATCHED, max_rows=64), "grm": replace(BATCHED, max_rows=16)}
+SHORT, LONG = lognormal(200, 0.6), lognormal(300, 0.5)
 LINEAR = replace(BATCHED, step_s=5.8e-4, row_s=6.8e-5)
 # name -> engines, seconds of the learner for a token, lengths of rollouts and of judgements
 EVEN: Mapping[str, tuple[EngineSpeed, float, Lengths, Lengths]] = {
@@ -124,8 +131,74 @@ def show_long_first() -> None:
         print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
+# name -> groups, judgements of a rollout, lengths, engines, their speeds, (role, how much slower its first engine is)
+MOVES: Mapping[
+    str, tuple[int, int, Lengths, Lengths, Mapping[str, int], Mapping[str, EngineSpeed], tuple[str, float]]
+] = {
+    "six equal judges": (16, 4, SHORT, LONG, {"policy": 2, "grm": 6}, JUDGES_FULL, ("grm", 1.0)),
+    "a judge at half speed": (16, 4, SHORT, LONG, {"policy": 2, "grm": 6}, JUDGES_FULL, ("grm", 2.0)),
+    "a judge at 0.8 of the speed": (16, 4, SHORT, LONG, {"policy": 2, "grm": 6}, JUDGES_FULL, ("grm", 1.25)),
+    "a policy engine at half speed": (
+        32,
+        1,
+        lognormal(400, 0.8),
+        lognormal(100, 0.3),
+        {"policy": 4, "grm": 2},
+        QUEUED,
+        ("policy", 2.0),
+    ),
+    "overlap, 5 judges": (
+        8,
+        4,
+        lognormal(250, 0.6),
+        lognormal(120, 0.3),
+        {"policy": 2, "grm": 5},
+        OVERLAP.engines,
+        ("grm", 1.0),
+    ),
+    "overlap, 6 judges": (
+        8,
+        4,
+        lognormal(250, 0.6),
+        lognormal(120, 0.3),
+        {"policy": 2, "grm": 6},
+        OVERLAP.engines,
+        ("grm", 1.0),
+    ),
+}
+
+
+def show_moves() -> None:
+    print("| load | staleness | s | s if requests stay | ratio |\n|---|---|---|---|---|")
+    for (name, load), staleness in itertools.product(MOVES.items(), (0, 1)):
+        groups, judgements, rollout, judgement, engines, speeds, slow = load
+        costs = Costs(engines=speeds, learner=LearnerSpeed(token_s=1.5e-5, step_s=0.1), sync_s=0.05)
+        took_s = []
+        for moves in (nullcontext(), patch.object(Router, "_fill", lambda *_: None)):
+            with moves, patch.object(simulated_cluster, "SimulatedEngine", SlowFirst(*slow)):
+                done = simulate(
+                    make_load(groups, 8, judgements, staleness, rollout, judgement), seats(**engines), costs, 24
+                )
+            took_s.append(done.steps[-1].ended_s)
+        print(f"| {name} | {staleness} | {took_s[0]:.1f} | {took_s[1]:.1f} | {took_s[0] / took_s[1]:.3f} |", flush=True)
+
+
+class SlowFirst:
+    """Makes engines; a role's first one is slower."""
+
+    def __init__(self, role: str, times: float) -> None:
+        self._role, self._times = role, times
+
+    def __call__(self, role: str, author: Author, *, speed: EngineSpeed, **options: Any) -> SimulatedEngine:
+        if role == self._role:
+            speed = replace(speed, step_s=speed.step_s * self._times, row_s=speed.row_s * self._times)
+            self._times = 1.0
+        return SimulatedEngine(role, author, speed=speed, **options)
+
+
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     show_evenness()
     show_overlap()
     show_long_first()
+    show_moves()

@@ -1,5 +1,6 @@
 """The expected load of each engine of a role, in tokens to prefill and to sample."""
 
+import math
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from models.types import SamplingParams
 from scheduler.routing.members import RoleMembers
 
 SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
+ANSWERS_AHEAD = 2  # by which an engine with a queue must exceed one with a free row, to lose a request to it
 GROUPS_REMEMBERED = 4096
 TRAJECTORIES_REMEMBERED = 1 << 14
 WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
@@ -76,6 +78,11 @@ class LoadEstimate:
         """An engine for a request that comes from another engine: siblings don't matter."""
         name = self._least()
         return name, self.add(name, self.new_tokens(params) + len(prompt_ids))
+
+    def is_worth_moving(self, num_prompt_tokens: int, name: str, other: str) -> bool:
+        """Whether an engine has so much more to do than another that a prompt may be computed there again."""
+        ahead = self._in_hand[name] - self._in_hand[other]
+        return ahead > ANSWERS_AHEAD * (self._mean_new or math.inf) + num_prompt_tokens
 
     def new_tokens(self, params: SamplingParams) -> float:
         """The expected number of tokens of an answer."""

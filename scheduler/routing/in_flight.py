@@ -7,6 +7,8 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+from models.types import RequestContext
+from scheduler.routing.members import TrackedRequest
 from scheduler.routing.speed_estimate import RateEstimator
 
 NEVER_S = 1e9  # finish time of a role without a slot
@@ -14,15 +16,23 @@ NEVER_S = 1e9  # finish time of a role without a slot
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InFlightRequest:
-    """One request on one engine. `moving`: it was ended there to continue elsewhere."""
+    """One request on one engine.
+
+    tracked: its answer there, if it may be taken off: not that to a scored prompt, which begins unnoticed, nor to a
+             turn of a trajectory, whose keys and values are there.
+    moving:  it was ended there to continue elsewhere.
+    """
 
     request_id: str
+    priority: int
+    num_prompt_tokens: int
     num_before: int  # tokens sampled on other engines
     movable: bool
     taken_s: float
     begun_s: float | None = None  # of its first token here
     rows_s_at_begin: float = 0.0
     moving: bool = False
+    tracked: TrackedRequest | None = None
 
 
 @dataclass(slots=True)
@@ -58,10 +68,28 @@ class RoleLoad:
     def requests(self, name: str) -> list[InFlightRequest]:
         return list(self._hands[name].requests.values())
 
-    def take(self, name: str, request_id: str, movable: bool, num_before: int) -> InFlightRequest:
+    def num_queued(self, name: str) -> int:
+        """Requests of an engine that have not begun, if any has: one that reports no first tokens has no queue."""
+        hand = self._hands[name]
+        return len(hand.requests) - hand.num_rows if hand.num_rows else 0
+
+    def first_queued(self, name: str) -> InFlightRequest | None:
+        """The most urgent of them; those that are moved already left out."""
+        waiting = (ask for ask in self._hands[name].requests.values() if ask.begun_s is None and not ask.moving)
+        return min((ask for ask in waiting if ask.tracked is not None), key=lambda ask: ask.priority, default=None)
+
+    def take(
+        self, name: str, context: RequestContext, movable: bool, num_prompt_tokens: int, num_before: int
+    ) -> InFlightRequest:
         """A request was sent to an engine."""
-        now_s = asyncio.get_running_loop().time()
-        ask = InFlightRequest(request_id=request_id, movable=movable, num_before=num_before, taken_s=now_s)
+        ask = InFlightRequest(
+            request_id=context.request_id,
+            priority=context.priority,
+            num_prompt_tokens=num_prompt_tokens,
+            movable=movable,
+            num_before=num_before,
+            taken_s=asyncio.get_running_loop().time(),
+        )
         self._hands[name].requests[id(ask)] = ask
         return ask
 

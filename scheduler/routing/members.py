@@ -1,5 +1,7 @@
 """The engines of a role: which live, which serve, which are replaced."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import Callable, Mapping
@@ -40,17 +42,32 @@ class Member:
     waits: set[asyncio.Timeout] = field(default_factory=set)  # of answers that are waited for
 
 
+class RequestMoved(Exception):
+    """A request was taken off its engine before it had begun there."""
+
+
 class TrackedRequest:
-    """Context in which an engine answers a request. Raises EngineDied at once if it is marked dead."""
+    """Context in which an engine answers a request. Raises EngineDied at once if it is marked dead, and RequestMoved if
+    the request is taken off it.
+    """
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self._waits = member.waits  # of this engine, not of its replacement
         self._wait = asyncio.timeout(None)
+        self._is_taken_off = False
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> TrackedRequest:
         await self._wait.__aenter__()
         self._waits.add(self._wait)
+        return self
+
+    def take_off(self) -> None:
+        """End the request at this engine; it is cancelled there. Does nothing if it ends anyway."""
+        if not self._wait.expired():
+            self._is_taken_off = True
+            self._waits.discard(self._wait)
+            self._wait.reschedule(asyncio.get_running_loop().time())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,6 +76,8 @@ class TrackedRequest:
         try:
             await self._wait.__aexit__(kind, error, trace)
         except TimeoutError as ended:
+            if self._is_taken_off:
+                raise RequestMoved from ended
             assert self._member.death is not None
             raise EngineDied(self._member.death.cause) from ended
 

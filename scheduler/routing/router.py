@@ -1,5 +1,5 @@
 """A router: many engines of one role as one. Least load, siblings together, a trajectory's turns where its cache is,
-retries elsewhere.
+retries elsewhere, and what waits at one engine goes to another that has room.
 
 It outlives its engines: requests wait while a replacement starts.
 """
@@ -24,7 +24,7 @@ from models.types import (
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.expected_load import LoadEstimate
 from scheduler.routing.in_flight import RoleLoad
-from scheduler.routing.members import Death, RoleMembers, TrackedRequest
+from scheduler.routing.members import Death, RequestMoved, RoleMembers, TrackedRequest
 from scheduler.routing.migration import Continuation, PartialRequest, can_be_continued
 
 NO_REQUEST = "health look"  # no request has this id: aborting it tests an engine and changes nothing
@@ -137,6 +137,9 @@ class Router:
                     await engine.abort(NO_REQUEST)  # an engine that is dead already isn't killed by this request
                 served = True
                 part, moving = await self._generate_on(name, engine, partial, context, once)
+            except RequestMoved:
+                partial.moved = True
+                continue
             except EngineDied as death:
                 noted = self.members.mark_dead(name, engine, death)
                 if served:
@@ -163,6 +166,21 @@ class Router:
         if isinstance(engine, KeepsTrajectories):
             engine.end_trajectory(trajectory_id)
 
+    def _fill(self, name: str) -> None:
+        """Send an engine that has a free row the most urgent request that waits for one at another, if that has far
+        more to do. Nothing of it was sampled: it is sampled there with its seed.
+        """
+        serving = self.members.serving
+        if name not in serving or self.load.num_queued(name):
+            return
+        other = max(serving, key=self.load.num_queued)
+        if not self.load.num_queued(other) or (ask := self.load.first_queued(other)) is None:
+            return
+        if self._estimate.is_worth_moving(ask.num_prompt_tokens, other, name):
+            assert ask.tracked is not None
+            ask.moving = True
+            ask.tracked.take_off()
+
     def _refusal(self, request_id: str, deaths: Sequence[Death]) -> RequestKillsEngines:
         """The refusal of a request that is blamed for these deaths; other requests may be blamed for the same ones."""
         for death in deaths:
@@ -182,7 +200,9 @@ class Router:
         self, name: str, engine: Engine, partial: PartialRequest, context: RequestContext, once: _Once
     ) -> tuple[Completion, bool]:
         """What the engine sampled, and whether the rest continues elsewhere."""
-        ask = self.load.take(name, context.request_id, can_be_continued(partial.params), partial.num_sampled)
+        ask = self.load.take(
+            name, context, can_be_continued(partial.params), len(partial.prompt_ids), partial.num_sampled
+        )
         num_tokens: int | None = None
         member, now_s = self.members[name], asyncio.get_running_loop().time
         start_s = now_s()
@@ -194,12 +214,15 @@ class Router:
 
         engine_context = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
         try:
-            async with TrackedRequest(member):
+            async with TrackedRequest(member) as tracked:
+                if partial.params.scoring is None and not context.trajectory_id:
+                    ask.tracked = tracked
                 part = await engine.generate(partial.prompt_ids, partial.params, engine_context, on_first_token)
             num_tokens = part.num_tokens
             member.heard_s = now_s()
         finally:
             self.load.record_end(name, ask, num_tokens)
+            self._fill(name)
             if not self.load[name]:
                 self._emptied.set()
                 self.members.on_change()

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
+    EngineSpeed,
     RequestContext,
     SamplingParams,
     make_scoring_params,
@@ -276,3 +278,64 @@ def test_when_the_last_replacement_is_given_up_those_who_wait_hear_the_first_cau
             await answer
 
     asyncio.run(main())
+
+
+class Slow(SimulatedEngine):
+    """One row at a time; `step_s` per token. Its answer depends only on the seed."""
+
+    def __init__(self, step_s: float) -> None:
+        speed = EngineSpeed(step_s=step_s, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=1)
+        super().__init__("policy", self._write, speed=speed)
+        self.begun: list[str] = []
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        self.begun.append(context.request_id)
+        return Script(token_ids=(params.seed,) * 10, text="x")
+
+
+def serve_unevenly(num_requests: int, **context: str) -> tuple[float, dict[str, int], list[Completion]]:
+    """Seconds, requests that each of a fast and a slow engine was sent, and the answers."""
+
+    async def main() -> tuple[float, dict[str, int], list[Completion]]:
+        engines = {"slow": Slow(0.1), "fast": Slow(0.01)}
+        router = Router("policy", engines)
+        contexts = [
+            RequestContext(request_id=f"r{number}", group_id=f"g{number}", role="policy", priority=-number, **context)
+            for number in range(num_requests)
+        ]
+        asked = [
+            router.generate((1, 2), SamplingParams(max_new_tokens=10, seed=number), one)
+            for number, one in enumerate(contexts)
+        ]
+        answers = await asyncio.gather(*asked)
+        assert router.load.num_requests == 0
+        return asyncio.get_running_loop().time(), {name: len(e.begun) for name, e in engines.items()}, answers
+
+    return run_virtually(main)
+
+
+def test_what_waits_at_a_slow_engine_goes_to_one_with_a_free_row() -> None:
+    seconds, sent, answers = serve_unevenly(24)
+    assert seconds < 6.0  # it would take 12 if the slow one kept its half
+    assert sent["fast"] > 16
+    assert [answer.token_ids for answer in answers] == [(number,) * 10 for number in range(24)]
+
+
+def test_the_turns_of_a_trajectory_stay_where_its_keys_and_values_are() -> None:
+    seconds, sent, _ = serve_unevenly(24, trajectory_id="t")
+    assert seconds > 11.0 or sent["slow"] == 0
+
+
+def test_an_engine_that_dies_while_it_loses_a_request_is_noticed_as_any_other() -> None:
+    async def main() -> None:
+        engines = {"slow": Slow(0.1), "fast": Slow(0.01)}
+        router = Router("policy", engines)
+        asked = [ask(router, number) for number in range(24)]
+        await asyncio.sleep(0.35)
+        engines["slow"].die("gone")
+        answers = await asyncio.gather(*asked)
+        assert [answer.token_ids[0] for answer in answers] == list(range(24))
+        assert router.members.serving.keys() == {"fast"}
+        assert router.load.num_requests == 0
+
+    run_virtually(main)
