@@ -168,7 +168,7 @@ class Router:
 
     def _fill(self, name: str) -> None:
         """Send an engine that has a free row the most urgent request that waits for one at another, if that has far
-        more to do. Nothing of it was sampled: it is sampled there with its seed.
+        more to do. It has no tokens yet, and keeps its seed.
         """
         serving = self.members.serving
         if name not in serving or self.load.num_queued(name):
