@@ -46,6 +46,7 @@ OVERLAP = Costs(
     learner=LearnerSpeed(token_s=3e-5, step_s=0.1),
     sync_s=0.05,
 )
+OVERLAP_LENGTHS = lognormal(250, 0.6), lognormal(120, 0.3)  # of rollouts, of judgements
 # Weights are read in every decoding step, so that twice the rows cost far less than twice the time.
 BATCHED = EngineSpeed(step_s=0.012, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=256)
 # Four engines of 16 rows: of 128 rollouts half wait, of 256 three quarters.
@@ -94,7 +95,7 @@ def run(load: Workload, placement: Placement, costs: Costs, *, paced: bool, num_
 def show_overlap() -> None:
     print("| judges | staleness | times the bound | without the pace |\n|---|---|---|---|")
     for judges in (5, 6):
-        load = make_load(8, 8, 4, 1, lognormal(250, 0.6), lognormal(120, 0.3))
+        load = make_load(8, 8, 4, 1, *OVERLAP_LENGTHS)
         placement = seats(policy=2, grm=judges)
         on, off = (run(load, placement, OVERLAP, paced=paced, num_steps=30) for paced in (True, False))
         print(f"| {judges} | 1 | {on.times_bound:.3f} | {off.times_bound:.3f} |", flush=True)
@@ -139,33 +140,11 @@ MOVES: Mapping[
     "a judge at half speed": (16, 4, SHORT, LONG, {"policy": 2, "grm": 6}, JUDGES_FULL, ("grm", 2.0)),
     "a judge at 0.8 of the speed": (16, 4, SHORT, LONG, {"policy": 2, "grm": 6}, JUDGES_FULL, ("grm", 1.25)),
     "a policy engine at half speed": (
-        32,
-        1,
-        lognormal(400, 0.8),
-        lognormal(100, 0.3),
-        {"policy": 4, "grm": 2},
-        QUEUED,
-        ("policy", 2.0),
+        32, 1, lognormal(400, 0.8), lognormal(100, 0.3), {"policy": 4, "grm": 2}, QUEUED, ("policy", 2.0),
     ),
-    "overlap, 5 judges": (
-        8,
-        4,
-        lognormal(250, 0.6),
-        lognormal(120, 0.3),
-        {"policy": 2, "grm": 5},
-        OVERLAP.engines,
-        ("grm", 1.0),
-    ),
-    "overlap, 6 judges": (
-        8,
-        4,
-        lognormal(250, 0.6),
-        lognormal(120, 0.3),
-        {"policy": 2, "grm": 6},
-        OVERLAP.engines,
-        ("grm", 1.0),
-    ),
-}
+    "overlap, 5 judges": (8, 4, *OVERLAP_LENGTHS, {"policy": 2, "grm": 5}, OVERLAP.engines, ("grm", 1.0)),
+    "overlap, 6 judges": (8, 4, *OVERLAP_LENGTHS, {"policy": 2, "grm": 6}, OVERLAP.engines, ("grm", 1.0)),
+}  # fmt: skip
 
 
 def show_moves() -> None:
