@@ -55,7 +55,7 @@ def run_figures(index: RunIndex, state: IndexProgress) -> RunFigures:
         return RunFigures(
             state=state,
             by_step=means_by_step(connection),
-            bins=truth_by_reward(connection),
+            bins=truth_by_reward(connection, first_evaluation(connection)),
             counts=counts(connection),
         )
 
@@ -87,14 +87,20 @@ def means_around(connection: sqlite3.Connection, step: int) -> dict[str, dict[bo
     return found if len(found) > 2 else {"": found[""]} if found else {}
 
 
-def truth_by_reward(connection: sqlite3.Connection) -> list[tuple[float, float, int, float]]:
+def first_evaluation(connection: sqlite3.Connection) -> str:
+    """Whose rollouts are shown where none is chosen: "", those of training, or, of a run without any, the first."""
+    row = connection.execute("SELECT evaluation FROM rollouts WHERE line IS NOT NULL ORDER BY evaluation LIMIT 1")
+    return next((str(one["evaluation"]) for one in row), "")
+
+
+def truth_by_reward(connection: sqlite3.Connection, evaluation: str) -> list[tuple[float, float, int, float]]:
     """From, to, number of rollouts and mean truth, by the reward that the judge gave."""
     place = f"CAST(min(max(reward, 0), 0.9999) * {NUM_BINS} AS INTEGER)"
     query = (
         f"SELECT {place} AS place, count(*) AS rollouts, avg(truth) AS truth FROM rollouts "
-        "WHERE truth IS NOT NULL AND reward IS NOT NULL GROUP BY place ORDER BY place"
+        "WHERE +evaluation = ? AND truth IS NOT NULL AND reward IS NOT NULL GROUP BY place ORDER BY place"
     )
-    rows = connection.execute(query)
+    rows = connection.execute(query, (evaluation,))
     return [(row["place"] / NUM_BINS, (row["place"] + 1) / NUM_BINS, row["rollouts"], row["truth"]) for row in rows]
 
 

@@ -23,7 +23,7 @@ from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.viewer.ingest import Ingest
 
-FORMAT = "2"  # of the index; one of another format is made anew
+FORMAT = "3"  # of the index; one of another format is made anew
 # What a line refers to was written before it. So the sizes are taken from the end of this list to its beginning.
 JOURNALS = (ROLLOUTS, EVAL_ROLLOUTS, JUDGEMENTS, EVAL_JUDGEMENTS, TRAINED, GROUPS)
 PIECE_BYTES = 32_000_000  # between two commits

@@ -14,6 +14,7 @@ from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console import readable
 from grmpipe.observe.console_metrics import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
+from grmpipe.observe.run_files import FIGURES, read_bytes, to_text
 from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
@@ -90,6 +91,7 @@ def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
             "since": since,
             "bins": of_run.bins,
             "counts": of_run.counts,
+            "figures": to_text(read_bytes(run.run_dir / FIGURES)),
         }
 
 
@@ -130,9 +132,11 @@ def present(*charts: Chart | None) -> list[Chart]:
 
 
 def rollouts_page(run: ViewedRun, query: Query) -> dict[str, object]:
-    wanted = Filter.parse(query)
     with contextlib.closing(run.index.read()) as connection:
+        first = figures.first_evaluation(connection)
+        wanted = Filter.parse(query, evaluation=first)
         return {
+            "trains": not first,
             "wanted": wanted,
             "found": queries.find_rollouts(connection, wanted),
             "choices": figures.choices(connection),
@@ -162,8 +166,9 @@ def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
 
 
 def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
-    wanted = Filter.parse({name: query[name] for name in ("cause", "page", "evaluation") if name in query})
+    asked = {name: query[name] for name in ("cause", "page", "evaluation") if name in query}
     with contextlib.closing(run.index.read()) as connection:
+        wanted = Filter.parse(asked, evaluation=figures.first_evaluation(connection))
         found = queries.find_rollouts(connection, wanted) if wanted.cause else None
         rows = found.rows[:SHOWN_FAILURES] if found is not None else ()
         return {
@@ -198,7 +203,9 @@ MEANS_ROWS = {  # title -> field of Means
 
 
 def states(runs: Mapping[str, ViewedRun]) -> dict[str, ViewedState]:
-    return {name: run.state() for name, run in runs.items()}
+    """What changed last comes first."""
+    found = {name: run.state() for name, run in runs.items()}
+    return dict(sorted(found.items(), key=lambda one: one[1].changed, reverse=True))
 
 
 def compare(a: ViewedRun, b: ViewedRun) -> dict[str, object]:

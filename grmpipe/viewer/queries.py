@@ -128,9 +128,13 @@ class Filter:
     page: int = 1
 
     @staticmethod
-    def parse(query: Mapping[str, str]) -> Filter:
-        """Raises ValueError, naming the field, for what is no number or no known choice."""
-        given = {one.name: query[one.name].strip() for one in fields(Filter) if query.get(one.name, "").strip()}
+    def parse(query: Mapping[str, str], *, evaluation: str = "") -> Filter:
+        """evaluation: where the query names none. Raises ValueError, naming the field, for what is no number or no
+        known choice.
+        """
+        given = {"evaluation": evaluation} | {
+            one.name: query[one.name].strip() for one in fields(Filter) if query.get(one.name, "").strip()
+        }
         values: dict[str, object] = {}
         for name, text in given.items():
             kind = Filter.__annotations__[name]

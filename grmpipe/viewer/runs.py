@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import yaml
@@ -69,12 +70,22 @@ class ViewedRun:
             alarms=[mask(str(alarm), secrets) for alarm in get_list(summary, "alarms")],
             changes=[mask(change, secrets) for change in read_changes(self.run_dir)],
             steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
+            reward=find_last(metrics, "eval/reward"),
+            true_accuracy=find_last(metrics, "eval/true_accuracy"),
+            changed=self._changed(),
         )
+
+    def _changed(self) -> datetime:
+        """When its metrics, or the summary at its end, were last written."""
+        written = [
+            path.stat().st_mtime for name in ("metrics.jsonl", "summary.json") if (path := self.run_dir / name).exists()
+        ]
+        return datetime.fromtimestamp(max(written, default=self.run_dir.stat().st_mtime))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewedState:
-    """How a run stands."""
+    """How a run stands. reward, true_accuracy: of its last evaluation on held-out prompts. changed: local time."""
 
     title: str
     status: str
@@ -82,10 +93,17 @@ class ViewedState:
     alarms: Sequence[str]
     changes: Sequence[str]
     steps: int
+    reward: float | None
+    true_accuracy: float | None
+    changed: datetime
 
     @property
     def is_open(self) -> bool:
         return self.status == NEVER_ENDED
+
+
+def find_last(metrics: Sequence[Metrics], name: str) -> float | None:
+    return next((line[name] for line in reversed(metrics) if name in line), None)
 
 
 @functools.lru_cache(maxsize=8)

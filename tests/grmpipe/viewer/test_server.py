@@ -148,6 +148,22 @@ def test_the_page_of_a_run_has_curves_and_where_judge_and_truth_part(tmp_path: P
     assert "reward minus truth – 0.05" in text
 
 
+def test_a_run_that_only_evaluates_has_its_figures_and_its_answers_without_a_choice(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    evaluate(run_dir, prompts="held_out", step=0, score=2.0)
+    (run_dir / "figures.txt").write_text("accuracy 41.5\n", encoding="utf-8")
+    page, rollouts, missed = map(visible, fetch(run_dir, "/run/run", "/rollouts/run", "/rollouts/run?truth=missed"))
+    assert "Figures accuracy 41.5" in page
+    assert "0 steps, 1 of evaluations: held_out" in page
+    assert "of the first evaluation" in page
+    for absent in ("since a step", "Trained rollouts", "No step has reported"):
+        assert absent not in page
+    for table in (rollouts, missed):
+        assert "1 rollouts, page 1 of 1" in table
+        assert "of training" not in table
+
+
 def test_any_metric_can_be_drawn(tmp_path: Path) -> None:
     drawn, none = fetch(write_run(tmp_path / "run"), "/run/run?metrics=unpars", "/run/run?metrics=nothing")
     assert 'aria-label="judge/failed_unparseable"' in drawn
@@ -222,6 +238,18 @@ def test_two_runs_are_compared_by_configuration_curves_and_answers(tmp_path: Pat
     assert 'aria-label="Reward"' in comparison
     assert answers.count("<article") == 4
     assert "B: x/second" in visible(answers)
+
+
+def test_the_run_that_changed_last_comes_first_with_its_last_evaluation(tmp_path: Path) -> None:
+    runs = {name: write_run(tmp_path / "runs" / name) for name in ("old", "new", "older")}
+    for seconds, name in enumerate(("older", "old", "new")):
+        os.utime(runs[name] / "metrics.jsonl", (0, 86400 * 365 + seconds))
+    with (runs["new"] / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+        metrics.write('{"step": 9, "eval/reward": 0.25, "eval/true_accuracy": 0.625}\n')
+    (page,) = fetch(tmp_path / "runs", "/")
+    assert re.findall(r'href="/run/(\w+)"', page) == ["new", "old", "older"]
+    assert "9 0.25 0.625 20" in visible(page)
+    assert "1971-01-01" in page
 
 
 PAGES = ("/run/run", "/rollouts/run?sort=oldest", "/group/run?group=g1", "/group/run?group=g2", "/failures/run")
