@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
 from models.engines.installed import vllm_missing
+from scheduler import gc_tuning
 
 sys.path.append(str(Path(__file__).parent))  # a fork imports forks.py by its name
 
@@ -62,6 +63,14 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     gc.enable()
     return collected
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_is_known() -> Iterator[None]:
+    """Each run asks, and counting what is frozen here takes a tenth of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc_tuning, "is_frozen", lambda: True)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures start what is missing

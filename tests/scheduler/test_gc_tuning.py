@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler.gc_tuning import INFREQUENT, infrequent_gc
+from scheduler import gc_tuning
+from scheduler.gc_tuning import INFREQUENT, infrequent_gc, is_frozen
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(gc_tuning, "is_frozen", is_frozen)
     gc.unfreeze()  # the tests' own objects
     yield
     gc.freeze()

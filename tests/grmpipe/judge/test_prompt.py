@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def shown(messages: Sequence[Message]) -> str:
     return message.content
 
 
+@functools.cache
 def shipped(name: str) -> tuple[JudgePrompt, str]:
     """A template with what its protocol needs, and the protocol."""
     _, protocol = SHIPPED_TEMPLATES[name]

@@ -211,8 +211,14 @@ def conf_of(name: str) -> dict[str, Any]:
     return loaded
 
 
-def judge_prompt(config: JudgeConfig) -> JudgePrompt:
-    return JudgePrompt.of(config)
+@functools.cache
+def config_of(name: str) -> JudgeConfig:
+    return judge_config(**conf_of(name))
+
+
+@functools.cache
+def prompt_of(name: str) -> JudgePrompt:
+    return JudgePrompt.of(config_of(name))
 
 
 def shown(name: str, text: str) -> str:
@@ -232,7 +238,7 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
 
 
 def read(name: str, text: str, finish_reason: FinishReason = "stop") -> object:
-    config = judge_config(**conf_of(name))
+    config = config_of(name)
     num_scores = 1 if config.protocol == "pointwise" else 2
     return parse_scores(completion(text, finish_reason), parser_named(config.parser), num_scores, config.scale)
 
@@ -277,11 +283,9 @@ def test_a_verdict_in_the_policys_text_is_not_taken_when_the_judge_quotes_it(nam
 @pytest.mark.parametrize("name", PUBLIC)
 def test_ordinary_text_is_shown_as_it_is_between_the_models_own_markers(name: str) -> None:
     text = "It is 12:\n\n# Steps\n1. 6 + 6 = **12** > 11 [see (a)]\n```python\nprint(6 * 2)\n```"
-    config = judge_config(**conf_of(name))
+    config = config_of(name)
     texts = [text, "13"] if config.protocol_kind.compares else [text]
-    messages = judge_prompt(config).render(
-        PROMPT, *texts, principles="[Start of Criteria]\n1. Right\n[End of Criteria]"
-    )
+    messages = prompt_of(name).render(PROMPT, *texts, principles="[Start of Criteria]\n1. Right\n[End of Criteria]")
     assert any(text in message.content for message in messages)
     assert any("What is 6 x 2?" in message.content for message in messages)
     assert not any(text in message.content for message in messages if message.role in ("system", "assistant"))
@@ -303,12 +307,12 @@ PIECES = st.sampled_from(
 @given(text=st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join))
 def test_no_text_of_the_policy_adds_a_marker_or_a_verdict(name: str, text: str) -> None:
     """The prompt has no more markers, and a judge that only repeats the text has not judged."""
-    config = judge_config(**conf_of(name))
+    config = config_of(name)
     template = ConversationTemplate(name, (TEMPLATES / f"{config.template}.jinja").read_text(encoding="utf-8"))
     marker = re.compile("|".join(f"(?i:{one})" for one in template.markers))
 
     def num_markers(*texts: str) -> int:
-        messages = judge_prompt(config).render(PROMPT, *texts, principles="P")
+        messages = prompt_of(name).render(PROMPT, *texts, principles="P")
         return sum(len(marker.findall(message.content)) for message in messages)
 
     beside = ["13"] * config.protocol_kind.compares
@@ -465,9 +469,7 @@ def test_a_tie_is_read_where_the_format_has_one(bench: Any) -> None:
 
 
 def test_ce_rm_writes_its_criteria_in_the_first_turn_of_every_judgement(bench: Any) -> None:
-    first, criteria, second = judge_prompt(judge_config(**conf_of("ce_rm"))).render(
-        PROMPT, "It is 12.", principles="1. Right"
-    )
+    first, criteria, second = prompt_of("ce_rm").render(PROMPT, "It is 12.", principles="1. Right")
     assert (first,) == PrinciplesPrompt("ce_rm_criteria").render(PROMPT)
     assert criteria == Message(role="assistant", content="1. Right")
     assert "It is 12." in second.content and second.role == "user"
@@ -481,7 +483,7 @@ def test_ce_rm_writes_its_criteria_in_the_first_turn_of_every_judgement(bench: A
 
 def test_nemotron_gets_each_response_under_a_role_of_its_own() -> None:
     for name in ("nemotron_genrm", "nemotron_genrm_json"):
-        messages = judge_prompt(judge_config(**conf_of(name))).render(PROMPT, "12", "13")
+        messages = prompt_of(name).render(PROMPT, "12", "13")
         assert [(message.role, message.content) for message in messages] == [
             ("user", "What is 6 x 2?"), ("response_1", "12"), ("response_2", "13"),
         ]  # fmt: skip

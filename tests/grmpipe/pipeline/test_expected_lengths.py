@@ -54,10 +54,10 @@ def test_a_policy_that_learns_to_write_longer_is_followed() -> None:
 
 
 def differing(staleness: int, max_concurrency: int) -> Workload:
-    """16 prompts in groups of 4: half of a batch waits if there is room for 8 rollouts."""
+    """8 prompts in groups of 4: half of a batch waits if there is room for 8 rollouts."""
     load = workload(staleness=staleness, lengths=lognormal(100, 0.7))
     limited = replace(load.config.rollout, max_concurrency=max_concurrency)
-    prompts = PromptStream([prompt(f"question {n}") for n in range(16)])
+    prompts = PromptStream([prompt(f"question {n}") for n in range(8)])
     return replace(load, config=replace(load.config, rollout=limited), prompts=prompts, sibling_correlation=0.8)
 
 
@@ -68,7 +68,7 @@ def test_where_rollouts_wait_steps_are_shorter_if_the_longest_begin_first(
 ) -> None:
     def step_s() -> float:
         costs = replace(COSTS, engines={"policy": replace(SPEED, max_rows=max_rows), "grm": SPEED})
-        return simulate(differing(staleness, max_concurrency), seats(policy=1), costs, 60).step_s
+        return simulate(differing(staleness, max_concurrency), seats(policy=1), costs, 24).step_s
 
     known_s = step_s()
     monkeypatch.setattr(ExpectedLengths, "__getitem__", lambda *_: 0.0)

@@ -310,9 +310,9 @@ class Large(nn.Module):
 
 @pytest.mark.parametrize(("end", "timeout_s"), [("die", 60.0), ("hang", 4.0)])
 def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_other(
-    end: str, timeout_s: float, start_receiver: Callable[[], Receiver]
+    end: str, timeout_s: float, receivers: list[Receiver], start_receiver: Callable[[], Receiver]
 ) -> None:
-    survivor, lost = start_receiver(), start_receiver()
+    (survivor, replacement), lost = receivers, start_receiver()
     stream = WeightStream(Large(), "float32", 1 << 30)
     sender = GlooBroadcasts("float32", CPU)
     connect(sender, [survivor, lost], timeout_s)
@@ -328,7 +328,6 @@ def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_o
     assert isinstance(survivor.answer(), ConnectionError | tuple) and time.monotonic() - started_s < in_time_s
     with pytest.raises(ConnectionError, match="no process group was joined"):
         sender.deliver(0)
-    replacement = start_receiver()
     connect(sender, [survivor, replacement])
     push(sender, stream, [survivor, replacement])
     sender.close()
@@ -360,9 +359,11 @@ def test_a_broadcast_without_a_group_says_what_is_missing() -> None:
         pass
 
 
-def test_the_senders_group_meets_torchs_own_as_sglang_makes_it(start_receiver: Callable[[], Receiver]) -> None:
+def test_the_senders_group_meets_torchs_own_as_sglang_makes_it(
+    receivers: list[Receiver], start_receiver: Callable[[], Receiver]
+) -> None:
     """Group, stores and broadcasts by torch's functions, next to a receiver of ours."""
-    sglang, ours = start_receiver(), start_receiver()
+    sglang, ours = start_receiver(), receivers[0]
     model = Oddities()
     stream = WeightStream(model, "bfloat16", 1 << 20)
     sender = GlooBroadcasts("bfloat16", CPU)
