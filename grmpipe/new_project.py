@@ -18,4 +18,5 @@ def write_new_project(folder: Path | None) -> str:
         shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
         raise ConfigError(f"new.dir: {folder} can't be written ({error}); type another") from error
-    return f"{folder} is a project; type:\n  cd {folder}\n  grmpipe +experiment=mine\n  pip install pytest && python -m pytest"
+    commands = (f"cd {folder}", "grmpipe +experiment=mine", "pip install pytest && python -m pytest")
+    return "\n  ".join((f"{folder} is a project; type:", *commands))
