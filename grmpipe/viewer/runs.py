@@ -77,10 +77,8 @@ class ViewedRun:
 
     def _changed(self) -> datetime:
         """When its metrics, or the summary at its end, were last written."""
-        written = [
-            path.stat().st_mtime for name in ("metrics.jsonl", "summary.json") if (path := self.run_dir / name).exists()
-        ]
-        return datetime.fromtimestamp(max(written, default=self.run_dir.stat().st_mtime))
+        written_s = max(written_at(self.run_dir / name) for name in ("metrics.jsonl", "summary.json"))
+        return datetime.fromtimestamp(written_s or written_at(self.run_dir))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +98,14 @@ class ViewedState:
     @property
     def is_open(self) -> bool:
         return self.status == NEVER_ENDED
+
+
+def written_at(path: Path) -> float:
+    """0 if it isn't there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def find_last(metrics: Sequence[Metrics], name: str) -> float | None:
