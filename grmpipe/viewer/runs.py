@@ -51,27 +51,32 @@ class ViewedRun:
     @property
     def metrics(self) -> Sequence[Metrics]:
         """The lines of metrics.jsonl, in their order."""
+        return read_metrics(*self._metrics_file())
+
+    def _metrics_file(self) -> tuple[Path, int, int]:
+        """Its path, size and time of change; 0 and 0 if it isn't there."""
         path = self.run_dir / "metrics.jsonl"
         try:
             found = path.stat()
         except OSError:
-            return ()
-        return read_metrics(path, found.st_size, found.st_mtime_ns)
+            return path, 0, 0
+        return path, found.st_size, found.st_mtime_ns
 
     def series(self, name: str) -> list[Point]:
         return [(line["step"], line[name]) for line in self.metrics if name in line]
 
     def state(self) -> ViewedState:
-        secrets, summary, metrics = environment_secrets(), read_object(self.run_dir / "summary.json"), self.metrics
+        secrets, summary = environment_secrets(), read_object(self.run_dir / "summary.json")
+        last = read_last(*self._metrics_file())
         return ViewedState(
             title=find_title(self.run_dir, self.config),
             status=str(summary.get("status", NEVER_ENDED)),
             failure=mask_text(summary.get("failure"), secrets),
             alarms=[mask(str(alarm), secrets) for alarm in get_list(summary, "alarms")],
             changes=[mask(change, secrets) for change in read_changes(self.run_dir)],
-            steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
-            reward=find_last(metrics, "eval/reward"),
-            true_accuracy=find_last(metrics, "eval/true_accuracy"),
+            steps=int(number(summary, "steps") or last.get("step", 0)),
+            reward=last.get("eval/reward"),
+            true_accuracy=last.get("eval/true_accuracy"),
             changed=self._changed(),
         )
 
@@ -108,14 +113,19 @@ def written_at(path: Path) -> float:
         return 0.0
 
 
-def find_last(metrics: Sequence[Metrics], name: str) -> float | None:
-    return next((line[name] for line in reversed(metrics) if name in line), None)
-
-
 @functools.lru_cache(maxsize=8)
 def read_metrics(path: Path, size: int, changed_ns: int) -> tuple[Metrics, ...]:
     """size, changed_ns: of the file, to read it again once it grew."""
-    return tuple(line for line in map(find_numbers, read_what_can_be(path)) if "step" in line)
+    return tuple(line for line in map(find_numbers, read_what_can_be(path)) if "step" in line) if size else ()
+
+
+@functools.lru_cache(maxsize=1024)  # so that a list of long runs reads each of them once
+def read_last(path: Path, size: int, changed_ns: int) -> Metrics:
+    """The last number of each name."""
+    last: Metrics = {}
+    for line in read_metrics(path, size, changed_ns):
+        last.update(line)
+    return last
 
 
 def find_runs(folder: Path) -> dict[str, ViewedRun]:
