@@ -82,8 +82,8 @@ class ViewedRun:
 
     def _changed(self) -> datetime:
         """When its metrics, or the summary at its end, were last written."""
-        written_s = max(written_at(self.run_dir / name) for name in ("metrics.jsonl", "summary.json"))
-        return datetime.fromtimestamp(written_s or written_at(self.run_dir))
+        written_s = max(read_mtime(self.run_dir / name) for name in ("metrics.jsonl", "summary.json"))
+        return datetime.fromtimestamp(written_s or read_mtime(self.run_dir))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class ViewedState:
         return self.status == NEVER_ENDED
 
 
-def written_at(path: Path) -> float:
+def read_mtime(path: Path) -> float:
     """0 if it isn't there."""
     try:
         return path.stat().st_mtime
