@@ -54,13 +54,9 @@ class ViewedRun:
         return read_metrics(*self._metrics_file())
 
     def _metrics_file(self) -> tuple[Path, int, int]:
-        """Its path, size and time of change; 0 and 0 if it isn't there."""
+        """Its path, size and time of change, as `read_metrics` wants them."""
         path = self.run_dir / "metrics.jsonl"
-        try:
-            found = path.stat()
-        except OSError:
-            return path, 0, 0
-        return path, found.st_size, found.st_mtime_ns
+        return path, *read_stamp(path)
 
     def series(self, name: str) -> list[Point]:
         return [(line["step"], line[name]) for line in self.metrics if name in line]
@@ -82,8 +78,8 @@ class ViewedRun:
 
     def _changed(self) -> datetime:
         """When its metrics, or the summary at its end, were last written."""
-        written_s = max(read_mtime(self.run_dir / name) for name in ("metrics.jsonl", "summary.json"))
-        return datetime.fromtimestamp(written_s or read_mtime(self.run_dir))
+        changed_ns = max(read_stamp(self.run_dir / name)[1] for name in ("metrics.jsonl", "summary.json"))
+        return datetime.fromtimestamp((changed_ns or read_stamp(self.run_dir)[1]) / 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +101,13 @@ class ViewedState:
         return self.status == NEVER_ENDED
 
 
-def read_mtime(path: Path) -> float:
-    """0 if it isn't there."""
+def read_stamp(path: Path) -> tuple[int, int]:
+    """Its size and the time of its last change [ns]; 0 and 0 if it isn't there."""
     try:
-        return path.stat().st_mtime
+        found = path.stat()
     except OSError:
-        return 0.0
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=8)
