@@ -1,4 +1,4 @@
-"""A run that is killed at random, as the benchmark does it; the ledger that it is checked by finds what is planted."""
+"""A run that is killed at random, as the benchmark does it; the ledger that runs are checked by finds what is planted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import grmpipe
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -26,20 +29,26 @@ KILL = "kill -9 of the driver"
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> ChaoticRun:
+def completed(
+    tmp_path_factory: pytest.TempPathFactory, keep_logging: Callable[[], AbstractContextManager[None]]
+) -> Path:
+    """A run that nothing happened to."""
     folder = tmp_path_factory.mktemp("chaos")
+    with prepare(SCENARIOS[0], 3) as (overrides, _), keep_logging():
+        config = grmpipe.compose(overrides=[*overrides, "tracking.console=false", f"run_dir={folder / RUN}"])
+        return grmpipe.launch(config).run_dir
+
+
+@pytest.mark.long  # tests/flow/test_resume.py kills runs in the gate
+def test_a_run_that_is_killed_at_random_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     for name in (RUN, TEMPORARY):
-        (folder / name).mkdir()
+        (tmp_path / name).mkdir()
     with prepare(SCENARIOS[0], 3) as (overrides, _):
-        run = ChaoticRun(SCENARIOS[0], folder, "3", overrides, {KILL: LIVE[KILL]}, Counter())
+        run = ChaoticRun(SCENARIOS[0], tmp_path, "3", overrides, {KILL: LIVE[KILL]}, Counter())
         run.play()
-    return run
-
-
-def test_a_run_that_is_killed_at_random_loses_nothing_and_leaves_nothing(killed: ChaoticRun) -> None:
-    assert killed.outcome.lost == []
-    assert KILL in {kind for kind, _ in killed.outcome.faults}
-    assert killed.outcome.ends[-1] == "0" and "-9" in killed.outcome.ends
+    assert run.outcome.lost == []
+    assert KILL in {kind for kind, _ in run.outcome.faults}
+    assert run.outcome.ends[-1] == "0" and "-9" in run.outcome.ends
 
 
 @pytest.mark.long
@@ -107,9 +116,9 @@ PLANTED = [
 
 @pytest.mark.parametrize(("journal", "change", "found"), PLANTED, ids=[found for _, _, found in PLANTED])
 def test_what_is_lost_doubled_or_made_up_is_found(
-    killed: ChaoticRun, tmp_path: Path, journal: str, change: Callable[[Lines], Lines], found: str
+    completed: Path, tmp_path: Path, journal: str, change: Callable[[Lines], Lines], found: str
 ) -> None:
-    shutil.copytree(killed.run_dir, tmp_path / "run")
+    shutil.copytree(completed, tmp_path / "run")
     path = tmp_path / "run" / f"{journal}.jsonl"
     lines = path.read_text().splitlines()
     if change in (double_last, drop_last):  # as they are, with their checksums
@@ -134,9 +143,9 @@ def test_what_is_lost_doubled_or_made_up_is_found(
     ],
 )
 def test_a_summary_that_is_untrue_is_found(
-    killed: ChaoticRun, tmp_path: Path, name: str, value: object, found: str
+    completed: Path, tmp_path: Path, name: str, value: object, found: str
 ) -> None:
-    shutil.copytree(killed.run_dir, tmp_path / "run")
+    shutil.copytree(completed, tmp_path / "run")
     path = tmp_path / "run" / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     assert any(found in loss for loss in Ledger(tmp_path / "run").find_losses())

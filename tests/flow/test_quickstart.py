@@ -26,7 +26,7 @@ def launch(cwd: Path, *overrides: str) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("num_steps", "accuracy", "score_gain"), [(32, 0.48, 1.5), pytest.param(80, 0.70, 2.0, marks=pytest.mark.long)]
+    ("num_steps", "accuracy", "score_gain"), [(24, 0.48, 1.5), pytest.param(80, 0.70, 2.0, marks=pytest.mark.long)]
 )
 def test_the_quickstart_learns_from_its_judge(
     tmp_path: Path, num_steps: int, accuracy: float, score_gain: float

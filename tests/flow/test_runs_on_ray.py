@@ -20,6 +20,7 @@ def test_two_ranks_on_ray_train_as_one_in_this_process(small_run: Callable) -> N
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.long  # tests/flow/test_elastic.py moves them in this process
 def test_slots_move_between_processes(small_run: Callable) -> None:
     run = small_run("placement=elastic", "slots.balance.switch_s=0.05", "train.num_steps=4", "cluster=ray")
     run.check_complete(16)
