@@ -1,4 +1,4 @@
-"""A run that is killed at random, as the benchmark does it; the ledger that runs are checked by finds what is planted."""
+"""A run that is killed at random, as the benchmark does it; the ledger that checks runs finds what is planted."""
 
 from __future__ import annotations
 
