@@ -185,8 +185,9 @@ class RunReader:
     @property
     def judged_items(self) -> RunTable[JudgedLine]:
         """The labelled items that a judge was evaluated on."""
-        columns = {"item_id": "string", "subset": "string", "outcome": "string", "scores": "floats",
-                   "failed": "texts", "critiques": "texts"}  # fmt: skip
+        columns = {"item_id": "string", "subset": "string", "question": "string", "responses": "texts",
+                   "labels": "floats", "outcome": "string", "scores": "floats", "failed": "texts",
+                   "critiques": "texts"}  # fmt: skip
         return RunTable(lambda: read_items(self.run_dir), _of_item, columns)
 
     def _there(self, name: str, load: Callable[..., Iterator[Row]]) -> Iterator[Row]:
@@ -249,7 +250,8 @@ def _of_turn(row: EpisodeTurn) -> Record:
 def _of_item(row: JudgedLine) -> Record:
     siblings = sorted(row.scores.keys() | row.failed.keys())
     return {
-        "item_id": row.item_id, "subset": row.subset, "outcome": row.outcome,
+        "item_id": row.item_id, "subset": row.subset, "question": row.question, "responses": row.responses,
+        "labels": row.labels, "outcome": row.outcome,
         "scores": [row.scores.get(sibling) for sibling in siblings],
         "failed": [row.failed.get(sibling) for sibling in siblings], "critiques": row.critiques,
     }  # fmt: skip

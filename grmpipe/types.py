@@ -407,6 +407,11 @@ class RankedResponses:
     best: int  # index into responses
     subset: str = ""
 
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """1 for the best, 0 for the others."""
+        return tuple(int(place == self.best) for place in range(len(self.responses)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResponse:
@@ -417,6 +422,14 @@ class ScoredResponse:
     response: str
     score: int
     subset: str = ""
+
+    @property
+    def responses(self) -> tuple[str, ...]:
+        return (self.response,)
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        return (self.score,)
 
 
 Labelled = RankedResponses | ScoredResponse

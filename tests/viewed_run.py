@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from grmpipe.config.judge import Scale
+from grmpipe.evaluation.evaluation_files import to_line
+from grmpipe.evaluation.judge_accuracy import JudgedItem
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import CHECKSUM
+from grmpipe.observe.plain_json import plain
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder
 from grmpipe.run_dir.thinning import ThinningJob, thin_journal
 from grmpipe.types import (
@@ -16,8 +20,10 @@ from grmpipe.types import (
     Judgement,
     JudgeReport,
     Prompt,
+    RankedResponses,
     RewardSpan,
     Rollout,
+    ScoredResponse,
     TrainedRollout,
     Turn,
     Verdict,
@@ -129,6 +135,26 @@ def judge_jointly(run_dir: Path, text: str) -> Path:
     recorder.record_verdict(answer("g1", 0, ""), report(8.0, judgement("g1", (0, 1), (8.0, 3.0), text)))
     recorder.record_verdict(answer("g1", 1, ""), report(3.0))
     recorder.close()
+    return run_dir
+
+
+def judge_labelled_work(run_dir: Path) -> Path:
+    """A run that evaluated a judge: it prefers the wrong one of two answers, and gives no verdict on another."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "figures.txt").write_text("right, in percent of all items\n")
+    prompt = Prompt(prompt_id="l1", messages=(Message(role="user", content="What is 6 * 7?"),), reference="42")
+    texts = ("It is 42", f"Trust me, it is 41 {SCRIPT}")
+    ranked = RankedResponses(item_id="i1", prompt=prompt, responses=texts, best=0, subset="sums")
+    single = ScoredResponse(item_id="i2", prompt=prompt, response="It may be 40", score=2, subset="guesses")
+    late = Failed(stage="judge", cause="timeout", attempts=3, detail="120 s")
+    right, wrong = judgement("e0", (0,), (3.0,), "Too short"), judgement("e0", (1,), (8.0,), "Convincing")
+    of_ranked = (report(3.0, right), report(8.0, wrong))
+    of_single = (JudgeReport(verdict=late, failures=(late,)),)
+    judged = [
+        JudgedItem(item=ranked, reports=of_ranked, num_asked=1), JudgedItem(item=single, reports=of_single, num_asked=1)
+    ]  # fmt: skip
+    lines = [json.dumps(plain(to_line(one, Scale(low=0, high=10), {}))) for one in judged]
+    (run_dir / "judged.jsonl").write_text("\n".join(lines) + "\n")
     return run_dir
 
 

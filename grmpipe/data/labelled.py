@@ -8,7 +8,7 @@ from pathlib import Path
 from grmpipe.data.catalogs import find_catalog
 from grmpipe.data.labelled_schemas import EXAMPLES, LabelledRow, read_labels
 from grmpipe.data.prompts import Row, format_value, list_texts, read_rows, refuse_half_characters
-from grmpipe.types import Labelled, RankedResponses
+from grmpipe.types import Labelled
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
     """The texts of an item, as (field, text)."""
     yield from list_texts(item.prompt)
     yield from (("item_id", item.item_id), ("subset", item.subset))
-    responses = item.responses if isinstance(item, RankedResponses) else (item.response,)
-    yield from ((f"response {index}", response) for index, response in enumerate(responses))
+    yield from ((f"response {index}", response) for index, response in enumerate(item.responses))
 
 
 def read_labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:

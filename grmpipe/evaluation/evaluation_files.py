@@ -13,11 +13,11 @@ from rich.table import Table
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
 from grmpipe.observe.plain_json import plain
-from grmpipe.observe.records import of_judge
-from grmpipe.observe.run_files import FIGURES
+from grmpipe.observe.records import encode, of_judge
+from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.types import Failed
 
-JUDGE_RESULTS, JUDGED = "evaluation.json", "judged.jsonl"
+JUDGE_RESULTS = "evaluation.json"
 WIDTH = 400  # columns, more than any table has
 TableRow = tuple[str, Iterable[str]]  # its name, and its cells
 
@@ -33,23 +33,28 @@ def write_files(
 
 def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
     """With several judges every judgement and failure says whose it is, and `by_judge` has the scores of each on its
-    own scale.
+    own scale. labels: of the responses; of ranked ones 1 for the best, 0 for the others.
     """
-    reports = [(name, own) for report in one.reports for name, own in report.own_reports.items()]
+    reports = [
+        (sibling, name, own) for sibling, report in enumerate(one.reports) for name, own in report.own_reports.items()
+    ]
     by_judge = {name: describe_verdicts(one.by(name), scale, scales[name]) for name in one.judges}
     return {
         "item_id": one.item.item_id,
         "subset": one.item.subset,
+        "prompt": encode(one.item.prompt),
+        "responses": one.item.responses,
+        "labels": one.item.labels,
         **describe_verdicts(one, scale, scale),
         **({"by_judge": by_judge} if by_judge else {}),
         "judgements": [
             {**of_judge(name), "siblings": said.siblings, "scores": said.scores, "text": said.completion.text}
-            for name, own in reports
+            for _, name, own in reports
             for said in own.judgements
         ],
         "failures": [
-            {**of_judge(name), "cause": failure.cause, "detail": failure.detail}
-            for name, own in reports
+            {**of_judge(name), "sibling": sibling, "cause": failure.cause, "detail": failure.detail}
+            for sibling, name, own in reports
             for failure in own.failures
         ],
     }

@@ -6,19 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS, JUDGED
+from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.policy_files import RESULTS
 from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.run_files import JUDGED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedLine:
-    """A line of judged.jsonl: labelled work, and what the judge said. outcome: right, wrong, tied or failed. scores: of
-    the responses, on the judge's scale. failed: the causes. Both by the place of the response, from 0.
+    """A line of judged.jsonl: labelled work, and what the judge said. question: the prompt's last message. labels: of
+    the responses, their true scores, or 1 for the best and 0 for the others. outcome: right, wrong, tied or failed.
+    scores: of the responses, on the judge's scale. failed: the causes. Both by the place of the response, from 0.
     """
 
     item_id: str
     subset: str
+    question: str
+    responses: tuple[str, ...]
+    labels: tuple[int, ...]
     outcome: str
     scores: Mapping[int, float]
     failed: Mapping[int, str]
@@ -82,6 +87,9 @@ def _item(line: Mapping[str, Any]) -> JudgedLine:
     return JudgedLine(
         item_id=line["item_id"],
         subset=line["subset"],
+        question=line["prompt"]["messages"][-1]["content"],
+        responses=tuple(line["responses"]),
+        labels=tuple(line["labels"]),
         outcome=line["outcome"],
         scores={int(sibling): score for sibling, score in line["scores"].items()},
         failed={int(sibling): cause for sibling, cause in line["failed"].items()},

@@ -42,6 +42,7 @@ from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prom
 END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
 NEVER_ENDED = "no end recorded"
+JUDGED = "judged.jsonl"  # labelled items, and what a judge said of them
 FIGURES = "figures.txt"  # the tables of task=evaluate
 
 Record = dict[str, Any]  # a line of a journal or a part of the summary; used in this file only

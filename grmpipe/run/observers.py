@@ -46,7 +46,7 @@ FILES = {
     "figures.txt": "the tables of an evaluation",
     "eval_rollouts.jsonl": "every answer to held-out prompts",
     "eval_judgements.jsonl": "every judgement of them, with its critique",
-    "judged.jsonl": "every item with its scores and critiques",
+    "judged.jsonl": "every item with its responses, labels, scores and critiques",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique; what teachers score",

@@ -11,9 +11,11 @@ from grmpipe.observe.journal import decode_line
 from grmpipe.observe.packed_numbers import TEXT, THINNED
 from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
-from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Verdict
-from grmpipe.viewer.ingest import place_of_key
+from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Turn, Verdict
+from grmpipe.viewer.ingest import LABELLED, place_of_key
+from grmpipe.viewer.journal_lines import ItemLine
 from grmpipe.viewer.queries import RolloutRow
+from models.types import Completion
 
 T = TypeVar("T")
 
@@ -54,6 +56,10 @@ class Sibling:
         return len(turns) > 1 or any(turn.replies or turn.tool_calls for turn in turns)
 
     @property
+    def author(self) -> str:
+        return "a labelled response" if self.row.evaluation == LABELLED else "the policy"
+
+    @property
     def opening(self) -> list[ShownMessage]:
         return [show_message(message) for message in self.rollout.opening] if self.rollout is not None else []
 
@@ -67,7 +73,11 @@ class Sibling:
 
 
 def read_siblings(run_dir: Path, rows: Sequence[RolloutRow]) -> list[Sibling]:
-    """The siblings of a group. A judgement of several at once is shown with each of them."""
+    """The siblings of a group, or the responses to a labelled item. A judgement of several at once is shown with each
+    of them.
+    """
+    if rows and rows[0].evaluation == LABELLED:
+        return [read_response(run_dir, row) for row in rows]
     problems: dict[int, list[str]] = {row.sibling: [] for row in rows}
     recorded = {row.sibling: read_at(run_dir, row.line, decode_recorded, problems[row.sibling]) for row in rows}
     reports = {row.sibling: read_at(run_dir, row.report, decode_report, problems[row.sibling]) for row in rows}
@@ -81,6 +91,45 @@ def read_siblings(run_dir: Path, rows: Sequence[RolloutRow]) -> list[Sibling]:
         )
         for row in rows
     ]
+
+
+def read_response(run_dir: Path, row: RolloutRow) -> Sibling:
+    problems: list[str] = []
+    found = read_at(run_dir, row.line, decode_item, problems)
+    if found is None:
+        return Sibling(row=row, recorded=None, report=None, critiques=[], problems=problems)
+    prompt, item = found
+    completion = Completion(
+        token_ids=(), logprobs=(), text=item.responses[row.sibling], finish_reason="stop", versions=()
+    )
+    rollout = Rollout(
+        group_id=item.item_id, sibling=row.sibling, turns=(Turn(new_ids=(), completion=completion),), status="finished"
+    )
+    return Sibling(
+        row=row,
+        recorded=Recorded(prompt=prompt, rollout=rollout),
+        report=None,
+        critiques=[*critiques_of_response(item, row.sibling)],
+        problems=problems,
+    )
+
+
+def decode_item(record: dict[str, Any]) -> tuple[Prompt, ItemLine]:
+    return decode(record["prompt"], Prompt), msgspec.convert(record, ItemLine)
+
+
+def critiques_of_response(item: ItemLine, sibling: int) -> Iterator[Critique]:
+    """The failed verdicts on it, then the judgements, then those that failed."""
+    for name, verdicts in {"": item, **item.by_judge}.items():
+        if cause := verdicts.failed.get(str(sibling)):
+            yield Critique(text=f"no verdict: {cause}", score=None, judge=name)
+    for said in item.judgements:
+        if sibling in said.siblings:
+            scores = dict(zip(said.siblings, said.scores, strict=False))  # a choice of one of two has no scores
+            yield Critique(text=said.text, score=scores.get(sibling), judge=said.judge)
+    for failed in item.failures:
+        if failed.sibling == sibling:
+            yield Critique(text=f"failed: {failed.cause} {failed.detail}".rstrip(), score=None, judge=failed.judge)
 
 
 def read_at(run_dir: Path, key: int | None, read: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:

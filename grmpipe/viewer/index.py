@@ -20,12 +20,13 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.journal import TAIL_BYTES, Mark, ascii_text, mark_holds
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
+from grmpipe.observe.run_files import JUDGED
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.viewer.ingest import Ingest
 
-FORMAT = "3"  # of the index; one of another format is made anew
+FORMAT = "4"  # of the index; one of another format is made again
 # What a line refers to was written before it. So the sizes are taken from the end of this list to its beginning.
-JOURNALS = (ROLLOUTS, EVAL_ROLLOUTS, JUDGEMENTS, EVAL_JUDGEMENTS, TRAINED, GROUPS)
+JOURNALS = (ROLLOUTS, EVAL_ROLLOUTS, JUDGEMENTS, EVAL_JUDGEMENTS, TRAINED, GROUPS, JUDGED)
 PIECE_BYTES = 32_000_000  # between two commits
 PRAGMAS = """
     PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA secure_delete = OFF;

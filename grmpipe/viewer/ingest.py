@@ -1,7 +1,7 @@
 """Writes the lines of journals into the tables of an index."""
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,10 +9,13 @@ import msgspec
 
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
-from grmpipe.viewer.journal_lines import GroupLine, Line, ReportLine, RolloutLine, TrainedLine
+from grmpipe.observe.run_files import JUDGED
+from grmpipe.viewer.journal_lines import FailedLine, GroupLine, ItemLine, Line, ReportLine, RolloutLine, TrainedLine
 
-WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS)  # a journal's place is its number in the keys
+# A journal's place is its number in the keys.
+WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS, JUDGED)
 HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
+LABELLED = "labelled work"  # an evaluation of the judge: no name of prompts has a space
 KEY = ("evaluation", "round", "group_id", "sibling")
 L = TypeVar("L", bound=Line)
 W = TypeVar("W", RolloutLine, ReportLine)
@@ -34,7 +37,7 @@ class Ingest:
         self._held_out = name in HELD_OUT
         self._number = WITH_TEXT.index(name) if name in WITH_TEXT else 0
         self._decoders = {
-            kind: msgspec.json.Decoder(kind) for kind in (RolloutLine, ReportLine, TrainedLine, GroupLine)
+            kind: msgspec.json.Decoder(kind) for kind in (RolloutLine, ReportLine, TrainedLine, GroupLine, ItemLine)
         }
         self._noted: set[tuple[str, str]] = set()
 
@@ -56,6 +59,8 @@ class Ingest:
             self._trained(self._decode(line, TrainedLine))
         elif self._name in (JUDGEMENTS, EVAL_JUDGEMENTS):
             self._report(key, self._decode(line, ReportLine))
+        elif self._name == JUDGED:
+            self._item(key, self._decode(line, ItemLine))
         else:
             self._rollout(key, self._decode(line, RolloutLine))
 
@@ -86,14 +91,32 @@ class Ingest:
                 self._note("judge", judge)
                 self._note("failure", own["failure"])
                 self._write("opinions", {"id": id_, "judge": judge, **own})
-            self._failures(id_, found)
+            self._failures(id_, found.failures)
             self._index_words(2 * id_ + 1, before, found)
 
-    def _failures(self, id_: int, found: ReportLine) -> None:
+    def _item(self, key: int, found: ItemLine | None) -> None:
+        """The responses of a labelled item, as the siblings of a group."""
+        if found is None:
+            return
+        for sibling in range(len(found.responses)):
+            row = found.row(sibling)
+            id_, _ = self._store((LABELLED, 0, found.item_id, sibling), {"line": key, **row})
+            self._write("snippets", {"id": id_, **found.snippets(sibling)})
+            for field in ("source", "outcome", "failure"):
+                self._note(field, row[field])
+            self._note("evaluation", LABELLED)
+            for judge, own in found.by_judge.items():
+                self._note("judge", judge)
+                self._write("opinions", {"id": id_, "judge": judge, **own.describe(sibling)})
+            self._failures(id_, [failed for failed in found.failures if failed.sibling == sibling])
+            self._add_words(2 * id_, found.texts(sibling))
+            self._add_words(2 * id_ + 1, found.texts_about(sibling))
+
+    def _failures(self, id_: int, found: Sequence[FailedLine]) -> None:
         self._connection.execute("DELETE FROM failures WHERE id = ?", (id_,))
-        for place, (judge, cause) in enumerate(found.causes()):
-            self._note("cause", cause)
-            self._write("failures", {"id": id_, "place": place, "judge": judge, "cause": cause})
+        for place, failed in enumerate(found):
+            self._note("cause", failed.cause)
+            self._write("failures", {"id": id_, "place": place, "judge": failed.judge, "cause": failed.cause})
 
     def _write(self, table: str, row: Mapping[str, object]) -> None:
         places = ", ".join("?" * len(row))
@@ -147,4 +170,7 @@ class Ingest:
             self._connection.execute(
                 "INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", (place, "\n".join(old.texts()))
             )
-        self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (place, "\n".join(found.texts())))
+        self._add_words(place, found.texts())
+
+    def _add_words(self, place: int, texts: Iterable[str]) -> None:
+        self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (place, "\n".join(texts)))

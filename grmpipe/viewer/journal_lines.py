@@ -131,12 +131,15 @@ class VerdictLine(msgspec.Struct, frozen=True):
 
 
 class FailedLine(msgspec.Struct, frozen=True):
+    """sibling: of a labelled item, the response that it is about."""
+
     stage: str = ""
     cause: str = ""
     detail: str = ""
     judge: str = ""
     text: str = ""
     completion: CompletionLine | None = None
+    sibling: int = 0
 
 
 class JudgementLine(msgspec.Struct, frozen=True):
@@ -179,9 +182,62 @@ class ReportLine(Line, frozen=True, kw_only=True):
             if failed.completion is not None:
                 yield failed.completion.text
 
-    def causes(self) -> Iterator[tuple[str, str]]:
-        """Judge and cause of each single judgement that failed."""
-        yield from ((failed.judge, failed.cause) for failed in self.failures)
+
+class ScoresLine(Line, frozen=True):
+    """The verdicts on the responses to a labelled item, by their places: scores, and causes where there is none."""
+
+    scores: dict[str, float] = {}
+    failed: dict[str, str] = {}
+
+    def describe(self, sibling: int) -> dict[str, object]:
+        place = str(sibling)
+        return {"score": self.scores.get(place), "failure": self.failed.get(place, "")}
+
+
+class SaidLine(msgspec.Struct, frozen=True):
+    """A judgement of a labelled item. siblings: the responses that it is about, in the order of the scores."""
+
+    siblings: list[int] = []
+    scores: list[float] = []
+    text: str = ""
+    judge: str = ""
+
+
+class ItemLine(ScoresLine, frozen=True, kw_only=True):
+    """A line of judged.jsonl: a labelled item, whose responses are the siblings of a group."""
+
+    item_id: str
+    subset: str = ""
+    outcome: str = ""
+    prompt: PromptLine = PromptLine()
+    responses: list[str] = []
+    labels: list[float] = []
+    by_judge: dict[str, ScoresLine] = {}
+    judgements: list[SaidLine] = []
+    failures: list[FailedLine] = []
+
+    def row(self, sibling: int) -> dict[str, object]:
+        return {
+            "prompt_id": self.prompt.prompt_id,
+            "source": self.subset,
+            "outcome": self.outcome,
+            "truth": self.labels[sibling],
+            "votes": sum(sibling in said.siblings for said in self.judgements),
+            "faults": "",
+            **self.describe(sibling),
+        }
+
+    def snippets(self, sibling: int) -> dict[str, object]:
+        question = self.prompt.messages[-1].content if self.prompt.messages else ""
+        return {"question": snippet(question), "answer": snippet(self.responses[sibling], from_end=True)}
+
+    def texts(self, sibling: int) -> Iterator[str]:
+        yield from (message.content for message in self.prompt.messages)
+        yield self.responses[sibling]
+
+    def texts_about(self, sibling: int) -> Iterator[str]:
+        yield from (said.text for said in self.judgements if sibling in said.siblings)
+        yield from (failed.detail for failed in self.failures if failed.sibling == sibling)
 
 
 class GroupLine(Line, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from grmpipe.observe.run_files import FIGURES, read_bytes, to_text
 from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
+from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
@@ -91,6 +92,7 @@ def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
             "since": since,
             "bins": of_run.bins,
             "counts": of_run.counts,
+            "labelled": LABELLED,
             "figures": to_text(read_bytes(run.run_dir / FIGURES)),
         }
 

@@ -170,7 +170,14 @@ def check_tables(run: RunReader, measured: dict, judged: list[dict]) -> None:
     items = run.judged_items.to_arrow().to_pylist()
     assert [(one["item_id"], one["outcome"]) for one in items] == [(one["item_id"], one["outcome"]) for one in judged]
     assert [one["scores"] for one in items] == [[*one["scores"].values()] for one in judged]
-    assert next(iter(run.judged_items)).scores[0] == judged[0]["scores"]["0"]
+    first = next(iter(run.judged_items))
+    assert first.scores[0] == judged[0]["scores"]["0"] and first.question
+    for one in items:
+        assert len(one["responses"]) == len(one["labels"]) == len(one["scores"]), "judged by a rule: none failed"
+        if len(one["labels"]) > 1:
+            assert sorted(one["labels"]) == [*(0.0 for _ in one["labels"][1:]), 1.0]
+            others = [score for score, label in zip(one["scores"], one["labels"], strict=True) if not label]
+            assert (one["scores"][one["labels"].index(1)] > max(others)) == (one["outcome"] == "right")
 
 
 def test_summary_names_what_broke(small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

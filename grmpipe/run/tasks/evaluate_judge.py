@@ -20,7 +20,7 @@ from grmpipe.judge.votes import mean, vote_named
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving
-from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
+from grmpipe.types import Judge, Labelled, Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
 from models.types import EngineDied, EngineRefused
 from scheduler.run_together import raise_first_failure
@@ -56,7 +56,7 @@ async def judge_items(
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
-            reports = await judge_together(judge, item.prompt, f"e{index}", list_responses(item), priority=index)
+            reports = await judge_together(judge, item.prompt, f"e{index}", item.responses, priority=index)
             one = JudgedItem(item=item, reports=reports, num_asked=first.num_judgements)
             return (
                 one
@@ -85,10 +85,6 @@ async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> t
     except (EngineDied, EngineRefused) as error:
         log.warning("the meta-RM gave no weights for item %s: %s", one.item.item_id, error)
         return ()
-
-
-def list_responses(item: Labelled) -> tuple[str, ...]:
-    return item.responses if isinstance(item, RankedResponses) else (item.response,)
 
 
 def make_recount(config: RunConfig) -> Recount:

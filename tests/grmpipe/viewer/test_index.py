@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from viewed_run import SCRIPT, answer, by_judges, evaluate, report, write_run
+from viewed_run import SCRIPT, answer, by_judges, evaluate, judge_labelled_work, report, write_run
 
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Prompt
@@ -24,6 +24,7 @@ from grmpipe.viewer.figures import (
     truth_by_reward,
 )
 from grmpipe.viewer.index import IndexProgress, RunIndex
+from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
 from models.types import Message
 
@@ -228,6 +229,29 @@ def test_the_journals_of_evaluations_give_answers_verdicts_and_truth(tmp_path: P
     assert [row.score for row in rows(index, evaluation="hard")] == [1.0]
     with contextlib.closing(index.read()) as connection:
         assert counts(connection) == {"": 3, "hard": 1, "held_out": 2}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({}, [("i1", 0), ("i1", 1), ("i2", 0)]),
+        ({"outcome": "wrong"}, [("i1", 0), ("i1", 1)]),
+        ({"outcome": "failed"}, [("i2", 0)]),
+        ({"failure": "timeout"}, [("i2", 0)]),
+        ({"cause": "timeout"}, [("i2", 0)]),
+        ({"source": "sums", "score_from": 5.0}, [("i1", 1)]),
+        ({"words": "trust"}, [("i1", 1)]),
+        ({"words": "short"}, [("i1", 0)]),
+    ],
+)
+def test_responses_to_labelled_items_are_found_by_what_the_judge_made_of_them(
+    tmp_path: Path, wanted: dict[str, str], expected: list[tuple[str, int]]
+) -> None:
+    index = RunIndex(judge_labelled_work(tmp_path / "run"))
+    follow(index)
+    assert found(index, evaluation=LABELLED, sort="oldest", **wanted) == expected
+    scores = [(row.score, row.truth, row.failure) for row in rows(index, evaluation=LABELLED, sort="oldest")]
+    assert scores == [(3.0, 1.0, ""), (8.0, 0.0, ""), (None, 2.0, "timeout")]
 
 
 def test_the_index_counts_truth_by_reward_and_failures_by_judge(tmp_path: Path) -> None:

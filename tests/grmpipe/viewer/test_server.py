@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from configs import run_config
 from html_rules import Page, colour_schemes, contrast
-from viewed_run import SCRIPT, evaluate, judge_jointly, make_old, thin_run, write_run
+from viewed_run import SCRIPT, evaluate, judge_jointly, judge_labelled_work, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.run.tasks.view_task import view_runs
@@ -162,6 +162,23 @@ def test_a_run_that_only_evaluates_has_its_figures_and_its_answers_without_a_cho
     for table in (rollouts, missed):
         assert "1 rollouts, page 1 of 1" in table
         assert "of training" not in table
+
+
+def test_a_run_that_evaluates_a_judge_shows_where_it_was_wrong_and_what_it_said(tmp_path: Path) -> None:
+    run_dir = judge_labelled_work(tmp_path / "run")
+    asked = "/rollouts/run?evaluation=labelled+work&outcome=wrong"
+    page, table, item, failed = fetch(
+        run_dir, "/run/run", asked, "/group/run?group=i1&evaluation=labelled+work", "/failures/run?cause=timeout"
+    )
+    assert "3 of evaluations: labelled work" in visible(page)
+    assert f'href="{asked.replace("&", "&amp;")}"' in page
+    assert "2 rollouts, page 1 of 1" in visible(table)
+    first, second = visible(item).split("i1/1")
+    assert "evaluation labelled work: wrong" in first and "after step" not in first
+    assert "score 3 reward – spread – truth 1" in first and "a labelled response It is 42" in first
+    assert "judge: 3 Too short" in first and "judge: 8 Convincing" in second
+    assert "score 8 reward – spread – truth 0" in second and SCRIPT not in item
+    assert "no verdict: timeout" in visible(failed) and "failed: timeout 120 s" in visible(failed)
 
 
 def test_any_metric_can_be_drawn(tmp_path: Path) -> None:
