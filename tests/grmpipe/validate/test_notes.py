@@ -1,9 +1,10 @@
-"""Configurations that are allowed but may not be meant: on a GPU, and of models that aren't tiny."""
+"""Configurations that are allowed but may not be meant, as none of the shipped recipes is."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -19,6 +20,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.tasks import notes
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.role_placement import check_deadlines
 from models.lm.footprint import footprint_of_shape
 from models.settings import ModelShape
 from scheduler.placement import place
@@ -49,9 +51,20 @@ def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
     return device_notes(config, roles, {"policy": size, "grm": size})  # type: ignore[dict-item]
 
 
+@cache
+def recipe(name: str) -> RunConfig:
+    return composed(f"+experiment={name}", *(["data.path=p"] if name.startswith("qwen3") else []))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_judgement_of_a_recipe_times_out_before_its_group(name: str) -> None:
+    check_deadlines(recipe(name))
+    assert recipe(name).main_judge.limits.timeout_s < recipe(name).rollout.group_deadline_s
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) -> None:
-    config = composed(f"+experiment={name}", *(["data.path=p"] if name.startswith("qwen3") else []))
+    config = recipe(name)
     gpus = [role for role in config.roles if config.placement.on_gpu(role)]
     assert bool(gpus) == name.startswith("qwen3")
     for role in {"policy", "grm"} & set(gpus):
