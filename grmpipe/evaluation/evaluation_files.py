@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.keys.redact import environment_secrets, mask
 from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.records import encode, of_judge
@@ -33,8 +34,10 @@ def write_files(
 
 def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
     """With several judges every judgement and failure says whose it is, and `by_judge` has the scores of each on its
-    own scale. labels: of the responses; of ranked ones 1 for the best, 0 for the others.
+    own scale. labels: of the responses; of ranked ones 1 for the best, 0 for the others. What a server said of a
+    failure may hold a secret.
     """
+    secrets = environment_secrets()
     reports = [
         (sibling, name, own) for sibling, report in enumerate(one.reports) for name, own in report.own_reports.items()
     ]
@@ -53,7 +56,7 @@ def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[
             for said in own.judgements
         ],
         "failures": [
-            {**of_judge(name), "sibling": sibling, "cause": failure.cause, "detail": failure.detail}
+            {**of_judge(name), "sibling": sibling, "cause": failure.cause, "detail": mask(failure.detail, secrets)}
             for sibling, name, own in reports
             for failure in own.failures
         ],

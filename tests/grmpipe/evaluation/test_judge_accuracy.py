@@ -250,6 +250,16 @@ def test_two_judges_that_disagree_are_no_order_flips() -> None:
     assert (result.bias["first_place_share"], result.bias["ties_share"]) == (1.0, 0.0)
 
 
+def test_no_line_holds_a_secret_that_a_server_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "planted-0123456789")
+    denied = Failed(stage="judge", cause="refused", attempts=1, detail="401: the key planted-0123456789 is unknown")
+    reports = (replace(report(0, 5), failures=(denied,)), report(1, 4))
+    judged = [JudgedItem(item=ranked("a", "b"), reports=reports, num_asked=1)]
+    write_files(tmp_path, judged, evaluate(judged, SCALE, replace(RECOUNT, ks=())), SCALE, {})
+    written = (tmp_path / "judged.jsonl").read_text()
+    assert "401: the key" in written and "planted-0123456789" not in written
+
+
 def test_the_files_and_the_table_say_whose_scores_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judged = [JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=None), composed(1, a=2, b=1)), num_asked=1)]
     result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
