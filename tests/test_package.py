@@ -169,6 +169,7 @@ def run_quickstart(commands: Path, folder: Path, *overrides: str) -> None:
     assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
 
 
+@pytest.mark.long
 def test_a_wheel_runs_the_quickstart_on_ray_with_modules_of_a_project_that_has_folders_of_our_names(
     tmp_path: Path, wheel_commands: Path
 ) -> None:

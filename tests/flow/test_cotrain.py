@@ -31,6 +31,7 @@ COTRAIN = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
     files = small_run(*TRAIN_GRM, experiment="train_grm")
     summary = files.summary
@@ -150,6 +151,7 @@ def test_settings_that_a_grm_cant_learn_with_are_refused_by_name(small_run: Call
         small_run(*COTRAIN, override, experiment="cotrain")
 
 
+@pytest.mark.long
 def test_rollouts_of_one_kind_end_a_run_and_those_of_both_that_a_resume_finds_are_learnt_from(
     small_run: Callable, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_two_runs_are_equal_bit_for_bit_though_the_second_has_other_rows_side_by
     assert order == sorted(order)
 
 
+@pytest.mark.long
 def test_a_rule_that_watches_changes_no_bit_and_no_step(first_run: Path, run_once: Callable[..., Any]) -> None:
     watched = run_once(*RUN, "+judge@judges.gold=rule", "judge_monitor.watch={gold: 0.5}", run_dir="watched")
     check_equal(first_run, watched.run_dir)

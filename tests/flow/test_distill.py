@@ -68,6 +68,7 @@ def test_without_a_reward_nothing_on_file_is_a_reward_of_0(small_run: Callable) 
     assert len(judged) == ROLLOUTS and all(row["reward"] is None and row["score"] is None for row in judged)
 
 
+@pytest.mark.long
 def test_a_teacher_and_a_judge_teach_one_policy(small_run: Callable) -> None:
     files = small_run(*TEACHER, "algorithm.distill.form=advantage")
     files.check_complete(12)
@@ -88,6 +89,7 @@ def test_a_policy_that_teaches_itself_is_scored_after_the_critique_and_trained_w
     assert len(prompts) == ROLLOUTS and all("How many" in prompt and ">" not in prompt for prompt in prompts)
 
 
+@pytest.mark.long
 def test_a_better_sibling_teaches_those_with_a_lower_reward(small_run: Callable) -> None:
     files = small_run(
         "policy=tiny_told", "algorithm.distill.teachers={default: policy}",

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from grmpipe.observe.recorder import load_rollouts
 
 ELASTIC = ("placement=elastic", "train.num_steps=4", "slots.balance.switch_s=0.05")
@@ -38,6 +40,7 @@ def first_rollouts(run: Any) -> dict[tuple[str, int], tuple[int, ...]]:
     }
 
 
+@pytest.mark.long
 def test_slots_move_between_policy_judge_and_teacher_and_every_sample_is_whole_and_taught(small_run: Callable) -> None:
     run = small_run(*ELASTIC, experiment="distill")
     check_moves(run, 4, ("policy", "grm", "teacher"))

@@ -73,6 +73,7 @@ def test_a_meta_rm_is_trained_measured_and_exported_and_its_judgements_serve_aga
     assert looks["initial"]["brier"] == pytest.approx(summary["eval"]["final"]["brier"], abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_meta_rm_guides_the_vote_of_a_run(small_run: Callable[..., Any], meta_path: Path) -> None:
     files = small_run(*GUIDED, f"meta_rm.path={meta_path}")
     assert files.summary["status"] == "completed" and files.summary["engines_replaced"]["meta_rm"] == 0

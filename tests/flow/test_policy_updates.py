@@ -56,6 +56,7 @@ def test_its_weights_are_the_policys_of_that_step(updated: Any) -> None:
     assert any(not third[name].equal(last[name]) for name in last)
 
 
+@pytest.mark.long
 def test_a_resume_judges_as_the_policy_was_and_needs_its_folder(
     small_run: Callable, updated: Any, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ AVERAGED = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_teacher_follows_the_policy_as_a_moving_average_across_a_resume(small_run: Callable) -> None:
     files = small_run(*AVERAGED)
     assert files.summary["status"] == "completed", files.summary["failure"]

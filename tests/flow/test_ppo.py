@@ -41,6 +41,7 @@ def test_run_trains_a_critic_along_with_the_policy(small_run: Callable) -> None:
     assert used.steps()[0]["critic/value_mean"] != 0  # it was trained before
 
 
+@pytest.mark.long
 def test_a_policy_in_warm_up_stays_as_it_is(small_run: Callable) -> None:
     files = small_run("train.num_steps=2", "critic.warmup_steps=1", "train.checkpoint_every=1", experiment="ppo")
     shutil.rmtree(files.run_dir / "policy")
@@ -57,6 +58,7 @@ def test_a_policy_in_warm_up_stays_as_it_is(small_run: Callable) -> None:
     assert load_file(again.run_dir / "policy" / "model.safetensors")
 
 
+@pytest.mark.long
 def test_several_updates_and_unwhitened_advantages_train_by_a_dual_clip(small_run: Callable) -> None:
     files = small_run(
         "train.num_steps=2", "algorithm=[ppo_raw,dual_clip]", "algorithm.updates_per_batch=2",

@@ -24,6 +24,7 @@ from models.types import EngineSpeed, Message
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 
+@pytest.mark.long
 def test_a_relaxed_early_stop_saves_tokens_and_says_what_it_costs(small_run: Callable) -> None:
     """Two groups of the first batch show how noisy the judge is; from then on it may stop."""
     files = small_run(

@@ -76,6 +76,7 @@ def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Cal
     assert "rank correlation within groups" in (again.run_dir / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_killed_rejudging_continues_and_another_question_needs_another_name(
     recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def judged_by(monkeypatch: pytest.MonkeyPatch, judge_one: Callable[..., Any]) ->
     return judged
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_is_judged_as_far_as_it_was_written_and_later_the_rest(
     recorded: Any, rejudge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_killed_run_with_a_critic_resumes_both_learners_and_trains_each_prompt_o
     assert json.loads((run / "summary.json").read_text())["versions"]["critic"] == STEPS
 
 
+@pytest.mark.long
 def test_longer_run_resumes_under_its_new_schedule_and_says_so(small_run: Callable) -> None:
     small = (
         "train.num_steps=2", "train.warmup_steps=0", "train.schedule=linear", "train.groups_per_batch=2",
@@ -178,6 +179,7 @@ def test_longer_run_resumes_under_its_new_schedule_and_says_so(small_run: Callab
     assert "after step 2: train.lr: 0.0003 -&gt; 0.0001" in page
 
 
+@pytest.mark.long
 def test_a_run_whose_journals_grow_too_large_stops_with_a_checkpoint_and_goes_on_with_more_room(
     small_run: Callable, tmp_path: Path
 ) -> None:

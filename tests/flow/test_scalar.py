@@ -56,6 +56,7 @@ def test_a_policy_trains_on_the_scores_of_a_reward_model(small_run: Callable[...
     assert "grm-0" in {event["args"]["name"] for event in timeline if event["name"] == "thread_name"}
 
 
+@pytest.mark.long
 def test_a_grm_and_a_reward_model_judge_a_policy_together(small_run: Callable[..., Any]) -> None:
     files = small_run(*MIXED)
     files.check_complete(groups=12)

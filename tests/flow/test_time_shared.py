@@ -58,6 +58,7 @@ def test_engines_sleep_while_the_learner_steps_and_what_runs_ahead_loses_nothing
     assert len(turns_of(run)) >= 4 + 2, "four steps, and checkpoints between them"
 
 
+@pytest.mark.long
 def test_broken_time_shared_run_resumes_from_the_save_between_two_phases(
     small_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
