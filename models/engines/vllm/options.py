@@ -208,14 +208,16 @@ def make_socket_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="grmpipe-", dir="/tmp")
 
 
-def start_async_llm(start: VllmStart) -> AsyncLLM:
-    """Start vLLM; blocks for seconds. This process's environment isn't changed. Sockets between vLLM's processes, which
-    it leaves on the disk, lose their paths once they are connected.
+def start_async_llm(start: VllmStart, sockets: str) -> AsyncLLM:
+    """Start vLLM; blocks for seconds. This process's environment isn't changed.
+
+    sockets: a folder for those between vLLM's processes, which it leaves on the disk. Its core connects the one for
+    answers only after it said that it is ready: keep the folder until the first answer.
     """
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
-    with make_socket_folder() as sockets, _environment(make_environment(start, sockets)):
+    with _environment(make_environment(start, sockets)):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Coroutine
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from models.engines.vllm.options import VllmStart, start_async_llm
+from models.engines.vllm.options import VllmStart, make_socket_folder, start_async_llm
 from models.types import EngineDied
 
 if TYPE_CHECKING:
@@ -27,8 +28,13 @@ class VllmProcess:
     def __init__(self, start: VllmStart) -> None:
         self._model_name = start.spec.role
         self._adapters = start.adapters
-        self._held = [start_async_llm(start)]
-        self.close = weakref.finalize(self, _shut_down, self._held)  # also at exit
+        self._sockets = make_socket_folder()
+        try:
+            self._held = [start_async_llm(start, self._sockets.name)]
+        except BaseException:
+            self._sockets.cleanup()
+            raise
+        self.close = weakref.finalize(self, _shut_down, self._held, self._sockets)  # also at exit
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)
         self.ids = [core.pid for core in self._cores]
@@ -72,6 +78,7 @@ class VllmProcess:
         that changes nothing.
         """
         await self.call(self.llm.get_supported_tasks())
+        self._sockets.cleanup()  # both ways are connected
         if self._adapters is not None:
             await self.ask_workers("begin_adapters", self._adapters.rank, self._adapters.alpha)
         if await self.call(self.llm.get_weight_version()) == "default":
@@ -111,10 +118,11 @@ class VllmProcess:
         return EngineDied(f"the engine of {self._model_name} died: vLLM's {ends}")
 
 
-def _shut_down(held: list[AsyncLLM]) -> None:
+def _shut_down(held: list[AsyncLLM], sockets: TemporaryDirectory[str]) -> None:
     """Run its destructor now: at the end of Python it would fail with a message."""
     llm = held.pop()
     llm.shutdown(timeout=SHUTDOWN_S)
+    sockets.cleanup()
 
 
 def _end_of(exit_code: int | None) -> str:

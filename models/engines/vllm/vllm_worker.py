@@ -249,7 +249,7 @@ def end_with(owner_pid: int) -> None:
         select.select([os.pidfd_open(owner_pid)], [], [])
         if core_pid != owner_pid:
             os.kill(core_pid, signal.SIGKILL)
-        shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)  # there until vLLM has started
+        shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)  # there until its first answer
         os._exit(1)
 
     threading.Thread(target=wait, name="owner", daemon=True).start()

@@ -50,8 +50,13 @@ if __name__ == "__main__":
     asyncio.run(use(engine))
 """
 SLEEPS_AND_WAITS = """
+def has_sockets():
+    return any(name.startswith("grmpipe-") for name in os.listdir(os.environ["TMPDIR"]))
+
 async def use(engine):
+    had_sockets = has_sockets()
     await ask(engine, "before", 2)
+    had_sockets = had_sockets, has_sockets()
     await engine.pause()
     freed = await engine.sleep()
     asleep = asyncio.create_task(ask(engine, "asleep", 2))
@@ -60,7 +65,7 @@ async def use(engine):
     kept_waiting = not asleep.done()
     await engine.resume()
     await asleep
-    print(engine.process_ids()[0], freed, kept_waiting, flush=True)
+    print(engine.process_ids()[0], freed, kept_waiting, *had_sockets, flush=True)
 
 if __name__ == "__main__":
     engine = VllmEngine(EngineSpec(path=sys.argv[1], role="policy", takes_weights=False), VllmConfig(kv_cache_mb=16))
@@ -105,10 +110,11 @@ def test_a_core_ends_with_its_owner_and_sleeping_on_a_cpu_frees_nothing_and_says
 ) -> None:
     owner = owner_of_an_engine(temporary, model_path, SLEEPS_AND_WAITS)
     assert owner.stdout is not None
-    core, freed, kept_waiting = owner.stdout.readline().split()
+    core, freed, kept_waiting, *had_sockets = owner.stdout.readline().split()
     owner.kill()
     assert owner.wait(timeout=30) == -signal.SIGKILL
     assert (freed, kept_waiting) == ("0", "True")
+    assert had_sockets == ["True", "False"], "the core connects one of them only after it said that it is ready"
     deadline_s = time.monotonic() + 60
     while alive(int(core)):
         assert time.monotonic() < deadline_s, f"process {core} outlived its owner"
