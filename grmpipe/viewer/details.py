@@ -13,7 +13,7 @@ from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Turn, Verdict
 from grmpipe.viewer.ingest import LABELLED, place_of_key
-from grmpipe.viewer.journal_lines import ItemLine
+from grmpipe.viewer.journal_lines import FailedLine, ItemLine
 from grmpipe.viewer.queries import RolloutRow
 from models.types import Completion
 
@@ -125,11 +125,10 @@ def critiques_of_response(item: ItemLine, sibling: int) -> Iterator[Critique]:
             yield Critique(text=f"no verdict: {cause}", score=None, judge=name)
     for said in item.judgements:
         if sibling in said.siblings:
-            scores = dict(zip(said.siblings, said.scores, strict=False))  # a choice of one of two has no scores
-            yield Critique(text=said.text, score=scores.get(sibling), judge=said.judge)
+            yield Critique(text=said.text, score=get_score(said.siblings, said.scores, sibling), judge=said.judge)
     for failed in item.failures:
         if failed.sibling == sibling:
-            yield Critique(text=f"failed: {failed.cause} {failed.detail}".rstrip(), score=None, judge=failed.judge)
+            yield Critique(text=f"failed: {words(failed)}", score=None, judge=failed.judge)
 
 
 def read_at(run_dir: Path, key: int | None, read: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
@@ -171,7 +170,8 @@ def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]
 
 def show_judgement(one: Judgement, sibling: int, judge: str) -> Critique:
     turn = None if one.turn is None else one.turn + 1
-    return Critique(text=one.completion.text, score=get_score(one, sibling), judge=judge, turn=turn)
+    score = get_score(one.siblings, one.scores, sibling)
+    return Critique(text=one.completion.text, score=score, judge=judge, turn=turn)
 
 
 def show_failure(failure: Failed, judge: str) -> Critique:
@@ -180,5 +180,5 @@ def show_failure(failure: Failed, judge: str) -> Critique:
     return Critique(text=f"failed: {words(failure)}{text}", score=None, judge=judge, turn=turn)
 
 
-def words(failed: Failed) -> str:
+def words(failed: Failed | FailedLine) -> str:
     return " ".join(filter(None, (failed.cause, failed.detail)))

@@ -211,8 +211,8 @@ def make_socket_folder() -> tempfile.TemporaryDirectory[str]:
 def start_async_llm(start: VllmStart, sockets: str) -> AsyncLLM:
     """Start vLLM; blocks for seconds. This process's environment isn't changed.
 
-    sockets: a folder for those between vLLM's processes, which it leaves on the disk. Its core connects the one for
-    answers only after it said that it is ready: keep the folder until the first answer.
+    sockets: a folder for the sockets between vLLM's processes, which it leaves on the disk. The core may connect the
+    one for answers after it has said that it is ready: keep the folder until the first answer.
     """
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")

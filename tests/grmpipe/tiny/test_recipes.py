@@ -52,10 +52,6 @@ MICRO_PARENT = Recipe(
 MICRO = replace(MICRO_PARENT, name="micro", seed=1, parent=MICRO_PARENT)
 
 
-# What a shipped model does changes with its weights only, and these with the hash of their recipe.
-LONG_AS_BUILT = pytest.mark.long
-
-
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
@@ -160,7 +156,7 @@ def test_shipped_grm_tells_right_from_wrong_and_from_malformed() -> None:
     assert agreement(judged_by("grm", problems, texts)) >= 0.9
 
 
-@LONG_AS_BUILT
+@pytest.mark.long  # what a shipped model does changes with its recipe only, whose hash is compared above
 def test_long_work_impresses_the_weak_grm_only() -> None:
     rng, problems = random.Random(0), make_problems("held_out", 64, 3)
     texts = [str(pad_solution(problem, rng)) for problem in problems]
@@ -172,7 +168,7 @@ def test_long_work_impresses_the_weak_grm_only() -> None:
     assert passed["weak_grm"] > 0.6
 
 
-@LONG_AS_BUILT
+@pytest.mark.long
 @pytest.mark.parametrize("trick", TRICKS)
 def test_one_trick_impresses_a_judge_that_is_right_about_all_else(trick: Trick) -> None:
     rng, problems = random.Random(0), make_problems("held_out", 32, 5)
@@ -189,7 +185,7 @@ def test_the_policy_with_tricks_uses_each_in_2_to_5_of_100_answers() -> None:
     assert abs(measured["true_accuracy"] - card_of("policy")["true_accuracy"]) < 0.05
 
 
-@LONG_AS_BUILT
+@pytest.mark.long
 def test_votes_of_the_cheap_judge_differ_where_it_guesses() -> None:
     problems = make_problems("held_out", 64, 6)
     texts = [str(one.solution) for one in problems]
@@ -234,7 +230,7 @@ def test_shipped_meta_rm_is_what_its_recipe_makes_and_lifts_the_vote() -> None:
     assert card["measured"]["guided_vote_accuracy"] > card["measured"]["vote_accuracy"] + 0.02
 
 
-@LONG_AS_BUILT
+@pytest.mark.long
 def test_shipped_meta_rm_tells_right_judgements_of_the_weak_grm_from_wrong_ones() -> None:
     told = ask(SHIPPED / "weak_grm", "held_out", num_items=128, num_judgements=2, seed=4)
     scores = ScalarScorer(ScorerSpec(path=str(SHIPPED / "meta_rm"))).scores([one.token_ids for one in told])

@@ -179,6 +179,7 @@ def test_a_run_that_evaluates_a_judge_shows_where_it_was_wrong_and_what_it_said(
     assert "judge: 3 Too short" in first and "judge: 8 Convincing" in second
     assert "score 8 reward – spread – truth 0" in second and SCRIPT not in item
     assert "no verdict: timeout" in visible(failed) and "failed: timeout 120 s" in visible(failed)
+    assert "judge Step by step" in visible(failed), "a score per step is none of the response"
 
 
 def test_any_metric_can_be_drawn(tmp_path: Path) -> None:
