@@ -204,9 +204,9 @@ def hang(seconds: float) -> ToolCall:
 
 def test_calls_of_a_turn_run_at_once_and_their_results_keep_the_calls_order(module: str) -> None:
     begun_s = time.monotonic()
-    observation = answered(module, *(hang(each) for each in (0.5, 0.4, 0.3, 0.2, 0.1)))
-    assert [message.content for message in observation.messages] == [f"after 0.{n}" for n in (5, 4, 3, 2, 1)]
-    assert time.monotonic() - begun_s < 1.4, "one after the other they take 1.5 s"
+    observation = answered(module, *(hang(each) for each in (0.9, 0.7, 0.5, 0.3, 0.1)))
+    assert [message.content for message in observation.messages] == [f"after 0.{n}" for n in (9, 7, 5, 3, 1)]
+    assert time.monotonic() - begun_s < 2.4, "one after the other they take 2.5 s"
 
 
 def test_calls_of_many_episodes_at_once_wait_for_no_thread(module: str) -> None:
