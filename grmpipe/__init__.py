@@ -19,7 +19,10 @@ try:
 finally:
     sys.path.remove(str(_ROOT))
 for _found in (models, scheduler):
-    if (_theirs := Path(_found.__file__ or _found.__path__[0])).resolve().parents[1] != _ROOT.resolve():
+    _theirs = Path(_found.__file__ or _found.__path__[0])
+    _folder = _theirs.parent.parent.resolve()
+    _is_sent = _ROOT.parent.name == "py_modules_files" and _folder.parent == _ROOT.parent.resolve()  # by Ray, one each
+    if _folder != _ROOT.resolve() and not _is_sent:
         raise ImportError(
             f"grmpipe has a package {_found.__name__} ({_ROOT / _found.__name__}), and another one was imported before "
             f"it ({_theirs}); rename that"

@@ -44,8 +44,8 @@ def explain_hidden_package(module: str) -> str:
 
 
 def worker_setup() -> Callable[[], None]:
-    """What another process does before it imports anything by name: it finds our packages where this process has them,
-    and the user's modules behind them. A function within a function is sent by its value.
+    """What another process does before it imports anything by name: it finds our packages as Ray sent them, else where
+    this process has them, and the user's modules behind them. A function within a function is sent by its value.
     """
     root, paths = str(ROOT), [str(Path(path or ".").absolute()) for path in sys.path]
 
@@ -53,10 +53,11 @@ def worker_setup() -> Callable[[], None]:
         import importlib
         import sys
 
-        sys.path.insert(0, root)
-        for name in ("models", "scheduler"):  # from now on these names are ours
+        before = list(sys.path)
+        sys.path[:0] = [*(path for path in before if "/py_modules_files/" in path), root]
+        for name in ("models", "scheduler", "grmpipe"):  # from now on these names are ours
             importlib.import_module(name)
-        sys.path.remove(root)
-        sys.path += [path for path in paths if path not in sys.path]
+        sys.path[:] = [*before, *(path for path in paths if path not in before)]
+        importlib.import_module("models.import_path").put_working_folder_last()
 
     return find_packages

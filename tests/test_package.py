@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
-from models.import_path import import_module
+from models.import_path import import_module, worker_setup
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("grmpipe", "models", "scheduler")
@@ -99,6 +100,27 @@ def test_another_package_of_our_name_that_came_first_is_refused_with_both_paths(
     )  # fmt: skip
     assert str(ROOT / "models") in done.stderr, done.stderr
     assert str(tmp_path / "models") in done.stderr
+
+
+def test_processes_of_a_ray_that_is_joined_find_all_packages_that_it_sent_before_others(tmp_path: Path) -> None:
+    """Ray unpacks each in a folder of its own, and puts these before the packages that are installed there."""
+    (lab(tmp_path) / "set_up").write_bytes(cloudpickle.dumps(worker_setup()))
+    for number, package in enumerate(PACKAGES):
+        sent = tmp_path / "py_modules_files" / f"_ray_pkg_{number}" / package
+        shutil.copytree(ROOT / package, sent, ignore=shutil.ignore_patterns("shipped", "__pycache__"))
+    path = [str(folder) for folder in sorted((tmp_path / "py_modules_files").iterdir())]
+    script = (
+        "import sys; from ray import cloudpickle; cloudpickle.load(open('set_up', 'rb'))()\n"
+        "print([sys.modules[name].__file__ for name in ('grmpipe', 'models', 'scheduler')])"
+    )
+    for folders in (path, []):
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False,
+            env=HERE | {"PYTHONPATH": os.pathsep.join(folders)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = [Path(file).parents[1] for file in ast.literal_eval(done.stdout)]
+        assert found == ([Path(folder) for folder in folders] or [ROOT] * 3)
 
 
 def test_a_dotted_path_into_a_hidden_package_is_refused_with_both_paths(

@@ -129,7 +129,7 @@ def test_resume_restores_every_model_and_the_measured_skill(
     first = files.summary
     (files.run_dir / "summary.json").unlink()
     taken: list[dict[str, float]] = []
-    monkeypatch.setattr(MeasuredSkill, "measured", lambda skill, accuracy: taken.append(dict(accuracy)))
+    monkeypatch.setattr(MeasuredSkill, "take_accuracies", lambda skill, accuracy: taken.append(dict(accuracy)))
     again = small_run(*JUDGES, "train.checkpoint_every=2", "train.num_steps=4", "resume=auto")
     assert again.summary["steps"] == 4
     assert again.summary["versions"]["weak"] > first["versions"]["weak"]

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -197,9 +198,10 @@ def sources_digest() -> str:
         spec = find_spec(package)
         assert spec is not None and spec.origin is not None, package
         folder = Path(spec.origin).parent
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{package}/{file.relative_to(folder)}\0".encode())
-            digest.update(file.read_bytes())
+        # Unlike Path.rglob it follows links: a link in a checkout is a folder in a wheel, and where Ray sends it.
+        for name in sorted(glob("**/*.py", root_dir=folder, recursive=True)):  # noqa: PTH207
+            digest.update(f"{package}/{name}\0".encode())
+            digest.update((folder / name).read_bytes())
     return digest.hexdigest()[:12]
 
 
