@@ -17,8 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub is imported: shapes are those of the configuration
-os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "no_such_cache")  # noqa: PTH118
+if __name__ == "__main__":  # before the hub is imported: shapes are those of the configuration
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_CACHE"] = os.path.join(tempfile.gettempdir(), "no_such_cache")  # noqa: PTH118
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -18,6 +18,13 @@ NAMES = sorted(path.stem for path in recipes.EXPERIMENTS.glob("qwen3_*.yaml"))
 PAGE = recipes.PAGE.read_text(encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are those of the configuration, as where the page is made."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_seated_and_its_command_is_on_the_page(name: str) -> None:
     config = recipes.composed(name)
