@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-COMMON_NAMES = ("models", "scheduler")
+PACKAGES = ("models", "scheduler", "grmpipe")
+COMMON_NAMES = PACKAGES[:2]
 
 
 def put_working_folder_last(*more: Path) -> None:
@@ -47,7 +48,7 @@ def worker_setup() -> Callable[[], None]:
     """What another process does before it imports anything by name: it finds our packages as Ray sent them, else where
     this process has them, and the user's modules behind them. A function within a function is sent by its value.
     """
-    root, paths = str(ROOT), [str(Path(path or ".").absolute()) for path in sys.path]
+    root, names, paths = str(ROOT), PACKAGES, [str(Path(path or ".").absolute()) for path in sys.path]
 
     def find_packages() -> None:
         import importlib
@@ -55,7 +56,7 @@ def worker_setup() -> Callable[[], None]:
 
         before = list(sys.path)
         sys.path[:0] = [*(path for path in before if "/py_modules_files/" in path), root]
-        for name in ("models", "scheduler", "grmpipe"):  # from now on these names are ours
+        for name in names:  # from now on they are ours
             importlib.import_module(name)
         sys.path[:] = [*before, *(path for path in paths if path not in before)]
         importlib.import_module("models.import_path").put_working_folder_last()

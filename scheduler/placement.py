@@ -74,7 +74,8 @@ class ClusterConfig(Bounded):
     # Limit of a call to a process; 6 times that for calls that compute, 12 times for calls that load or save.
     call_timeout_s: float = at_least(LEAST_CALL_TIMEOUT_S, 300.0)
     object_store_mb: int = 256  # Size of the object store of a Ray that is started here.
-    packages: list[str] = field(default_factory=list)  # Python packages sent to the workers of a joined cluster.
+    # Python packages and modules sent to the workers of a joined cluster, besides grmpipe's own.
+    packages: list[str] = field(default_factory=list)
     # Names of the driver's environment variables that the processes of a joined cluster also get, such as HF_HOME, or
     # NCCL_* for all with that prefix. Their values are in no file of the run.
     env_vars: list[str] = field(default_factory=list)

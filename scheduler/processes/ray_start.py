@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import AuthenticationError
 
-from models.import_path import worker_setup
+from models.import_path import PACKAGES, worker_setup
 from scheduler.placement import ClusterConfig, NodeCapacity
 from scheduler.processes.fork_server import worker_command
 
@@ -118,14 +118,17 @@ def count_threads(nodes: Sequence[NodeCapacity], gpus: float) -> int:
 
 
 def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]) -> None:
-    """Join a running Ray. Raises ValueError if nothing answers at the address."""
-    folders = [_folder_of(package) for package in packages]
+    """Join a running Ray. Raises ValueError if nothing answers at the address, or a package can't be imported here."""
+    modules = [_find_source(name) for name in dict.fromkeys((*PACKAGES, *packages))]
     _knock(address)
     try:
         ray.init(
             address=address,
-            runtime_env=({"py_modules": folders} if folders else {})
-            | {"env_vars": dict(env_vars), "worker_process_setup_hook": worker_setup()},
+            runtime_env={
+                "py_modules": modules,
+                "env_vars": dict(env_vars),
+                "worker_process_setup_hook": worker_setup(),
+            },
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -151,11 +154,13 @@ def _knock(address: str) -> None:
         ) from error
 
 
-def _folder_of(package: str) -> str:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"cluster.packages: {package!r} can't be imported; give importable packages")
-    return str(Path(spec.origin).parent)
+def _find_source(name: str) -> str:
+    """The folder of a package, or the file of a module."""
+    spec = importlib.util.find_spec(name.partition(".")[0])
+    places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    if not places or not Path(places[0]).exists():
+        raise ValueError(f"cluster.packages: {name!r} can't be imported; give importable packages or modules")
+    return places[0]
 
 
 def free_now() -> str:

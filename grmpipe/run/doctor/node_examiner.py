@@ -16,9 +16,9 @@ from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
 from grmpipe.run.doctor.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, find_version
 from models.hub import find_missing_files
+from models.import_path import PACKAGES
 from scheduler.processes.node_address import node_address
 
-PACKAGES = ("models", "scheduler", "grmpipe")
 NCCL = "nvidia-nccl-cu13"
 REACH_S = 3.0  # for another machine to accept a connection
 SHARED_MEMORY, TEMPORARY = Path("/dev/shm"), Path("/tmp")
@@ -142,7 +142,7 @@ def versions_found(found: Mapping[str, str], own: Mapping[str, str]) -> Finding:
     other = [f"{name} {found.get(name)} (driver: {own[name]})" for name in own if found.get(name) != own[name]]
     text = f"grmpipe {own['grmpipe']}, torch {own['torch']}"
     if other:
-        text = f"{', '.join(other)}: install the same on all machines, or send packages by cluster.packages"
+        text = f"{', '.join(other)}: install the same on all machines"
     return Finding(check="versions", ok=not other, text=text)
 
 

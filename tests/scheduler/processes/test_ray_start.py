@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from scheduler.placement import ClusterConfig, NodeCapacity
 from scheduler.processes.ray_start import count_threads, init_ray, nodes_of_ray, select_env_vars, without_allocator
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_dead_address_is_reported_at_once() -> None:
@@ -29,6 +33,26 @@ def test_named_variables_are_passed_on_and_no_others() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"^cluster\.env_vars: HF_HOMES is not set; export it first"):
         select_env_vars(["HF_HOMES"], here)
+
+
+def test_a_ray_that_is_joined_is_sent_our_packages_and_the_users_packages_and_modules(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "my_lab").mkdir()  # without an __init__.py
+    (tmp_path / "my_reward.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked: list[dict] = []
+    monkeypatch.setattr("ray.init", lambda **options: asked.append(options["runtime_env"]))
+    with socket.create_server(("127.0.0.1", 0)) as ray:
+        config = ClusterConfig(
+            address=f"127.0.0.1:{ray.getsockname()[1]}", packages=["my_reward", "my_lab.tools", "models"]
+        )
+        init_ray(config)
+        ours = [str(ROOT / name) for name in ("models", "scheduler", "grmpipe")]
+        assert asked[0]["py_modules"] == [*ours, str(tmp_path / "my_reward.py"), str(tmp_path / "my_lab")]
+        for name in ("my_rewards", "sys"):
+            with pytest.raises(ValueError, match=rf"^cluster\.packages: '{name}' can't be imported; give importable"):
+                init_ray(replace(config, packages=[name]))
 
 
 def test_an_engine_gets_no_settings_of_the_learners_allocator() -> None:
