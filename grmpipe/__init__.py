@@ -21,7 +21,8 @@ finally:
 for _found in (models, scheduler):
     _theirs = Path(_found.__file__ or _found.__path__[0])
     _folder = _theirs.parent.parent.resolve()
-    _is_sent = _ROOT.parent.name == "py_modules_files" and _folder.parent == _ROOT.parent.resolve()  # by Ray, one each
+    # Ray unpacks each package that it sends in a folder of its own, beside the others.
+    _is_sent = _ROOT.parent.name == "py_modules_files" and _folder.parent == _ROOT.parent.resolve()
     if _folder != _ROOT.resolve() and not _is_sent:
         raise ImportError(
             f"grmpipe has a package {_found.__name__} ({_ROOT / _found.__name__}), and another one was imported before "

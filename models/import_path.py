@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("models", "scheduler", "grmpipe")
-COMMON_NAMES = PACKAGES[:2]
+COMMON_NAMES = ("models", "scheduler")
+PACKAGES = (*COMMON_NAMES, "grmpipe")
 
 
 def put_working_folder_last(*more: Path) -> None:

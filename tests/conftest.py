@@ -129,6 +129,13 @@ def restored_logging() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a hub nor its cache: the shapes of models are those of the configuration."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
+
+
 @pytest.fixture(scope="session")
 def keep_logging() -> Callable[[], AbstractContextManager[None]]:
     """The same for fixtures that outlive a test."""

@@ -111,7 +111,7 @@ def test_processes_of_a_ray_that_is_joined_find_all_packages_that_it_sent_before
     path = [str(folder) for folder in sorted((tmp_path / "py_modules_files").iterdir())]
     script = (
         "import sys; from ray import cloudpickle; cloudpickle.load(open('set_up', 'rb'))()\n"
-        "print([sys.modules[name].__file__ for name in ('grmpipe', 'models', 'scheduler')])"
+        f"print([sys.modules[name].__file__ for name in {PACKAGES}])"
     )
     for folders in (path, []):
         done = subprocess.run(

@@ -31,7 +31,7 @@ class _Backend(Protocol):
 
 class BroadcastLink:
     """One member's end of a group. Joining under a new name leaves the old group; a failed member leaves, so that the
-    others notice (with gloo not in the middle of a tensor, which ends by its timeout).
+    others notice. Gloo doesn't tell a receiver in the middle of a tensor, which waits for its timeout.
 
     Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after each.
     """

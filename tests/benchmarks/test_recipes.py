@@ -16,13 +16,7 @@ from grmpipe.validate.role_placement import seat_roles  # noqa: E402
 
 NAMES = sorted(path.stem for path in recipes.EXPERIMENTS.glob("qwen3_*.yaml"))
 PAGE = recipes.PAGE.read_text(encoding="utf-8")
-
-
-@pytest.fixture(autouse=True)
-def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes are those of the configuration, as where the page is made."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
+pytestmark = pytest.mark.usefixtures("no_hub")  # as where the page is made
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -43,9 +43,9 @@ def test_a_ray_that_is_joined_is_sent_our_packages_and_the_users_packages_and_mo
     monkeypatch.syspath_prepend(str(tmp_path))
     asked: list[dict] = []
     monkeypatch.setattr("ray.init", lambda **options: asked.append(options["runtime_env"]))
-    with socket.create_server(("127.0.0.1", 0)) as ray:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         config = ClusterConfig(
-            address=f"127.0.0.1:{ray.getsockname()[1]}", packages=["my_reward", "my_lab.tools", "models"]
+            address=f"127.0.0.1:{listener.getsockname()[1]}", packages=["my_reward", "my_lab.tools", "models"]
         )
         init_ray(config)
         ours = [str(ROOT / name) for name in ("models", "scheduler", "grmpipe")]

@@ -26,9 +26,7 @@ EACH = ("policy.engine_options", "grm.engine_options")
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
+def offline(no_hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
     monkeypatch.chdir(tmp_path)
 

@@ -72,10 +72,8 @@ def test_the_plan_is_right_for_models_that_fit_80_gb(model: str, ranks: int, num
 
 
 @pytest.fixture
-def facts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def facts_with(tmp_path: Path, no_hub: None) -> Any:
     """The facts of a recipe with overrides."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
 

@@ -33,10 +33,8 @@ def planned(*overrides: str) -> str:
 
 
 @pytest.fixture
-def big_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def big_run(no_hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """The eight-GPU recipe with a file of prompts."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 1?"}) + "\n" for n in range(100)))
     monkeypatch.chdir(tmp_path)
     return ("+experiment=qwen3_8b", "data.path=prompts.jsonl")
