@@ -4,6 +4,9 @@ Rollouts without a reward aren't here, so they can't enter a baseline.
 
 G: siblings of a group with a verdict. N: sampled tokens of a rollout. K: its steps. All in float64: in float32 the
 rounding of a mean of equal rewards is as large as the epsilon it is divided by.
+
+A rollout that isn't trained (`Rewards.is_trained`) is one of its group's siblings wherever these are averaged. It is in
+no choice among siblings and no mean over tokens, and what it gets itself is dropped.
 """
 
 import functools
@@ -118,25 +121,27 @@ def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 
 def raft(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    """1 for the siblings with the highest reward, 0 for all others: with policy_gradient that is the likelihood of the
-    best of n (RAFT, arXiv 2304.06767). Rewards that differ by MIN_GROUP_STD or less are equal; a group whose rewards
-    are all equal has no best one.
+    """1 for the trained siblings with the highest reward among them, 0 for all others: with policy_gradient that is the
+    likelihood of the best of n (RAFT, arXiv 2304.06767). Rewards that differ by MIN_GROUP_STD or less are equal; a
+    group whose trained siblings all have equal rewards has no best one.
     """
-    outcomes_G = outcomes(group)
-    best_G = outcomes_G >= outcomes_G.max() - MIN_GROUP_STD
-    return over_tokens(group, np.where(best_G & ~best_G.all(), 1.0, 0.0))
+    outcomes_G, trained_G = outcomes(group), np.array([rewards.is_trained for rewards in group])
+    best_G = trained_G & (outcomes_G >= outcomes_G[trained_G].max(initial=-math.inf) - MIN_GROUP_STD)
+    return over_tokens(group, np.where(best_G & (best_G != trained_G).any(), 1.0, 0.0))
 
 
 def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    """Online DPO (arXiv 2402.04792): the best sibling is chosen, the worst rejected, and all others have no advantage.
+    """Online DPO (arXiv 2402.04792): the best trained sibling is chosen, the worst rejected, and all others have no
+    advantage.
 
     With h = log(pi / reference) of a rollout, the loss -log sigmoid(beta (h_chosen - h_rejected)) has the gradient of
     policy_gradient with the advantages +-beta sigmoid(-beta (h_chosen - h_rejected)). Of siblings with the same reward
-    the first one counts; a group whose rewards differ by MIN_GROUP_STD or less has no pair.
+    the first one counts; a group without two trained siblings whose rewards differ by more than MIN_GROUP_STD has no
+    pair.
     """
-    outcomes_G = outcomes(group)
-    chosen, rejected = int(outcomes_G.argmax()), int(outcomes_G.argmin())
-    advantages_G = np.zeros(len(group))
+    outcomes_G, advantages_G = outcomes(group), np.zeros(len(group))
+    trained = [sibling for sibling, rewards in enumerate(group) if rewards.is_trained] or [0]
+    chosen, rejected = max(trained, key=outcomes_G.__getitem__), min(trained, key=outcomes_G.__getitem__)
     if outcomes_G[chosen] - outcomes_G[rejected] > MIN_GROUP_STD:
         beta, margin = algorithm.kl_coefficient, group[chosen].log_ratio - group[rejected].log_ratio
         advantages_G[chosen] = beta * sigmoid(-beta * margin)
@@ -227,11 +232,17 @@ def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 # -- over the whole batch --------------------------------------------------------------------------------------------
 
 
-def whiten(advantages: Advantages, std: str) -> Advantages:
-    """Scale to zero mean and unit deviation over all sampled tokens of the batch: long rollouts weigh more. `std` none:
+def whiten(groups: Sequence[Group], advantages: Advantages, std: str) -> Advantages:
+    """Scale to zero mean and unit deviation over all trained tokens of the batch: long rollouts weigh more. `std` none:
     only to zero mean.
     """
-    everything = np.concatenate([advantages_N for group in advantages for advantages_N in group])
+    trained = [
+        advantages_N
+        for group, by_sibling in zip(groups, advantages, strict=True)
+        for rewards, advantages_N in zip(group, by_sibling, strict=True)
+        if rewards.is_trained
+    ]
+    everything = np.concatenate(trained) if trained else np.empty(0)
     if len(everything) < 2:
         return advantages
     spread = 1.0 if std == "none" else everything.std(ddof=1 if std == "sample" else 0) + MIN_GROUP_STD
@@ -243,18 +254,18 @@ def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
     the outcome minus the KL from there on.
     """
     raw = [[rewards.spread(returns(rewards.values_K, algorithm.gamma)) for rewards in group] for group in groups]
-    return whiten(raw, algorithm.std)
+    return whiten(groups, raw, algorithm.std)
 
 
 def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Outcomes minus their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
     raw = [over_tokens(group, center(outcomes(group))) for group in groups]
-    return whiten(raw, algorithm.std)
+    return whiten(groups, raw, algorithm.std)
 
 
 def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Advantages from a critic's values, whitened over the batch, as in PPO."""
-    return whiten([gae_raw(group, algorithm) for group in groups], algorithm.std)
+    return whiten(groups, [gae_raw(group, algorithm) for group in groups], algorithm.std)
 
 
 # -- by name ---------------------------------------------------------------------------------------------------------
@@ -291,14 +302,15 @@ def find_targets(name: str) -> Targets:
 def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
     """Whether the group has no gradient, as far as it can be seen without the rest of its batch."""
     kind = algorithm.estimator_kind
-    if len(group) < 2:
+    if len(group) < 2 or not any(rewards.is_trained for rewards in group):
         return True
     if not kind.has_zero_groups:
         return False
     if kind.compares == "outcomes":
         return float(np.ptp(outcomes(group))) <= ROUNDING
     (found,) = find_estimator(algorithm.estimator)([group], algorithm)
-    return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)
+    trained = [advantages_N for rewards, advantages_N in zip(group, found, strict=True) if rewards.is_trained]
+    return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in trained)
 
 
 def is_per_token(found: object, groups: Sequence[Group]) -> bool:

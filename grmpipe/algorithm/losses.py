@@ -6,6 +6,7 @@ optimizer step divides the gradients by the denominator, once, when the batch is
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -13,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import check_tensor, log_ratio
+from grmpipe.algorithm.corrections import MAX_LOG_RATIO, check_tensor, log_ratio
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
 from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
 from grmpipe.config.keys.dotted_path import find_at
@@ -35,8 +36,15 @@ class Scored:
     sequence_lengths_S: Tensor
 
     def log_ratio_T(self) -> Tensor:
-        """log r = log pi_theta - log pi_prox."""
+        """log r = log pi_theta - log pi_prox, within +-20 as in verl: beyond, a token has no gradient through r. Where
+        r falls below, its gradient is 0 anyway; where it rises above, r A would outweigh all other tokens.
+        """
         return log_ratio(self.logprobs_T, self.proximal_T)
+
+    def mean_log_ratio_S(self) -> Tensor:
+        """The mean of log r over each rollout, within +-20. No token is held by itself: each keeps its gradient."""
+        means_S = mean_by_sequence(self.logprobs_T - self.proximal_T, self.loss_mask_T, self.sequence_lengths_S)
+        return means_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +84,7 @@ def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     of its rollout and the mean of its advantages: the paper's aggregation is sequence_mean.
     """
     mask_T, lengths_S = scored.loss_mask_T, scored.sequence_lengths_S
-    ratio_S = mean_by_sequence(scored.log_ratio_T(), mask_T, lengths_S).exp()
+    ratio_S = scored.mean_log_ratio_S().exp()
     advantages_S = mean_by_sequence(scored.advantages_T, mask_T, lengths_S)
     policy = compute_clipped_loss(ratio_S, advantages_S, algorithm.clip_low, algorithm.clip_high)
     return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
@@ -84,7 +92,7 @@ def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """The value of s with the token's own gradient, and an advantage per token (GSPO, eq. 13)."""
-    ratio_S = mean_by_sequence(scored.log_ratio_T(), scored.loss_mask_T, scored.sequence_lengths_S).exp().detach()
+    ratio_S = scored.mean_log_ratio_S().exp().detach()
     own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # value 1, with the token's gradient
     ratio_T = to_tokens(ratio_S, scored.sequence_lengths_S) * own_T
     return compute_clipped_loss(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
@@ -146,26 +154,32 @@ def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 MOST_K3_NATS = 10.0  # a token; reached where it is 14 times as likely to the reference, or 60,000 times less
+K3_BEND = 2.6108686381498756  # the x above 0 at which e^x - x - 1 is MOST_K3_NATS
 
 
 def k1_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """log pi_theta - log pi_ref: unbiased in value; may be negative."""
-    return log_ratio(logprobs_T, reference_logprobs_T)
+    return logprobs_T - reference_logprobs_T
 
 
 def k2_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """(log pi_theta - log pi_ref)^2 / 2: biased in value; on-policy its gradient is that of the KL."""
-    return log_ratio(logprobs_T, reference_logprobs_T).square() / 2
+    """(log pi_theta - log pi_ref)^2 / 2: biased in value; on-policy its gradient is that of the KL. Neither is bounded,
+    as in verl: the gradient is log pi_theta - log pi_ref itself, and counts most where the two differ most.
+    """
+    return (logprobs_T - reference_logprobs_T).square() / 2
 
 
 def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never negative (joschu.net/blog/kl-approx).
 
-    At most MOST_K3_NATS, as in verl: at x = 20 it would be 5e8, and one token would be the whole batch. Beyond, a token
-    has no gradient.
+    At most MOST_K3_NATS, as in verl: at x = 20 it would be 5e8, and one token would be the whole batch. Unlike there,
+    tokens beyond keep a gradient: they are the furthest from the reference. That of a token which became likely is at
+    most 1 and stays exact; that of one which became unlikely stays what it is at K3_BEND, 12.6.
     """
-    x_T = log_ratio(reference_logprobs_T, logprobs_T)
-    return (x_T.exp() - x_T - 1).clamp(max=MOST_K3_NATS)
+    x_T = reference_logprobs_T - logprobs_T
+    held_T = x_T.clamp(max=K3_BEND)
+    straight_T = held_T.exp() + math.exp(K3_BEND) * (x_T - held_T) - x_T - 1  # goes on in a line from the bend on
+    return straight_T + (straight_T.clamp(max=MOST_K3_NATS) - straight_T).detach()
 
 
 def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def distill(logprobs: TokenLogprobs, weight_T: Tensor, config: DistillConfig) ->
     loss_T = distillation_loss(current_T, weight_T, taught, config.beta)
     watched = {
         "distill_loss": loss_T,
-        "distill_kl_nats": taught.taught_T * log_ratio(current_T, taught.logprobs_T),
+        "distill_kl_nats": taught.taught_T * (current_T - taught.logprobs_T),
         "taught_share": taught.taught_T,
     }
     return config.coefficient if config.form == "loss" else 0.0, loss_T, watched

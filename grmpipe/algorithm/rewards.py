@@ -9,14 +9,15 @@ import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import Rollout, Verdict
+from models.types import Completion
 
 Values = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> the critic's values, [N] float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """The rewards of a rollout and their positions. N: its sampled tokens, turn by turn; K: steps, each ending at a
-    reward.
+    """The rewards of a rollout and their positions. N: the tokens that the policy sampled, turn by turn, without those
+    that a thinking budget inserted; K: steps, each ending at a reward.
 
     Step k holds the tokens [ends_K[k - 1], ends_K[k]), the first step from 0; its reward is on its last token. Spans
     that end at the same token are one step. Tokens after the last reward belong to no step.
@@ -26,6 +27,8 @@ class Rewards:
     log_ratio: sum over the tokens of log(mu / reference), for an estimator that weighs by it.
     turn_ends_U: where each of U turns ends; empty: all tokens are one turn.
     state_keys_U: the state in which the policy acted in each turn; an empty key, or none at all, is an unknown state.
+    is_trained:   False for a rollout that only counts in its group's baseline (`rollout.truncated=mask`). The trained
+                  tokens of a batch are the sampled tokens of its trained rollouts, for every estimator and metric.
     """
 
     num_tokens: int
@@ -36,6 +39,7 @@ class Rewards:
     log_ratio: float = 0.0
     turn_ends_U: tuple[int, ...] = ()
     state_keys_U: tuple[str, ...] = ()
+    is_trained: bool = True
 
     @property
     def outcome(self) -> float:
@@ -92,13 +96,31 @@ class Rewards:
         return over_N
 
 
-def place_rewards(rollout: Rollout, verdict: Verdict) -> Rewards:
-    """The rewards that a verdict gives to training, on the rollout's tokens."""
-    lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
+def count_sampled(completion: Completion, end: int) -> int:
+    """The tokens before `end` that were sampled, and not inserted by a thinking budget."""
+    first, last = completion.inserted or (0, 0)
+    return end - (min(end, last) - min(end, first))
+
+
+def mark_sampled(rollout: Rollout) -> np.ndarray:
+    """[C] bool, for the C tokens of all completions: True for the N sampled ones."""
+    sampled_C, begin = np.ones(rollout.num_sampled_tokens, dtype=bool), 0
+    for turn in rollout.turns:
+        first, last = turn.completion.inserted or (0, 0)
+        sampled_C[begin + first : begin + last] = False
+        begin += len(turn.completion.token_ids)
+    return sampled_C
+
+
+def place_rewards(rollout: Rollout, verdict: Verdict, *, mask_truncated: bool = False) -> Rewards:
+    """The rewards that a verdict gives to training, on the rollout's sampled tokens: a reward for inserted ones is on
+    the sampled one before them. mask_truncated: a truncated rollout isn't trained.
+    """
+    lengths = [count_sampled(turn.completion, len(turn.completion.token_ids)) for turn in rollout.turns]
     values: dict[int, float] = {}
     shares: dict[int, float] = {}
     for span in verdict.trained_rewards:
-        end = sum(lengths[: span.turn]) + span.end
+        end = sum(lengths[: span.turn]) + count_sampled(rollout.turns[span.turn].completion, span.end)
         values[end] = values.get(end, 0.0) + span.value
         if span.share is not None:
             shares[end] = shares.get(end, 0.0) + span.share
@@ -111,6 +133,7 @@ def place_rewards(rollout: Rollout, verdict: Verdict) -> Rewards:
         shares_K=tuple(shares[end] for end in ends) if shares else None,
         turn_ends_U=tuple(itertools.accumulate(lengths)),
         state_keys_U=tuple(turn.state_key for turn in rollout.turns),
+        is_trained=not (mask_truncated and rollout.status == "truncated"),
     )
 
 

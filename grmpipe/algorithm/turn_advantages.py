@@ -111,4 +111,4 @@ def gae_of_turns(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarr
 def gae_turns(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
     """Advantages over turns and within them from a critic's values, whitened over the batch."""
     raw = [[gae_of_turns(rewards, algorithm)[0] for rewards in group] for group in groups]
-    return whiten(raw, algorithm.std)
+    return whiten(groups, raw, algorithm.std)

@@ -204,8 +204,8 @@ ESTIMATORS: dict[str, EstimatorKind] = {
         function="grmpipe.algorithm.advantages.reinforce_pp_baseline", need="batch", compares="outcomes"
     ),
     "pass_at_k": EstimatorKind(function="grmpipe.algorithm.advantages.pass_at_k", uses_pass_k=True),
-    "raft": EstimatorKind(function="grmpipe.algorithm.advantages.raft", compares="outcomes"),
-    "dpo": EstimatorKind(function="grmpipe.algorithm.advantages.dpo", compares="outcomes", by_log_ratio=True),
+    "raft": EstimatorKind(function="grmpipe.algorithm.advantages.raft"),
+    "dpo": EstimatorKind(function="grmpipe.algorithm.advantages.dpo", by_log_ratio=True),
     "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", by_step=True),
     "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", by_step=True),
     "gae": EstimatorKind(

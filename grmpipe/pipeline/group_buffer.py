@@ -254,7 +254,8 @@ class GroupBuffer:
         """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step. Returns whether it did."""
         if self.ledger.num_resampled >= self._config.max_zero_advantage_groups:
             return False
-        if not has_zero_advantages(group.to_judged_group(), self._config.algorithm):
+        judged, mask_truncated = group.to_judged_group(), self._config.truncated == "mask"
+        if not has_zero_advantages(judged, self._config.algorithm, mask_truncated=mask_truncated):
             return False
         self.ledger.num_resampled += 1
         group.drop("zero_advantage")

@@ -123,7 +123,7 @@ class FlowConfig:
     rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: no limit
     env_max_failure_rate: float = 1.0  # of episodes that the environment fails; 1: no limit
     pause_s: float = 30.0  # after too many of either
-    fails_truncated: bool = False  # a truncated rollout is a failed one
+    truncated: str = "train"  # what becomes of a truncated rollout: rollout.truncated
     max_skipped_steps: int = 0  # batches that may be dropped because their numbers aren't finite
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
@@ -148,7 +148,7 @@ class FlowConfig:
             group_size=train.group_size,
             min_valid_siblings=train.min_valid_siblings,
             max_staleness=train.max_staleness,
-            fails_truncated=rollout.truncated == "fail",
+            truncated=rollout.truncated,
             max_skipped_steps=train.max_skipped_steps,
             group_deadline_s=rollout.group_deadline_s,
             rollout_concurrency=rollout.max_concurrency,

@@ -175,7 +175,7 @@ class Producer:
             return
         self._health.episode_ended(rollout)
         self._lengths.record(group.prompt, rollout)
-        if self._config.fails_truncated and rollout.status == "truncated":
+        if self._config.truncated == "fail" and rollout.status == "truncated":
             self._counters.step.rollout(rollout)
             self._fail(
                 group, "rollout_truncated", f"sibling {sibling} was truncated by its {rollout.reason or 'tokens'}"

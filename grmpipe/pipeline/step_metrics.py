@@ -22,11 +22,13 @@ def step_metrics(
     ledger: Ledger,
     right: Mapping[RolloutKey, float],
     algorithm: AlgorithmConfig,
+    *,
+    mask_truncated: bool,
 ) -> Metrics:
     """All metrics of one step. right: by the rule, of its rollouts."""
     return {
         **flow_metrics(counts, report.stalls.steps_s),
-        **batch_metrics(report.groups, report.step - 1, algorithm),
+        **batch_metrics(report.groups, report.step - 1, algorithm, mask_truncated=mask_truncated),
         **truth_metrics(right),
         **with_pace(report.learner, report.learner_busy_s),
         "time/step_s": report.stalls.steps_s,
@@ -91,7 +93,9 @@ def cascade_metrics(counts: CascadeCounts) -> Metrics:
     }
 
 
-def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig) -> Metrics:
+def batch_metrics(
+    groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig, *, mask_truncated: bool = False
+) -> Metrics:
     """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
@@ -108,12 +112,13 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
         for length, (_, verdict) in zip(lengths, pairs, strict=True)
         if isinstance(verdict, Verdict) and verdict.rewards
     ]
-    return metrics | reward_metrics(groups, valid, algorithm) if valid else metrics
+    if not valid:
+        return metrics
+    zero = [has_zero_advantages(group, algorithm, mask_truncated=mask_truncated) for group in groups]
+    return metrics | reward_metrics(valid) | {"train/zero_advantage_share": statistics.fmean(zero)}
 
 
-def reward_metrics(
-    groups: Sequence[JudgedGroup], valid: Sequence[tuple[int, Verdict]], algorithm: AlgorithmConfig
-) -> Metrics:
+def reward_metrics(valid: Sequence[tuple[int, Verdict]]) -> Metrics:
     """Metrics of the rewards and scores of a batch. valid: the length of each rollout with a reward, and its
     verdict.
     """
@@ -122,7 +127,6 @@ def reward_metrics(
         "train/grm_score": statistics.fmean(v.score for v in verdicts),
         "train/reward": statistics.fmean(v.outcome for v in verdicts),
         "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
-        "train/zero_advantage_share": statistics.fmean(has_zero_advantages(group, algorithm) for group in groups),
         "judge/score_std": statistics.fmean(v.score_std for v in verdicts),
     }
     correlated = correlation([float(length) for length, _ in valid], [verdict.score for verdict in verdicts])
@@ -145,7 +149,13 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
     }
 
 
-def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator gives all siblings an advantage of zero, before any penalty: nothing to learn from."""
-    judged = zip(group.rollouts, group.verdicts, strict=True)
-    return all_advantages_zero([place_rewards(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
+def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig, *, mask_truncated: bool = False) -> bool:
+    """Whether the estimator gives all trained siblings an advantage of zero, before any penalty: nothing to learn
+    from.
+    """
+    placed = [
+        place_rewards(rollout, verdict, mask_truncated=mask_truncated)
+        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
+        if isinstance(verdict, Verdict)
+    ]
+    return all_advantages_zero(placed, algorithm)

@@ -296,11 +296,28 @@ def test_gae_carries_the_values_through_what_the_environment_said() -> None:
 
 def test_whitening_is_over_the_tokens_of_the_batch() -> None:
     """Three tokens of 1 and one of -1: mean 0.5, deviation sqrt(0.75)."""
-    (first,), (second,) = whiten([[np.ones(3)], [-np.ones(1)]], "population")
+    groups = [[outcome(1.0, 3)], [outcome(-1.0)]]
+    (first,), (second,) = whiten(groups, [[np.ones(3)], [-np.ones(1)]], "population")
     assert first == pytest.approx([0.5 / math.sqrt(0.75)] * 3, rel=1e-5)
     assert second == pytest.approx([-1.5 / math.sqrt(0.75)], rel=1e-5)
-    (first,), _ = whiten([[np.ones(3)], [-np.ones(1)]], "sample")
+    (first,), _ = whiten(groups, [[np.ones(3)], [-np.ones(1)]], "sample")
     assert first == pytest.approx([0.5 / 1.0] * 3, rel=1e-5)
+
+
+def masked(rewards: Rewards) -> Rewards:
+    return replace(rewards, is_trained=False)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "gae", "gae_turns", "reinforce_pp_baseline"])
+def test_whitening_is_over_the_tokens_that_are_trained(name: str) -> None:
+    """Four groups of three answers of 300 tokens, and of one that was cut at 16,000 and isn't trained."""
+    draw = np.random.default_rng(0)
+    groups = [
+        [*(outcome(value, 300) for value in draw.normal(size=3)), masked(outcome(-1.0, 16_000))] for _ in range(4)
+    ]
+    found = estimate(groups, AlgorithmConfig(estimator=name))
+    trained = np.concatenate([advantages_N for group in found for advantages_N in group[:3]])
+    assert (trained.mean(), trained.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
 
 
 def test_reinforce_pp_has_no_group() -> None:
@@ -355,6 +372,23 @@ def test_dpo_has_the_gradient_of_the_loss_of_its_paper(rewards: list[float], bet
     expected = torch.zeros(len(rewards), dtype=torch.float64) if h.grad is None else -h.grad
     np.testing.assert_allclose([advantages_N[0] for advantages_N in found], expected.numpy(), atol=1e-12)
     assert all((advantages_N == advantages_N[0]).all() and len(advantages_N) == 3 for advantages_N in found)
+
+
+def test_estimators_that_choose_siblings_choose_among_those_that_are_trained() -> None:
+    best_cut = [masked(outcome(1.0)), outcome(0.5), outcome(0.0)]
+    assert estimated("raft", best_cut) == [[0.0], [1.0], [0.0]]
+    dpo = {"loss": "policy_gradient", "aggregation": "constant", "kl_coefficient": 0.1}
+    assert estimated("dpo", best_cut, **dpo) == [[0.0], [0.05], [-0.05]]  # type: ignore[arg-type]
+    for too_few in ([masked(outcome(1.0)), masked(outcome(0.5)), outcome(0.0)], [masked(outcome(1.0))] * 2):
+        for name in ("dpo", "raft"):
+            assert not np.any(estimated(name, too_few, **dpo))  # type: ignore[arg-type]
+            assert all_advantages_zero(too_few, AlgorithmConfig(estimator=name, kl_coefficient=0.1))
+
+
+def test_a_group_without_a_trained_sibling_has_no_gradient_for_any_estimator() -> None:
+    group = [masked(outcome(1.0)), masked(outcome(0.0))]
+    assert all(all_advantages_zero(group, AlgorithmConfig(estimator=name)) for name in ESTIMATORS)
+    assert not all_advantages_zero([*group, outcome(1.0)], AlgorithmConfig()), "they stay in its baseline"
 
 
 def test_raft_imitates_the_best_of_a_group_and_nobody_where_all_are_equal() -> None:

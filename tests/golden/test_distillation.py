@@ -64,6 +64,15 @@ def test_of_the_sampled_token_the_mean_gradient_is_that_of_the_reverse_kl() -> N
     torch.testing.assert_close(leaf.grad, exact.grad)
 
 
+def test_the_gradient_grows_with_the_disagreement_and_never_ends() -> None:
+    """Of a token that the policy is sure of: foreign markup is 25 nats away from a teacher of another family."""
+    gaps = [18.9, 19.95, 24.9, 60.0]
+    current = torch.zeros(4, requires_grad=True)
+    taught = Taught(taught_T=torch.ones(4), logprobs_T=-torch.tensor(gaps))
+    distillation_loss(current, torch.ones(4), taught, beta=1.0).sum().backward()
+    assert current.grad is not None and current.grad.tolist() == pytest.approx(gaps)
+
+
 def test_of_tokens_of_another_sampler_the_weighted_mean_gradient_is_that_of_the_reverse_kl() -> None:
     sampler = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     exact = OWN.clone().requires_grad_()

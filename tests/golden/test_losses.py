@@ -131,6 +131,15 @@ def test_gspo_does_not_count_what_is_not_trained() -> None:
     assert gspo(tokens, clips(0.9, 0.9)).loss_T.tolist() == pytest.approx([-(1.1**1.5)] * 3)
 
 
+@pytest.mark.parametrize("loss", [gspo, gspo_token])
+def test_gspo_takes_a_token_that_is_far_off_as_it_is(loss: Callable[..., PolicyLoss]) -> None:
+    """log r of 25 among 99 of 0: their mean is 0.25, and each token has its hundredth of the rollout's gradient."""
+    tokens = scored([math.exp(25.0), *[1.0] * 99], [-1.0] * 100)
+    policy = loss(tokens, clips())
+    assert policy.loss_T.tolist() == pytest.approx([math.exp(0.25)] * 100)
+    assert gradient(tokens, policy) == pytest.approx([math.exp(0.25)] * 100)
+
+
 def test_gspo_token_with_equal_advantages_has_gspos_value_and_gradient() -> None:
     ratios, advantages, lengths = [1.1, 1.21, 0.5, 1.9, 1.0], [2.0, 2.0, -1.0, -1.0, -1.0], [2, 3]
     whole, by_token = scored(ratios, advantages, lengths), scored(ratios, advantages, lengths)
@@ -221,14 +230,25 @@ def test_kl_estimators_equal_their_formulas() -> None:
 
 
 def test_k3_of_one_token_is_at_most_10_nats() -> None:
-    """In both directions; below that it is exact, and only above without gradient."""
+    """In both directions; below that it is exact. Above it the gradient stays: as it is where the token became likely,
+    and as it is at 10 nats where it became unlikely.
+    """
     logprobs = torch.tensor([-50.0, -3.0, -0.0, -2.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.0, -0.3, -15.0, 0.0], dtype=torch.float64)
     found = kl("k3", logprobs, reference)
     assert found.tolist() == pytest.approx([10.0, 10.0, 10.0, math.exp(2.5) - 3.5])
     found.sum().backward()
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, 1 - math.exp(2.5)])
+    steepest = -math.exp(2.6108686) + 1
+    assert logprobs.grad.tolist() == pytest.approx([steepest, steepest, 1 - math.exp(-15), 1 - math.exp(2.5)])
+
+
+def test_of_k1_and_k2_value_and_gradient_grow_with_the_distance_without_a_bound() -> None:
+    logprobs = torch.tensor([-30.0, -0.1], requires_grad=True)
+    reference = torch.tensor([-0.1, -26.6])
+    assert kl("k1", logprobs, reference).tolist() == pytest.approx([-29.9, 26.5])
+    kl("k2", logprobs, reference).sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-29.9, 26.5])
 
 
 P, Q = logs(0.7, 0.2, 0.1), logs(0.5, 0.3, 0.2)

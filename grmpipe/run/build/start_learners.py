@@ -192,4 +192,12 @@ async def start_critic(cluster: Cluster, prepared: Prepared, events: EventSink) 
     )
     actors = await cluster.start_members(CRITIC, functools.partial(CriticLearner, spec))
     ranks = CriticLearnerRanks(actors, events, config.critic.parallel.cp)
-    return Critic(ranks, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)
+    return Critic(
+        ranks,
+        config.critic,
+        config.train,
+        config.algorithm,
+        config.rollout.max_new_tokens,
+        config.seed,
+        mask_truncated=config.rollout.truncated == "mask",
+    )

@@ -132,7 +132,8 @@ class RecordedRunTraining(Run[PreparedRetraining]):
     def _record(self, groups: Sequence[JudgedGroup], advantages: Mapping[RolloutKey, float], metrics: Metrics) -> None:
         """Write the metrics of a step, how its groups ended, and what was trained."""
         step = self._steps_done
-        group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
+        mask_truncated = self._config.rollout.truncated == "mask"
+        group_metrics = batch_metrics(groups, step - 1, self._config.algorithm, mask_truncated=mask_truncated)
         self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
         right = check_truth(groups, find_rule(self._config.truth))
         self._observers.recorder.record_training(describe_trained(step, groups, advantages, right, times={}))

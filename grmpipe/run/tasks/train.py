@@ -192,7 +192,10 @@ class TrainingRun(Run[Prepared]):
         right = check_truth(report.groups, self._prepared.is_right)
         trained = describe_trained(report.step, report.groups, report.advantages, right, report.times)
         self._observers.recorder.record_training(trained)
-        metrics = step_metrics(report, counts, pipeline.ledger, right, self._config.algorithm)
+        mask_truncated = self._config.rollout.truncated == "mask"
+        metrics = step_metrics(
+            report, counts, pipeline.ledger, right, self._config.algorithm, mask_truncated=mask_truncated
+        )
         for feature in features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
             metrics = metrics | await feature.after_step(end)

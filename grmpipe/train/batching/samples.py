@@ -7,12 +7,19 @@ from dataclasses import replace
 import numpy as np
 
 from grmpipe.algorithm.advantages import estimate
-from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, place_rewards, shape_rewards
+from grmpipe.algorithm.rewards import (
+    Rewards,
+    Values,
+    charge_by_token,
+    mark_sampled,
+    place_rewards,
+    shape_rewards,
+)
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TeacherScores, TrainingSample, Turn, Verdict
-from models.types import ANY_EXPERT, Completion, TokenScores, VersionSpan
+from models.types import ANY_EXPERT, TokenScores, VersionSpan
 
 
 def to_samples(
@@ -24,42 +31,50 @@ def to_samples(
     *,
     mask_truncated: bool = False,
 ) -> tuple[TrainingSample, ...]:
-    """One or more samples per sibling with a verdict. A failed sibling has none and enters no average.
+    """One or more samples per trained sibling. A sibling without a verdict has none and enters no average.
 
     groups:         groups whose advantages are estimated together: one, or the batch if the estimator needs it.
     max_new_tokens: of a turn; the length penalty is measured from it.
     kl:             KL to the reference, if it is subtracted from the rewards.
     values:         values of the critic, if there is one.
-    mask_truncated: no token of a truncated rollout is trained; its verdict stays in its group's baseline.
+    mask_truncated: a truncated rollout has no sample; its verdict stays in its group's baseline.
 
     Raises ValueError for a group with fewer than two verdicts.
     """
     judged = [select_judged(group) for group in groups]
     rewards = [
-        [compute_rewards(rollout, verdict, algorithm, max_new_tokens, kl, values) for rollout, verdict in siblings]
+        [
+            compute_rewards(
+                rollout, verdict, algorithm, max_new_tokens, kl, values, mask_truncated=mask_truncated
+            )
+            for rollout, verdict in siblings
+        ]
         for siblings in judged
     ]
     return tuple(
-        mask_whole(sample) if mask_truncated and rollout.status == "truncated" else sample
-        for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
-        for (rollout, verdict), advantages_N in zip(siblings, advantages, strict=True)
+        sample
+        for siblings, group, advantages in zip(judged, rewards, estimate(rewards, algorithm), strict=True)
+        for (rollout, verdict), own, advantages_N in zip(siblings, group, advantages, strict=True)
+        if own.is_trained
         for sample in split_rollout(
             rollout,
-            trust_in(verdict, algorithm.weight_half_std) * advantages_N
+            trust_in(verdict, algorithm.weight_half_std) * with_inserted(rollout, advantages_N)
             + teacher_advantages(rollout, verdict, algorithm.distill),
             verdict.teacher,
         )
     )
 
 
-def mask_whole(sample: TrainingSample) -> TrainingSample:
-    """The sample without a trained token."""
-    zeros = (0.0,) * len(sample.token_ids)
-    return replace(sample, loss_mask=(0,) * len(sample.token_ids), advantages=zeros, sampler_logprobs=zeros)
+def with_inserted(rollout: Rollout, of_sampled_N: np.ndarray) -> np.ndarray:
+    """[C] float64: an entry for each token of the completions, 0 for inserted ones."""
+    sampled_C = mark_sampled(rollout)
+    values_C = np.zeros(len(sampled_C))
+    values_C[sampled_C] = of_sampled_N
+    return values_C
 
 
 def teacher_advantages(rollout: Rollout, verdict: Verdict, distill: DistillConfig) -> np.ndarray | float:
-    """[N] float64: -coefficient * (log mu - log pi_teacher) of each token of the completions, where mu sampled it: the
+    """[C] float64: -coefficient * (log mu - log pi_teacher) of each token of the completions, where mu sampled it: the
     advantage by token of a reverse KL (Tinker's and prime-rl's form). 0 without a teacher.
     """
     if verdict.teacher is None or distill.form != "advantage":
@@ -77,17 +92,20 @@ def compute_rewards(
     max_new_tokens: int = 0,
     kl: Kl | None = None,
     values: Values | None = None,
+    *,
+    mask_truncated: bool = False,
 ) -> Rewards:
     """The inputs of advantages and value targets: rewards minus penalties, and the critic's values."""
     key, kind = rollout_key(rollout), algorithm.estimator_kind
-    kl_N = None if kl is None else kl[key]
+    kl_N = None if kl is None else kl[key][mark_sampled(rollout)]
     charged_N = None if kind.by_token or kind.by_log_ratio else kl_N
-    rewards = shape_rewards(place_rewards(rollout, verdict), rollout, algorithm, max_new_tokens, charged_N)
+    placed = place_rewards(rollout, verdict, mask_truncated=mask_truncated)
+    rewards = shape_rewards(placed, rollout, algorithm, max_new_tokens, charged_N)
     if kind.by_log_ratio and kl_N is not None:
         rewards = replace(rewards, log_ratio=float(kl_N.sum()))
     if kind.by_token and kl_N is not None:
         rewards = charge_by_token(rewards, algorithm.kl_coefficient * kl_N)
-    return rewards if values is None else replace(rewards, expected_N=values[key])
+    return rewards if values is None else replace(rewards, expected_N=values[key][mark_sampled(rollout)])
 
 
 def trust_in(verdict: Verdict, weight_half_std: float | None) -> float:
@@ -110,11 +128,14 @@ def select_judged(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
 
 
 def split_rollout(
-    rollout: Rollout, advantages_N: np.ndarray, teacher: TeacherScores | None = None
+    rollout: Rollout, advantages_C: np.ndarray, teacher: TeacherScores | None = None
 ) -> tuple[TrainingSample, ...]:
-    """One sample per segment. `advantages_N`: of the sampled tokens, turn by turn."""
+    """One sample per segment. `advantages_C`: of the tokens of completions, turn by turn; those of inserted ones aren't
+    read.
+    """
+    sampled_C = mark_sampled(rollout)
     ends = [*itertools.accumulate(len(turn.completion.token_ids) for turn in rollout.turns)]
-    by_turn = [advantages_N[start:end] for start, end in itertools.pairwise((0, *ends))]
+    by_turn = [(sampled_C[start:end], advantages_C[start:end]) for start, end in itertools.pairwise((0, *ends))]
     samples, first = [], 0
     for segment, turns in enumerate(rollout.segments()):
         here = slice(first, first + len(turns))
@@ -181,7 +202,7 @@ def _sample(
     rollout: Rollout,
     segment: int,
     turns: Sequence[PromptedTurn],
-    advantages_by_turn: Sequence[np.ndarray],
+    by_turn: Sequence[tuple[np.ndarray, np.ndarray]],  # whether each token was sampled, and its advantage
     teacher: TokenScores | None,
 ) -> TrainingSample:
     token_ids: tuple[int, ...] = ()
@@ -189,12 +210,11 @@ def _sample(
     logprobs: list[float] = []
     advantages: list[float] = []
     versions: list[VersionSpan] = []
-    for (prompt_ids, turn), advantages_N in zip(turns, advantages_by_turn, strict=True):
+    for (prompt_ids, turn), (sampled_C, advantages_C) in zip(turns, by_turn, strict=True):
         start, sampled = len(prompt_ids), turn.completion
-        own_mask = make_mask(sampled)
-        mask += [0] * (start - len(token_ids)) + own_mask
+        mask += [0] * (start - len(token_ids)) + sampled_C.astype(int).tolist()
         logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
-        advantages += [0.0] * (start - len(token_ids)) + (advantages_N * own_mask).tolist()
+        advantages += [0.0] * (start - len(token_ids)) + (advantages_C * sampled_C).tolist()
         versions += [
             VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
             for span in sampled.versions
@@ -213,12 +233,6 @@ def _sample(
         experts_TLK=_experts([turn for _, turn in turns], len(token_ids)),
         teacher=teacher,
     )
-
-
-def make_mask(completion: Completion) -> list[int]:
-    """1 on sampled tokens, 0 on those that a thinking budget inserted."""
-    start, end = completion.inserted or (0, 0)
-    return [1] * start + [0] * (end - start) + [1] * (len(completion.token_ids) - end)
 
 
 def _experts(turns: Sequence[Turn], num_tokens: int) -> np.ndarray | None:

@@ -36,16 +36,18 @@ class Critic:
         algorithm: AlgorithmConfig,
         max_new_tokens: int = 0,
         seed: int = 0,
+        *,
+        mask_truncated: bool = False,
     ) -> None:
         """`max_new_tokens`: of a turn; needed if long answers are penalised. `seed`: the same as for the policy's
-        batch.
+        batch. mask_truncated: the critic, like the policy, learns nothing from truncated rollouts.
         """
         max_tokens = critic_train(config, train).max_packed_tokens
         self.ranks = ranks
         self.value_cache = ValueCache(ranks, max_tokens=max_tokens, groups_per_batch=train.groups_per_batch)
         self._config = config
         self._algorithm = algorithm
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._mask_truncated = max_new_tokens, mask_truncated
         self._seed = seed
         self._max_tokens = max_tokens
         self._updates = config.updates(algorithm, train)
@@ -81,7 +83,7 @@ class Critic:
 
     async def step(self) -> Metrics:
         """End the batch. Values requested meanwhile belong to the next batch."""
-        quality = value_quality(*self._values_and_returns())
+        quality = value_quality(*self._values_and_returns()) if self._samples else {}
         self.value_cache.rest()
         try:
             metrics = await (self._several_updates() if self._updates > 1 else self._one_update())
@@ -98,7 +100,11 @@ class Critic:
     def _targets(self, group: JudgedGroup, kl: Kl | None, values: Values) -> list[ValueSample]:
         samples, found = [], find_targets(self._algorithm.estimator)
         for rollout, verdict in select_judged(group):
-            rewards = compute_rewards(rollout, verdict, self._algorithm, self._max_new_tokens, kl, values)
+            rewards = compute_rewards(
+                rollout, verdict, self._algorithm, self._max_new_tokens, kl, values, mask_truncated=self._mask_truncated
+            )
+            if not rewards.is_trained:
+                continue
             _, returns_N = found(rewards, self._algorithm)
             assert rewards.expected_N is not None
             samples += value_samples(rollout, rewards.expected_N, returns_N)
@@ -113,7 +119,7 @@ class Critic:
         return await self.ranks.step()
 
     async def _several_updates(self) -> Metrics:
-        """Train in several updates, split by groups at random. Returns the metrics of the last update."""
+        """Train in several updates, split by groups at random. Returns the metrics of the last one that had targets."""
         metrics: Metrics = {}
         ids = {sample.group_id for sample in self._samples}
         for chosen in shuffle_into_updates(ids, self._updates, self._seed, self.version):
@@ -121,7 +127,7 @@ class Critic:
             samples = [sample for sample in self._samples if sample.group_id in chosen]
             for round_ in packer.add(samples) + packer.flush():
                 await self.ranks.accumulate(round_)
-            metrics = await self.ranks.step()
+            metrics = await self.ranks.step() or metrics
         return metrics
 
     def _values_and_returns(self) -> tuple[np.ndarray, np.ndarray]:

@@ -37,10 +37,14 @@ class CriticLearner(ScalarRank):
         self._count(value_loss=loss, clip_share=(weights_T * clipped_T).sum(), weight=weights_T.sum())
 
     def step(self) -> Metrics:
-        """Divide the accumulated gradients by the tokens of all ranks, clip, update.
+        """Divide the accumulated gradients by the tokens of all ranks, clip, update. An update that no rank accumulated
+        anything for is skipped: the version counts it, and there are no metrics.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
+        if not self._sums:  # on all ranks alike: each round reaches all of them
+            self._version += 1
+            return {}
         try:
             means, update_metrics = self._update()
         except NonFiniteGradients as error:

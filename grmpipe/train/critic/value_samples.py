@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grmpipe.train.batching.samples import split_rollout
+from grmpipe.train.batching.samples import split_rollout, with_inserted
 from grmpipe.train.batching.seqlen_balancing import Load, deal, fill
 from grmpipe.train.scalar.scalar_batch import NOTHING, PackedSequences, measure_loads, pack_sequences
 from grmpipe.types import Rollout, TrainingSample
@@ -68,7 +68,7 @@ def values_of_samples(
 
 def value_samples(rollout: Rollout, values_N: np.ndarray, returns_N: np.ndarray) -> list[ValueSample]:
     """Samples of each segment, with values and returns assigned to their tokens."""
-    by_values, by_returns = split_rollout(rollout, values_N), split_rollout(rollout, returns_N)
+    by_values, by_returns = (split_rollout(rollout, with_inserted(rollout, each)) for each in (values_N, returns_N))
     return [
         ValueSample(
             group_id=rollout.group_id,

@@ -72,7 +72,8 @@ class LearnerRank(Protocol):
         ...
 
     def step(self, totals: BatchTotals) -> Metrics:
-        """Divide the gradients by the size of the batch, clip, update.
+        """Divide the gradients by the size of the batch, clip, update. With totals.num_loss_tokens 0 nothing was
+        accumulated: only the version rises.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """

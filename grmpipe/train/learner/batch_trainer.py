@@ -1,6 +1,7 @@
 """The open batch on the driver: judged groups in, gradients as they come, one optimizer step (or a few) out."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +26,11 @@ from grmpipe.train.learner.replay_buffer import ReplayBuffer
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import BatchTotals, JudgedGroup, Metrics, OldPass, TrainingSample
 
-SUMMED = ("train/packed_tokens", "train/unshared_tokens", "train/loss_tokens", "perf/model_flops")  # over updates
+log = logging.getLogger(__name__)
+
+SKIPPED = "train/skipped_updates"
+# Over the updates of a batch.
+SUMMED = ("train/packed_tokens", "train/unshared_tokens", "train/loss_tokens", "perf/model_flops", SKIPPED)
 
 
 class BatchTrainer:
@@ -135,6 +140,11 @@ class BatchTrainer:
         """Make the policy's steps."""
         if self._waits_for_batch:
             self._samples = [*self._estimated(groups)]
+        if self._mask_truncated and not self._samples:
+            log.warning(
+                "rollout.truncated: every rollout of this batch was truncated, and mask trains none of them: the weights "
+                "stay as they are; if that goes on, type a larger rollout.max_new_tokens, or rollout.truncated=train"
+            )
         try:
             return await (self._several_updates if self._updates > 1 else self._one_update)(groups, self._samples)
         except NonFiniteGradients as error:
@@ -180,21 +190,16 @@ class BatchTrainer:
 
     async def _one_update(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
         totals = count(samples, min(group.version for group in groups))
-        if self._mask_truncated and totals.num_loss_tokens == 0:
-            raise ValueError(
-                "rollout.truncated: every rollout of a batch was truncated, and mask trains none of them; type a "
-                "larger rollout.max_new_tokens, or rollout.truncated=train"
-            )
         for round_ in self._packer.flush() if self.starts_early else self._pack(samples):
             await self._learner.accumulate(round_)
         return await self._end_update(totals)
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
-        """Train in several updates, split by groups at random. Returns the metrics of the last update, with sums of
-        what all of them took.
+        """Train in several updates, split at random by groups that are trained. Returns the metrics of the last update
+        that wasn't skipped, with sums of what all of them took.
         """
         oldest = min(group.version for group in groups)
-        ids = [group.group_id for group in groups]
+        ids = [sample.group_id for sample in samples]
         parts = [
             [sample for sample in samples if sample.group_id in some]
             for some in shuffle_into_updates(ids, self._updates, self._seed, self._version)
@@ -206,11 +211,16 @@ class BatchTrainer:
             for round_, old_pass in zip(rounds, olds, strict=True):
                 await self._learner.accumulate(round_, old_pass)
             updates.append(await self._end_update(count(part, oldest)))
-        last = updates[-1]
-        return last | {name: sum(update[name] for update in updates) for name in SUMMED if name in last}
+        last = next((update for update in reversed(updates) if SKIPPED not in update), updates[-1])
+        known = [name for name in SUMMED if any(name in update for update in updates)]
+        return last | {name: sum(update.get(name, 0.0) for update in updates) for name in known}
 
     async def _end_update(self, totals: BatchTotals) -> Metrics:
-        """An optimizer step on what was accumulated, and on its demonstrations."""
+        """An optimizer step on what was accumulated, and on its demonstrations. Without a trained token it is skipped:
+        nothing would divide the demonstrations' loss, and the version rises all the same, as it counts updates.
+        """
+        if totals.num_loss_tokens == 0:
+            return await self._learner.step(totals) | {SKIPPED: 1.0}
         if self._demonstrations is not None:
             draw, version = self._demonstrations.draw, self._learner.version
             samples = await asyncio.to_thread(draw, version, self._algorithm.sft.rows_per_step)

@@ -146,13 +146,18 @@ class Learner(TrainingRank):
 
     def step(self, totals: BatchTotals) -> Metrics:
         """Divide the accumulated gradients by the size of the batch, clip, update. Returns means over all ranks'
-        tokens, and what the batch took of this rank's device.
+        tokens, and what the batch took of this rank's device; nothing of an update without trained tokens, which is
+        skipped: weights and moments stay, the version counts it.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
+        if totals.num_loss_tokens == 0:
+            self.discard()
+            self._version += 1
+            return {}
         denominator = self._denominator(totals)
         if not denominator > 0:
-            raise ValueError("a batch without trained tokens allows no step; discard it")
+            raise ValueError(f"algorithm.aggregation: the denominator must be above 0, got {denominator} for {totals}")
         metrics = {**self._meter.read(totals, denominator, self._meshes.data_group), **self._experts.balance()}
         try:
             update_metrics = self._step(denominator)

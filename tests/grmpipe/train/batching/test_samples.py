@@ -15,7 +15,7 @@ from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.train.batching.kl_in_reward import kl_of_sample, rollout_key
-from grmpipe.train.batching.samples import count, split_rollout, to_samples
+from grmpipe.train.batching.samples import count, mean_advantages, split_rollout, to_samples
 from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, TeacherScores, Turn, Verdict
 from models.types import Completion, TokenScores, VersionSpan
@@ -222,6 +222,85 @@ def test_inserted_tokens_cost_no_kl_and_have_a_critics_value(estimator: str) -> 
     critics = values if algorithm.estimator_kind.needs_critic else None
     trained = to_samples([group(rollouts, [verdict(1.0), verdict(0.0)])], algorithm, kl=kl, values=critics)
     assert [np.flatnonzero(sample.advantages).tolist() for sample in trained] == [[2, 5, 6]] * 2
+
+
+AVERAGE_NO_SIBLINGS = {"dpo", "gae", "gae_raw", "gae_turns", "raft", "reinforce_pp"}
+CUT = 3  # the sibling of each group that was truncated
+LENGTHS = (3, 5, 2)  # of the others
+REWARDS = {"g": (0.0, 1.0, 0.25, 0.75), "h": (2.0, -1.0, 0.5, 4.0)}
+
+
+def answer(group_id: str, sibling: int, num_tokens: int, *, budget: bool) -> Rollout:
+    """One turn. budget: two tokens are inserted after the first one."""
+    sampled = completion(tuple(range(10, 10 + num_tokens)))
+    if budget:
+        ids, logprobs = sampled.token_ids, sampled.logprobs
+        spans = (VersionSpan(model="policy", version=0, start=0, end=num_tokens + 2),)
+        sampled = replace(sampled, token_ids=(ids[0], 7, 8, *ids[1:]), logprobs=(logprobs[0], 0.0, 0.0, *logprobs[1:]),
+                          versions=spans, inserted=(1, 3))  # fmt: skip
+    status = "truncated" if sibling == CUT else "finished"
+    return Rollout(
+        group_id=group_id, sibling=sibling, turns=(Turn(new_ids=(1, 2), completion=sampled),), status=status
+    )  # type: ignore[arg-type]
+
+
+def estimated(
+    estimator: str, truncated: str, *, cut_tokens: int = 9, budget: bool = False
+) -> dict[tuple[str, int], list[float]]:
+    """The advantages of the trained tokens of each trained rollout of two groups, each of three answers and a truncated
+    one, whose rewards are given at the end of the first tokens and at the end. Holds that whatever counts trained
+    tokens counts these.
+    """
+    algorithm = AlgorithmConfig(
+        estimator=estimator, gamma=0.9, gae_lambda=0.8, kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1",
+        pass_at_k=PassAtK(k=2), loss="policy_gradient", aggregation="constant",
+    )  # fmt: skip
+    groups, kl, values = [], {}, {}
+    for group_id, rewards in REWARDS.items():
+        lengths = LENGTHS if truncated == "fail" else (*LENGTHS, cut_tokens)
+        rollouts = [answer(group_id, sibling, length, budget=budget) for sibling, length in enumerate(lengths)]
+        ends = [(3 if budget else 1, len(one.turns[0].completion.token_ids)) for one in rollouts]
+        verdicts = [
+            Verdict(rewards=(RewardSpan(turn=0, start=0, end=first, value=0.1 * reward),
+                             RewardSpan(turn=0, start=first, end=last, value=reward)),
+                    score=0.0, breakdown={}, score_std=0.0, num_judgements=1)
+            for reward, (first, last) in zip(rewards, ends, strict=False)
+        ]  # fmt: skip
+        groups.append(replace(group(rollouts, list(verdicts)), group_id=group_id))
+        for one in rollouts:
+            of_sampled = np.arange(len(one.turns[0].completion.token_ids) - 2 * budget) / 10 * (one.sibling != CUT)
+            kl[rollout_key(one)] = np.insert(of_sampled, [1, 1], 0.0) if budget else of_sampled
+            values[rollout_key(one)] = np.insert(of_sampled, [1, 1], 99.0) if budget else of_sampled
+    critics = values if algorithm.estimator_kind.needs_critic else None
+    samples = to_samples(groups, algorithm, kl=kl, values=critics, mask_truncated=truncated == "mask")
+    found = {
+        rollout_key(sample): np.array(sample.advantages)[np.array(sample.loss_mask) > 0].tolist() for sample in samples
+    }
+    totals = count(samples, 0)
+    assert (totals.num_loss_tokens, totals.num_sequences) == (sum(map(len, found.values())), len(found))
+    assert mean_advantages(samples) == {key: pytest.approx(np.mean(own)) for key, own in found.items()}
+    return found
+
+
+@pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.parametrize("truncated", ["train", "mask", "fail"])
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_every_estimator_has_one_definition_of_a_trained_token(estimator: str, truncated: str, budget: bool) -> None:
+    found = estimated(estimator, truncated, budget=budget)
+    trained = {(group_id, sibling) for group_id in REWARDS for sibling in range(4 if truncated == "train" else 3)}
+    assert found.keys() == trained
+    if ESTIMATORS[estimator].need == "batch":
+        everything = np.concatenate(list(found.values()))
+        assert (everything.mean(), everything.std()) == pytest.approx((0.0, 1.0), abs=1e-5)
+    if budget:  # what was inserted changes nothing of what was sampled
+        plain = estimated(estimator, truncated)
+        assert all(found[key] == pytest.approx(plain[key]) for key in trained)
+    if truncated == "mask":  # only by its reward, in its group's baseline
+        longer = estimated(estimator, truncated, cut_tokens=900, budget=budget)
+        assert all(found[key] == pytest.approx(longer[key]) for key in trained)
+        if estimator in AVERAGE_NO_SIBLINGS:
+            without = estimated(estimator, "fail", budget=budget)
+            assert all(found[key] == pytest.approx(without[key]) for key in trained)
 
 
 def taught(*by_turn: list[float]) -> TeacherScores:
