@@ -111,6 +111,23 @@ def test_a_resume_asks_neither_judge_nor_teacher_about_what_is_on_file(small_run
     assert again.steps()[-1]["train/taught_share"] == 1.0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("limit", [14, 4])  # some, or all rollouts are truncated
+@pytest.mark.parametrize("experiment", ["quickstart", "ppo"])
+def test_a_run_goes_on_where_all_rollouts_of_an_update_are_masked(
+    small_run: Callable, experiment: str, limit: int
+) -> None:
+    files = small_run(
+        "rollout.truncated=mask", f"rollout.max_new_tokens={limit}", "train.group_size=2", "train.num_steps=2",
+        "algorithm.updates_per_batch=4", experiment=experiment,
+    )  # fmt: skip
+    files.check_complete(8)
+    skipped = [step.get("train/skipped_updates", 0.0) for step in files.steps()]
+    assert set(files.summary["versions"].values()) == {0, 2}, "all but the GRM's"
+    assert skipped == [4.0, 4.0] if limit == 4 else 0 < sum(skipped) < 8
+    assert all(("train/loss" in step) is (number < 4) for step, number in zip(files.steps(), skipped, strict=True))
+
+
 @pytest.mark.parametrize("mode", ["mask", "fail"])
 def test_truncated_rollouts_are_masked_or_fail_their_group(small_run: Callable, mode: str) -> None:
     files = small_run(f"rollout.truncated={mode}", "rollout.max_new_tokens=16", "train.num_steps=2")

@@ -60,5 +60,6 @@ def estimate_advantages(groups: Sequence[JudgedGroup], config: RunConfig) -> Adv
     if kind.needs_critic or not whole:
         return {}
     batches = [whole] if kind.need == "batch" else [[group] for group in whole]
-    new_tokens = config.rollout.max_new_tokens
-    return mean_advantages([sample for batch in batches for sample in to_samples(batch, config.algorithm, new_tokens)])
+    new_tokens, mask_truncated = config.rollout.max_new_tokens, config.rollout.truncated == "mask"
+    by_batch = [to_samples(batch, config.algorithm, new_tokens, mask_truncated=mask_truncated) for batch in batches]
+    return mean_advantages([sample for samples in by_batch for sample in samples])

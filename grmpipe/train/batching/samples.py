@@ -44,9 +44,7 @@ def to_samples(
     judged = [select_judged(group) for group in groups]
     rewards = [
         [
-            compute_rewards(
-                rollout, verdict, algorithm, max_new_tokens, kl, values, mask_truncated=mask_truncated
-            )
+            compute_rewards(rollout, verdict, algorithm, max_new_tokens, kl, values, mask_truncated=mask_truncated)
             for rollout, verdict in siblings
         ]
         for siblings in judged

@@ -142,8 +142,9 @@ class BatchTrainer:
             self._samples = [*self._estimated(groups)]
         if self._mask_truncated and not self._samples:
             log.warning(
-                "rollout.truncated: every rollout of this batch was truncated, and mask trains none of them: the weights "
-                "stay as they are; if that goes on, type a larger rollout.max_new_tokens, or rollout.truncated=train"
+                "rollout.truncated: every rollout of this batch was truncated, and mask trains none of them: the "
+                "weights stay as they are; if that goes on, type a larger rollout.max_new_tokens, or "
+                "rollout.truncated=train"
             )
         try:
             return await (self._several_updates if self._updates > 1 else self._one_update)(groups, self._samples)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grmpipe.config.train import AlgorithmConfig
@@ -93,6 +95,23 @@ def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() 
     metrics = batch_metrics([group(verdict(5), verdict(5), LOST)], version=0, algorithm=AlgorithmConfig())
     assert metrics["train/zero_advantage_share"] == 1
     assert "judge/score_length_correlation" not in metrics
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dpo", "raft"])
+def test_a_group_whose_trained_siblings_have_nothing_to_learn_has_no_signal(estimator: str) -> None:
+    """Of three siblings two were truncated: best and worst. GRPO still compares the third one with them."""
+    algorithm, judged = (
+        AlgorithmConfig(estimator=estimator, kl_coefficient=0.1),
+        group(verdict(9), verdict(6), verdict(1)),
+    )
+    cut = tuple(rollout(sibling, status="finished" if sibling == 1 else "truncated") for sibling in range(3))
+    shares = [
+        batch_metrics([replace(judged, rollouts=cut)], 0, algorithm, mask_truncated=masked)[
+            "train/zero_advantage_share"
+        ]
+        for masked in (False, True)
+    ]
+    assert shares == [0.0, 0.0 if estimator == "grpo" else 1.0]
 
 
 def test_truth_needs_references() -> None:

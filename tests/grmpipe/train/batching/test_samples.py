@@ -239,9 +239,7 @@ def answer(group_id: str, sibling: int, num_tokens: int, *, budget: bool) -> Rol
         sampled = replace(sampled, token_ids=(ids[0], 7, 8, *ids[1:]), logprobs=(logprobs[0], 0.0, 0.0, *logprobs[1:]),
                           versions=spans, inserted=(1, 3))  # fmt: skip
     status = "truncated" if sibling == CUT else "finished"
-    return Rollout(
-        group_id=group_id, sibling=sibling, turns=(Turn(new_ids=(1, 2), completion=sampled),), status=status
-    )  # type: ignore[arg-type]
+    return Rollout(group_id=group_id, sibling=sibling, turns=(Turn(new_ids=(1, 2), completion=sampled),), status=status)  # type: ignore[arg-type]
 
 
 def estimated(

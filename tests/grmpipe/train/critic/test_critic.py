@@ -321,6 +321,36 @@ def test_several_updates_split_the_batch_and_the_version_counts_batches(critic_u
     run(work)
 
 
+def truncated(group: JudgedGroup, *siblings: int) -> JudgedGroup:
+    rollouts = tuple(
+        replace(one, status="truncated") if one.sibling in siblings else one for one in group.rollouts
+    )  # fmt: skip
+    return replace(group, rollouts=rollouts)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_masked_rollout_teaches_neither_policy_nor_critic_and_batches_of_them_count(updates: int) -> None:
+    async def work() -> None:
+        ranks, policy = CriticRanks(), PolicyRanks()
+        algorithm = replace(GAE, updates_per_batch=updates)
+        critic = Critic(CriticLearnerRanks(ranks), CriticConfig(enabled=True), TRAIN, algorithm, 4, mask_truncated=True)
+        trainer = BatchTrainer(LearnerRanks(policy), TRAIN, algorithm, 4, critic, mask_truncated=True)
+        whole, cut = judged(1, 0.25, 1.0), judged(2, -1.0, 0.0)
+        for step, batch in enumerate(
+            [[truncated(whole, 0), truncated(cut, 0, 1)], [truncated(whole, 0, 1), truncated(cut, 0, 1)]]
+        ):
+            for group in batch:
+                await trainer.take(group)
+            metrics = (await trainer.step(batch)).metrics
+            assert (critic.version, policy.calls.count("step")) == (step + 1, (step + 1) * updates)
+            assert metrics.get("train/skipped_updates", 0.0) == (updates - 1 if step == 0 else updates)
+            assert ("critic/return_mean" in metrics) is (step == 0)
+        assert batch_of(ranks) == {11: ([5, 11], [1, 1])}
+        assert np.concatenate([one.token_ids_T[one.loss_mask_E > 0] for one in policy.accumulated]).tolist() == [11, 11]
+
+    run(work)
+
+
 def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
     """k1 of each token is 1 nat: 0.2 remains to be charged at the first, 0.1 at the last."""
 

@@ -65,6 +65,19 @@ def test_the_learning_rate_decays_over_the_run_however_many_updates_a_batch_has(
         assert told[updates][-1] > 0
 
 
+def test_an_update_without_targets_moves_the_version_and_nothing_else(qwen_path: str) -> None:
+    told = []
+    for skips in (0, 1):
+        critic = CriticLearner(spec(qwen_path))
+        for _ in range(2):
+            accumulate(critic, samples(2), WHOLE_BATCH)
+            metrics = critic.step()
+            assert [critic.step() for _ in range(skips)] == [{}] * skips
+        assert critic.version == 2 + 2 * skips
+        told.append(metrics)
+    assert told[0] == told[1]
+
+
 def accumulate(critic: CriticLearner, batch: list[ValueSample], max_tokens: int, rank: int = 0, size: int = 1) -> int:
     """The number of rounds."""
     packer = ValuePacker(max_tokens, size)

@@ -85,6 +85,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         out["refused"] = True
     out["weights_after_refusal"] = weights(learner)
     out["version"] = learner.version
+    out["skipped"] = learner.step(replace(totals, num_loss_tokens=0)), learner.version
     Path(f"{out_dir}/rank{rank}.pkl").write_bytes(pickle.dumps(out))
     torch.distributed.barrier()  # neither leaves while the other waits for it
     # All is written. No teardown, like a killed actor: gloo's threads sometimes abort an orderly exit ("terminate

@@ -341,6 +341,36 @@ def test_several_updates_report_the_tokens_of_all_of_them() -> None:
     assert metrics["train/loss_tokens"] == sum(batch.loss_mask_E.sum() for batch in ranks.accumulated)
 
 
+def test_updates_without_a_trained_token_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Four groups for three updates, of which two, then none, have a rollout that wasn't truncated."""
+    ranks, config = RecordingRanks(), TrainConfig(micro_batch_tokens=1000, groups_per_batch=4)
+
+    async def run() -> list[dict[str, float]]:
+        trainer = BatchTrainer(LearnerRanks(ranks), config, AlgorithmConfig(updates_per_batch=3), mask_truncated=True)
+        told = []
+        for whole in ((2, 3), ()):
+            groups = [judged(number, 0.0, 1.0) for number in (1, 2, 3, 4)]
+            groups = [group if number in whole else cut(group) for number, group in enumerate(groups, 1)]
+            for group in groups:
+                await trainer.take(group)
+            told.append((await trainer.step(groups)).metrics)
+        return told
+
+    some, none = asyncio.run(run())
+    assert ranks.calls.count("step") == 6, "the version of the run counts all of them"
+    assert (some["train/skipped_updates"], none["train/skipped_updates"]) == (1.0, 3.0)
+    assert (some["train/loss_tokens"], none["train/loss_tokens"]) == (12.0, 0.0)
+    trained = {int(token) for batch in ranks.accumulated for token in batch.token_ids_T[batch.places_E] if token > 1}
+    assert trained == {20, 21, 30, 31}, "nothing is computed of what isn't trained"
+    (warning,) = caplog.messages
+    assert warning.startswith("rollout.truncated: every rollout of this batch was truncated")
+
+
+def cut(group: JudgedGroup) -> JudgedGroup:
+    rollouts = tuple(dataclasses.replace(rollout, status="truncated") for rollout in group.rollouts)
+    return dataclasses.replace(group, rollouts=rollouts)
+
+
 def test_attention_to_a_shared_prompt_counts_as_work_of_the_siblings_rank() -> None:
     """Both ranks have 16384 tokens: one a single sample, the other two siblings, which both attend to their prompt."""
     long = PrefixTree.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])

@@ -289,9 +289,29 @@ def test_a_nan_raises_with_its_norm_and_leaves_the_learner_usable(gpt2_path: str
     assert np.isfinite(learner.step(totals)["train/loss"])
 
 
-def test_a_batch_without_trained_tokens_is_refused(gpt2_path: str) -> None:
-    with pytest.raises(ValueError, match="without trained tokens"):
-        make_learner(gpt2_path).step(count([], 0))
+def test_an_update_without_trained_tokens_moves_the_version_and_nothing_else(gpt2_path: str, make_samples) -> None:
+    """Weights, moments and the update after it are those of a learner that never had it."""
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    results = []
+    for skips in (0, 2):
+        learner = make_learner(gpt2_path)
+        for _ in range(2):
+            before, version = weights(learner), learner.version
+            for _ in range(skips):
+                assert learner.step(count([], 0)) == {}
+            assert (weights(learner), learner.version) == (before, version + skips)
+            learner.accumulate(batch)
+            metrics = learner.step(totals)
+        results.append((metrics["train/grad_norm"], weights(learner)))
+    assert results[0] == results[1]
+
+
+def test_an_aggregation_that_divides_by_nothing_is_refused(
+    gpt2_path: str, make_samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "_denominator", lambda learner, totals: 0.0)
+    with pytest.raises(ValueError, match=r"^algorithm\.aggregation: the denominator must be above 0, got 0\.0"):
+        make_learner(gpt2_path).step(count(make_samples(), 0))
 
 
 def test_totals_that_do_not_fit_what_was_accumulated_are_caught(gpt2_path: str, make_samples) -> None:

@@ -261,6 +261,10 @@ def test_every_rank_got_the_rotary_frequencies(one: Run, two: Run, qwen_path: st
         assert rank["rotary_score"] == pytest.approx(plain.tolist(), abs=1e-5)
 
 
+def test_all_ranks_skip_an_update_without_trained_tokens(two: Run) -> None:
+    assert [rank["skipped"] for rank in two.ranks] == [({}, 4), ({}, 4)]
+
+
 def test_a_nan_on_one_rank_stops_all_and_changes_no_weight(two: Run) -> None:
     assert [rank["refused"] for rank in two.ranks] == [True, True]
     assert [rank["version"] for rank in two.ranks] == [3, 3]
