@@ -462,8 +462,8 @@ class TrainingSample:
     teacher: TokenScores | None = field(default=None, compare=False)
 
     def of_completions(self) -> np.ndarray:
-        """[T] bool: the tokens of completions, among which a thinking budget may have inserted some. Rewards, values
-        and advantages have an entry for each of them.
+        """[T] bool: the tokens of completions, among which a thinking budget may have inserted some. A critic's values
+        and the KL in a reward have an entry for each of them.
         """
         found_T = np.zeros(len(self.token_ids), dtype=bool)
         for span in self.versions:

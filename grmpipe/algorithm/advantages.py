@@ -140,7 +140,9 @@ def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     pair.
     """
     outcomes_G, advantages_G = outcomes(group), np.zeros(len(group))
-    trained = [sibling for sibling, rewards in enumerate(group) if rewards.is_trained] or [0]
+    trained = [sibling for sibling, rewards in enumerate(group) if rewards.is_trained]
+    if len(trained) < 2:
+        return over_tokens(group, advantages_G)
     chosen, rejected = max(trained, key=outcomes_G.__getitem__), min(trained, key=outcomes_G.__getitem__)
     if outcomes_G[chosen] - outcomes_G[rejected] > MIN_GROUP_STD:
         beta, margin = algorithm.kl_coefficient, group[chosen].log_ratio - group[rejected].log_ratio

@@ -11,7 +11,8 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import Rollout, Verdict
 from models.types import Completion
 
-Values = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> the critic's values, [N] float64
+# (group_id, sibling) -> the critic's values, [C] float64, by token of its completions
+Values = Mapping[tuple[str, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

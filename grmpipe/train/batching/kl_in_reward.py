@@ -7,7 +7,7 @@ import numpy as np
 from grmpipe.train.batching.packer import MicroBatchRound, PackedLayout
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
-Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by token of its completions
+Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [C] by token of its completions
 
 
 def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:

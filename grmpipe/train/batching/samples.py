@@ -7,14 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from grmpipe.algorithm.advantages import estimate
-from grmpipe.algorithm.rewards import (
-    Rewards,
-    Values,
-    charge_by_token,
-    mark_sampled,
-    place_rewards,
-    shape_rewards,
-)
+from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, mark_sampled, place_rewards, shape_rewards
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
