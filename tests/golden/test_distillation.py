@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.distillation import Taught, distillation_loss, divergence
+from grmpipe.algorithm.objective import TokenLogprobs, distill
+from grmpipe.config.distill import DistillConfig
 
 # Two distributions over four tokens, as log-probs.
 OWN = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
@@ -71,6 +73,12 @@ def test_the_gradient_grows_with_the_disagreement_and_never_ends() -> None:
     taught = Taught(taught_T=torch.ones(4), logprobs_T=-torch.tensor(gaps))
     distillation_loss(current, torch.ones(4), taught, beta=1.0).sum().backward()
     assert current.grad is not None and current.grad.tolist() == pytest.approx(gaps)
+    logprobs = TokenLogprobs(
+        current_T=current, entropy_T=current, old_T=current, sampler_T=current, reference_T=None, ages_T=current,
+        taught=taught,
+    )  # fmt: skip
+    _, _, watched = distill(logprobs, torch.ones(4), DistillConfig(teachers={"default": "teacher"}))
+    assert watched["distill_kl_nats"].tolist() == pytest.approx(gaps), "nor is the metric held"
 
 
 def test_of_tokens_of_another_sampler_the_weighted_mean_gradient_is_that_of_the_reverse_kl() -> None:

@@ -82,6 +82,16 @@ def test_every_file_of_conf_algorithm_sets_its_keys(name: str) -> None:
     assert {key: getattr(algorithm, key) for key in FILES[name]} == FILES[name]
 
 
+def test_tokens_add_up_as_in_the_papers() -> None:
+    """By GSPO, SAPO: a mean over each rollout. By Dr.GRPO, RLOO, DPO: a sum over each. By all others over tokens."""
+    expected = {"gspo": "sequence_mean", "gspo_token": "sequence_mean", "sapo": "sequence_mean"} | dict.fromkeys(
+        ("dr_grpo", "rloo", "dpo"), "constant"
+    )
+    assert {name: AlgorithmConfig(**FILES[name]).aggregation for name in FILES} == {
+        name: expected.get(name, "token_mean") for name in FILES
+    }
+
+
 def test_dapo_charges_half_the_range_of_rewards_for_length() -> None:
     """The paper's rewards are -1 and 1, its penalty -1; here rewards span 1."""
     assert composed("algorithm=dapo").overlong_buffer.penalty == 0.5
