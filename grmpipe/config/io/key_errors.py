@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 import functools
 import re
+import shlex
 import typing
 from collections.abc import Iterator, Sequence
 
 from grmpipe.config.io.field_comments import read_comments
+from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
 from grmpipe.config.run_sections import RunSections
 
@@ -63,6 +65,9 @@ OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
 def explain(error: Exception) -> str:
     """One readable message for an error that Hydra or OmegaConf found while composing."""
+    typed = getattr(error, "override", None)  # what Hydra can't parse: its text doesn't always name it
+    if isinstance(typed, str):
+        return explain_unparsed(typed, str(error).splitlines()[0])
     text = f"{error}\n{error.__cause__ or ''}"
     return next(filter(None, (reading(text) for reading in READINGS)))
 
@@ -204,9 +209,20 @@ def explain_double_choice(text: str) -> str:
     return f"{found[1]}: is already chosen; to choose another type {found[1]}={found[2]}, without +" if found else ""
 
 
-def no_assignment(text: str) -> str:
-    found = re.search(r"Error parsing override '([^']*)'\nmissing EQUAL", text)
-    return f"{found[1]}: is not of the form key=value, as +experiment=quickstart is" if found else ""
+def explain_unparsed(typed: str, said: str) -> str:
+    """The message for an argument that Hydra's grammar can't read, and how to quote it. said: by Hydra."""
+    key, equals, value = typed.partition("=")
+    if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@:$-]+", key):
+        return f"{typed}: is not of the form key=value, as +experiment=quickstart is"
+    if value.lstrip()[:1] in ("[", "{"):
+        return f"{key}: {value} can't be read ({said}); a text with = # ( ) or spaces in it needs quotes of its own"
+    text = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a backslash is one, but before a quote
+    text = re.sub(r"(\\+)$", r"\1\1", text)
+    shown, text = ("its value", "...") if may_be_secret(key) else (value, text)
+    quoted = shlex.quote(f'{key}="{text}"')
+    return (
+        f"{key}: {shown} holds characters that Hydra reads as its own; quote it, within quotes for the shell: {quoted}"
+    )
 
 
 def no_such_member(text: str) -> str:
@@ -290,8 +306,8 @@ def as_it_is(text: str) -> str:
 
 
 READINGS = (
-    no_such_choice, no_such_default, explain_double_choice, no_assignment, no_such_member, not_there_yet,
-    no_single_value, no_such_key, as_it_is,
+    no_such_choice, no_such_default, explain_double_choice, no_such_member, not_there_yet, no_single_value,
+    no_such_key, as_it_is,
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,9 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["experiment=mine"], "to choose mine type +experiment=mine, to name the run experiment_name=mine"),
         (["+experiment=mine"], "walk; to name the run type experiment_name=mine"),
         (["quickstart"], "quickstart: is not of the form key=value, as +experiment=quickstart is"),
+        (["data path=x"], "data path=x: is not of the form key=value, as +experiment=quickstart is"),
+        (["evaluate.prompts={a: x=1.jsonl}"], "a: x=1.jsonl} can't be read (no viable alternative at input '{a: x='); "),
+        (["engine.openai.api_key=a=b"], "engine.openai.api_key: its value holds characters that Hydra reads as its "),
         (["train.lr=1e-4,3e-4"], "add --multirun"),
         (["data.path=${nope}"], "data.path: Interpolation key 'nope' not found"),
     ],
@@ -130,6 +134,14 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
 def test_mistake_is_reported_with_what_to_type_instead(conf: None, overrides: list[str], message: str) -> None:
     said = told(*overrides)
     assert message in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", ["a=b", "a#b", "a(1)", "a[1]", "a{1}", "it's", 'a"b', "Übung", "~/a", 'a\\"b=\\'])
+def test_a_path_that_must_be_quoted_is_named_with_what_to_type(conf: None, path: str) -> None:
+    said = told(f"data.path={path}")
+    assert said.startswith(f"data.path: {path} holds characters that ")
+    (typed,) = shlex.split(said.partition("the shell: ")[2])
+    assert build(compose("config", [typed])).data.path == path
 
 
 def test_no_key_has_the_name_of_a_group_which_would_take_what_is_typed_for_it() -> None:
