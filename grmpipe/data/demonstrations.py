@@ -8,14 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grmpipe.data.prompts import (
-    Row,
-    format_value,
-    parse_message,
-    read_rows,
-    refuse_half_characters,
-    require_text,
-)
+from grmpipe.config.keys.user_code import format_value
+from grmpipe.data.prompts import parse_message, refuse_half_characters, require_text
+from grmpipe.data.rows import Findings, Row, read_rows
 from grmpipe.data.stream import permute
 from grmpipe.types import TrainingSample
 from models.types import Message, VersionSpan
@@ -94,7 +89,10 @@ def load_demonstrations(path: str) -> tuple[Conversation, ...]:
     ValueError names file, line (Parquet: row), field and what was expected.
     """
     file = Path(path)
-    rows = tuple(parse_conversation(row, where) for _, where, row in read_rows(file))
+    findings = Findings(file)
+    fields = ("messages", "prompt", "completion")
+    rows = tuple(parse_conversation(row, where) for _, where, row in read_rows(file, fields, findings))
+    findings.report()
     if not rows:
         raise ValueError(
             f"{file}: holds no demonstrations; a line looks like "

@@ -1,16 +1,16 @@
 """Reads labelled judgement data from files: which response is best, or the score of one. Never guesses a label."""
 
-import json
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grmpipe.data.catalogs import find_catalog
-from grmpipe.data.labelled_schemas import EXAMPLES, LabelledRow, read_labels
-from grmpipe.data.prompts import Row, format_value, list_texts, read_rows, refuse_half_characters
-from grmpipe.types import Labelled
+from grmpipe.data.labelled_schemas import EXAMPLES, FIELDS, LabelledRow, read_labels
+from grmpipe.data.prompts import list_texts, refuse_half_characters, restore
+from grmpipe.data.rows import Findings, read_rows
+from grmpipe.types import Labelled, RankedResponses
+from models.types import Message
 
-log = logging.getLogger(__name__)
+WHOLE = ("reference", "item_id", "source", "subset", "best")  # whole numbers among them are never floats
 
 
 def load_labelled(
@@ -42,8 +42,9 @@ def load_labelled(
     Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3, RM-Bench. Only on other
     projects' readers: PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties)
     becomes one item per right answer against all wrong ones, which isn't the benchmark's own measure of ties. Rows
-    without a winner are left out, and counted in the log. If the best comes first by convention (chosen, rejected), its
-    place is chosen by the item's id, so that a judge with a bias for the first place gains nothing.
+    without a winner are left out, and so are items whose best text equals another one, which no judge can find; one
+    line of the log counts them. If the best comes first by convention (chosen, rejected), its place is chosen by the
+    item's id, so that a judge with a bias for the first place gains nothing.
 
     ValueError names file, line (Parquet: row, an array: item), field and what was expected.
     """
@@ -51,27 +52,35 @@ def load_labelled(
     if catalog is not None:
         return catalog.make_labelled(path, num_tiny, seed)
     file = Path(path)
-    items = read_items(file, scale)
+    findings = Findings(file)
+    items = list(read_items(file, scale, findings))
     if not items:
-        raise ValueError(f"{file}: holds no labelled items; {EXAMPLES}")
+        raise ValueError(f"{file}: holds no labelled items; {str(findings) or EXAMPLES}")
     refuse_duplicates(file, items)
+    note_doubled(items, findings)
+    findings.report()
     return tuple(items)
 
 
-def read_items(file: Path, scale: tuple[int, int]) -> list[Labelled]:
-    """The items of a file. Rows without a winner are counted in the log."""
-    items: list[Labelled] = []
-    num_undecided = 0
-    for number, where, row in read_labelled_rows(file):
-        row = {field: value for field, value in row.items() if value is not None}
+def read_items(file: Path, scale: tuple[int, int], findings: Findings) -> Iterator[Labelled]:
+    """The items of a file, without those that have no winner."""
+    for number, where, row in read_rows(file, FIELDS, findings, arrays=True):
+        row = restore(row, WHOLE, where, findings)
         found = read_labels(LabelledRow(fields=row, where=where, name=f"{file.name}:{number}", scale=scale))
+        if not found:
+            findings.add("rows have no winner and are left out", where)
         for item in found:
             refuse_half_characters(texts_of_item(item), where)
-        items += found
-        num_undecided += not found
-    if num_undecided:
-        log.warning("%s: %d rows have no winner and are left out; %d items remain", file, num_undecided, len(items))
-    return items
+            if isinstance(item, RankedResponses) and has_twin(item):
+                findings.add("items are left out whose best text equals another one", where)
+            else:
+                yield item
+
+
+def has_twin(item: RankedResponses) -> bool:
+    """Whether the best text is there twice, but for white space around it."""
+    texts = [text.strip() for text in item.responses]
+    return texts.count(texts[item.best]) > 1
 
 
 def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
@@ -81,26 +90,21 @@ def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
     yield from ((f"response {index}", response) for index, response in enumerate(item.responses))
 
 
-def read_labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
-    """Like the rows of prompts, and also rows of a .json file that is one array, as in RMB."""
-    if file.suffix != ".json":
-        yield from read_rows(file)
-        return
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: can't be read as JSON ({error})") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{file}: expected an array of objects, got {format_value(rows)}; JSON Lines are named .jsonl")
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, item {number}: expected an object, got {format_value(row)}")
-        yield number, f"{file}, item {number}", row
-
-
 def refuse_duplicates(file: Path, items: Sequence[Labelled]) -> None:
     seen: set[str] = set()
     for item in items:
         if item.item_id in seen:
             raise ValueError(f"{file}: item_id {item.item_id!r} occurs twice; give each item a different one, or none")
         seen.add(item.item_id)
+
+
+def note_doubled(items: Sequence[Labelled], findings: Findings) -> None:
+    """Count items on the texts of an earlier one. They stay: people who label a text twice may differ."""
+    labels: dict[tuple[tuple[Message, ...], frozenset[str]], str | int] = {}
+    for item in items:
+        label = item.responses[item.best] if isinstance(item, RankedResponses) else item.score
+        key = item.prompt.messages, frozenset(item.responses)
+        if key in labels:
+            words = "and its label" if labels[key] == label else "but another label"
+            findings.add(f"items have the texts of an earlier one {words}", item.item_id)
+        labels.setdefault(key, label)

@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.data.prompts import Row, format_value, parse_messages, parse_reference, parse_text
+from grmpipe.config.keys.user_code import format_value
+from grmpipe.data.prompts import parse_messages, parse_reference, parse_text
+from grmpipe.data.rows import Row
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
 
 HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
@@ -106,7 +108,7 @@ def read_ranked(row: LabelledRow) -> Sequence[Labelled]:
 
 def read_scored(row: LabelledRow) -> Sequence[Labelled]:
     score, (low, high) = row.fields["score"], row.scale
-    if not isinstance(score, int | float) or not is_number(score) or score != int(score) or not low <= score <= high:
+    if not isinstance(score, int | float) or not is_number(score) or not low <= score <= high or score != int(score):
         raise row.wrong("score", f"a whole number from {low} to {high}", score)
     prompt, response = row.own_prompt(), row.text("response")
     return [
@@ -246,7 +248,7 @@ def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
 def read_truth(score: object, row: LabelledRow) -> float:
     """Whether a response is right, as a number: PPE gives a number or a boolean, or a list of one."""
     value = score[0] if isinstance(score, list) and score else score
-    if not isinstance(value, bool | int | float):
+    if not isinstance(value, bool | int | float) or value != value:
         raise row.wrong("scores", "numbers or booleans", score)
     return float(value)
 
@@ -278,7 +280,7 @@ def rmb(row: LabelledRow, answers: Mapping[str, object]) -> Sequence[Labelled]:
 
 def help_steer(row: LabelledRow) -> Sequence[Labelled]:
     rating, (worst, best), (low, high) = row.fields["helpfulness"], HELPFULNESS, row.scale
-    if not isinstance(rating, int | float) or not worst <= rating <= best:
+    if not isinstance(rating, int | float) or not is_number(rating) or not worst <= rating <= best:
         raise row.wrong("helpfulness", f"a number from {worst} to {best}", rating)
     score = round(low + (rating - worst) / (best - worst) * (high - low))
     return [ScoredResponse(item_id=row.name, prompt=row.prompt(), response=row.text("response"), score=score)]
@@ -306,6 +308,11 @@ SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("preference between chats", frozenset({"chosen", "rejected"}), chat_pair),
     ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer),
 )
+FIELDS = frozenset().union(  # that a schema may read
+    *(fields for _, fields, _ in SCHEMAS), {"messages", "reference", "item_id", "subset", "source", "category_path"}
+)
+# The schemas that most people mean, if a row has no field of any.
+USUAL = ("RewardBench", "grmpipe ranked")
 EXAMPLES = (
     'a line looks like {"prompt": "6 x 7?", "responses": ["42", "43"], "best": 0} '
     'or {"prompt": "6 x 7?", "response": "43", "score": 1}'
@@ -320,8 +327,10 @@ def read_labels(row: LabelledRow) -> Sequence[Labelled]:
     for _, fields, read in SCHEMAS:
         if fields <= known:
             return read(row)
-    name, fields, _ = max(SCHEMAS, key=lambda schema: len(schema[1] & known) / len(schema[1]))
+    by_likeness = sorted(SCHEMAS, key=lambda one: (-len(one[1] & known) / len(one[1]), one[0] not in USUAL))
+    lacking = (f"to be read as {name} it lacks {', '.join(sorted(fields - known))}" for name, fields, _ in by_likeness)
     raise ValueError(
-        f"{row.where}: {', '.join(sorted(fields - known))}: missing, to be read as {name}; its fields: "
-        f"{', '.join(known) or 'none'}; {EXAMPLES}; known schemas: {', '.join(name for name, _, _ in SCHEMAS)}"
+        f"{row.where}: its fields ({', '.join(known) or 'none'}) are no known kind of labels: {next(lacking)}; "
+        f"{next(lacking)}; rename its columns, or add them; {EXAMPLES}; known schemas: "
+        f"{', '.join(name for name, _, _ in SCHEMAS)}"
     )

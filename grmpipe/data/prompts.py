@@ -1,17 +1,21 @@
-"""Reads prompts from files: JSON Lines or Parquet; or generated problems. Never repairs a row; says what is wrong."""
+"""Reads prompts from files: JSON Lines or Parquet; or generated problems. Puts right what has one meaning only, and
+says so; says what is wrong with the rest.
+"""
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.catalogs import find_catalog, is_made
+from grmpipe.data.rows import Findings, Row, parse_json, read_rows
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 ROLES = ("system", "user", "assistant")
 FIELDS = ("messages", "prompt", "reference", "rubric", "info", "prompt_id", "source")
-Row = dict[str, object]
+VERLS = ("data_source", "reward_model", "ground_truth", "extra_info")  # fields that verl's functions are given
+WHOLE = ("reference", "ground_truth", "prompt_id", "source")  # whole numbers among them are never floats
+EXACT = 2**53  # from here on a float has lost the last digits of a whole number
 
 
 def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:
@@ -20,21 +24,24 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     A row has `prompt`, a text or messages (a list of {role, content}, which `messages` may hold instead), and may have
     `reference` (a text or a number), `rubric` (a list of criteria: texts, or {text, weight}), `info` (an object for the
     environment), `prompt_id` and `source`; further columns are kept for reward functions. In verl's files the reference
-    is `reward_model.ground_truth`, the source `data_source`. ValueError names file, line (Parquet: row), field and what
-    was expected.
+    is `reward_model.ground_truth`, the source `data_source`. A whole number that a file has as a float, as pandas makes
+    it in a column with gaps, is the integer, and an empty reference is none; one line of the log counts them.
+
+    ValueError names file, line (Parquet: row), field and what was expected.
     """
     catalog = find_catalog(path)
     if catalog is not None:
         return catalog.make_prompts(path, num_tiny_prompts, seed)
     file = Path(path)
-    prompts = tuple(
-        parse_prompt(row, where, make_id(row, where, file, number)) for number, where, row in read_rows(file)
-    )
+    findings = Findings(file)
+    prompts = tuple(prompt for _, prompt in read_prompts(file, findings))
     if not prompts:
         raise ValueError(
             f"{file}: holds no prompts; a line looks like " + '{"prompt": "What is 6 x 7?", "reference": 42}'
         )
     refuse_duplicates(file, prompts)
+    note_doubled(prompts, findings)
+    findings.report()
     return prompts
 
 
@@ -43,12 +50,14 @@ def find_place(path: str, prompt: Prompt) -> str:
     file = Path(path)
     if is_made(path):
         return f"{path}, {prompt.prompt_id}"
-    known = (where for number, where, row in read_rows(file) if make_id(row, where, file, number) == prompt.prompt_id)
+    known = (where for where, found in read_prompts(file, Findings(file)) if found.prompt_id == prompt.prompt_id)
     return next(known, f"{path}, {prompt.prompt_id}")
 
 
-def make_id(row: Row, where: str, file: Path, number: int) -> str:
-    return parse_text(row, "prompt_id", where, f"{file.name}:{number}")
+def read_prompts(file: Path, findings: Findings) -> Iterator[tuple[str, Prompt]]:
+    """The prompts of a file, each with its place in words."""
+    for number, where, row in read_rows(file, (*FIELDS, *VERLS), findings):
+        yield where, parse_prompt(row, where, f"{file.name}:{number}", findings)
 
 
 def disjoint(train: Sequence[Prompt], held_out: Iterable[Prompt]) -> tuple[tuple[Prompt, ...], int]:
@@ -65,57 +74,17 @@ def identify_prompt(prompt: Prompt) -> tuple[tuple[str, str], ...]:
     return tuple((message.role, " ".join(message.content.casefold().split())) for message in prompt.messages)
 
 
-def read_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
-    """The number, place in words, and columns of each row. Blank lines of JSON Lines are skipped, but counted."""
-    readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows}
-    if file.suffix not in readers:
-        raise ValueError(f"{file}: unknown kind of file {file.suffix!r}; give .jsonl or .parquet, or tiny://train")
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file; a relative path starts at {Path.cwd()}")
-    return readers[file.suffix](file)
-
-
-def jsonl_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
-            if line.strip():
-                yield number, where, json_object(line, where)
-
-
-def json_object(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON in UTF-8 ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, got {format_value(row)}")
-    return row
-
-
-def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(file)
-    except pa.ArrowException as error:
-        raise ValueError(f"{file}: can't be read as Parquet ({error})") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield number, f"{file}, row {number}", row
-
-
-def parse_prompt(row: Row, where: str, prompt_id: str) -> Prompt:
-    """The prompt of a row. A null is a missing field: Parquet has the columns of all rows in each."""
-    row = {field: value for field, value in row.items() if value is not None}
+def parse_prompt(row: Row, where: str, name: str, findings: Findings) -> Prompt:
+    """The prompt of a row. name: its id, if the row gives none."""
+    row = restore(row, WHOLE, where, findings)
     data_source = row.get("data_source")  # verl's name
     prompt = Prompt(
-        prompt_id=prompt_id,
+        prompt_id=parse_text(row, "prompt_id", where, name),
         messages=parse_messages(row, where),
         source=parse_text(row, "source", where, data_source if isinstance(data_source, str) else ""),
         reference=parse_reference(row, where),
         rubric=parse_rubric(row, where),
-        info=parse_info(row, where),
+        info=parse_info(row, where, findings),
         columns={name: value for name, value in row.items() if name not in FIELDS},
         is_chat=not isinstance(row.get("prompt"), str),
     )
@@ -179,9 +148,50 @@ def find_ground_truth(columns: Mapping[str, object]) -> object:
     return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
 
 
+def restore(row: Row, fields: Collection[str], where: str, findings: Findings) -> Row:
+    """The row without nulls, and with these fields and verl's ground truth as they were meant: integers that the file
+    has as floats, as pandas makes them in a column with gaps; an empty reference is none.
+
+    A null is a missing field: Parquet has the columns of all rows in each.
+    """
+    made = {field: value for field, value in row.items() if value is not None}
+    for field in fields:
+        if field in made:
+            made[field] = restore_integers(made[field], field, where, findings)
+    if isinstance(reward_model := made.get("reward_model"), dict) and "ground_truth" in reward_model:
+        truth = restore_integers(reward_model["ground_truth"], "reward_model.ground_truth", where, findings)
+        made["reward_model"] = {**reward_model, "ground_truth": truth}
+    if is_blank(made.get("reference")):
+        findings.add("references are empty, and count as none", where)
+        del made["reference"]
+    return made
+
+
+def restore_integers(value: object, field: str, where: str, findings: Findings) -> object:
+    """The value, or a list of them, with whole numbers as integers. Raises ValueError from 2^53 on, where a float may
+    differ from what was saved.
+    """
+    if isinstance(value, list):
+        return [restore_integers(one, field, where, findings) for one in value]
+    if not isinstance(value, float) or not value.is_integer():
+        return value
+    if abs(value) >= EXACT:
+        raise ValueError(
+            f"{where}: {field}: {value!r} is a float, which has lost the last digits of so large a whole number; save "
+            f"{field} as integers or text"
+        )
+    findings.add(f"values of {field} are whole numbers saved as floats (42.0), and are read as integers (42)", where)
+    return int(value)
+
+
+def is_blank(value: object) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
 def parse_reference(row: Row, where: str) -> str | None:
     truth = find_ground_truth(row)
-    reference = row.get("reference", truth if isinstance(truth, str) or type(truth) in (int, float) else None)
+    is_usable = (isinstance(truth, str) and not is_blank(truth)) or type(truth) in (int, float)
+    reference = row.get("reference", truth if is_usable else None)
     if reference is None or isinstance(reference, str):
         return reference
     if isinstance(reference, bool) or not isinstance(reference, int | float) or reference - reference != 0:
@@ -198,14 +208,11 @@ def parse_rubric(row: Row, where: str) -> tuple[Criterion, ...]:
     return tuple(parse_criterion(criterion, f"{where}: rubric[{index}]") for index, criterion in enumerate(rubric))
 
 
-def parse_info(row: Row, where: str) -> Mapping[str, object]:
+def parse_info(row: Row, where: str, findings: Findings) -> Mapping[str, object]:
     """A JSON object, or its text: Parquet gives the objects of a column all keys of any of them."""
     info = row.get("info", {})
     if isinstance(info, str):
-        try:
-            info = json.loads(info)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: info: expected a JSON object, got a text that is no JSON ({error})") from error
+        info = parse_json(info, f"{where}: info", findings)
     if not isinstance(info, dict):
         raise ValueError(
             f"{where}: info: expected a JSON object, which the environment reads, got {format_value(info)}"
@@ -216,10 +223,13 @@ def parse_info(row: Row, where: str) -> Mapping[str, object]:
 def parse_criterion(criterion: object, where: str) -> Criterion:
     if not isinstance(criterion, dict):
         return Criterion(text=require_text(criterion, where))
-    weight = criterion.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ValueError(f"{where}.weight: expected a number above 0, got {format_value(weight)}")
-    return Criterion(text=require_text(criterion.get("text"), f"{where}.text"), weight=float(weight))
+    given = (
+        1.0 if (given := criterion.get("weight")) is None else given
+    )  # Parquet has the fields of all criteria in each
+    weight = None if isinstance(given, bool) else to_number(given)
+    if weight is None or weight <= 0:
+        raise ValueError(f"{where}.weight: expected a number above 0, got {format_value(given)}")
+    return Criterion(text=require_text(criterion.get("text"), f"{where}.text"), weight=weight)
 
 
 def parse_text(row: Row, field: str, where: str, default: str) -> str:
@@ -248,6 +258,11 @@ def refuse_duplicates(file: Path, prompts: Sequence[Prompt]) -> None:
         first_place[prompt.prompt_id] = place
 
 
-def format_value(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def note_doubled(prompts: Sequence[Prompt], findings: Findings) -> None:
+    """Count prompts that ask what an earlier one asks. They stay: a file may repeat rows to give them weight."""
+    asked: dict[tuple[Message, ...], Prompt] = {}
+    for prompt in prompts:
+        first = asked.setdefault(prompt.messages, prompt)
+        if first is not prompt and first.info == prompt.info:
+            words = "and its reference" if first.reference == prompt.reference else "but another reference"
+            findings.add(f"prompts have the messages of an earlier one {words}", prompt.prompt_id)

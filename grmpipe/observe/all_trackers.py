@@ -37,6 +37,11 @@ class AllTrackers:
     def failures(self) -> Counter[str]:
         return self._guard.failures
 
+    @property
+    def causes(self) -> Mapping[str, str]:
+        """The first failure of each, in words."""
+        return self._guard.causes
+
     def open(self, name: str, opened: Callable[[], Tracker]) -> None:
         """Add a tracker; one that can't be opened is left out."""
         with self._guard.watch(name):

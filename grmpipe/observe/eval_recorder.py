@@ -51,12 +51,12 @@ class EvalRecorder:
     `marks` is where the last complete evaluation ended: a resume repeats what comes after it.
     """
 
-    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False) -> None:
-        """compact: pack the numbers of answers and judgements."""
+    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False, guard: Guard | None = None) -> None:
+        """compact: pack the numbers of answers and judgements. guard: of all journals of the run."""
         self._compact = compact
         self._rollouts = Journal(run_dir / EVAL_ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / EVAL_JUDGEMENTS, run_id=run_id)
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self.failures = self._guard.failures
         self.marks = {EVAL_ROLLOUTS: Mark(), EVAL_JUDGEMENTS: Mark()}
 

@@ -9,10 +9,13 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """`with guard.watch("wandb"): ...` swallows exceptions. `failures` counts them by observer."""
+    """`with guard.watch("wandb"): ...` swallows exceptions. `failures` counts them by observer, `causes` has the first
+    one of each, in words.
+    """
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
+        self.causes: dict[str, str] = {}
         self._logged: set[tuple[str, type[Exception], object]] = set()
 
     def watch(self, observer: str) -> AbstractContextManager[None]:
@@ -21,6 +24,7 @@ class Guard:
     def note(self, observer: str, error: Exception) -> None:
         """Count an error, and log the first of its kind."""
         self.failures[observer] += 1
+        self.causes.setdefault(observer, str(error) or type(error).__name__)
         # By type and errno, not by message: a message with the step in it would fill the log.
         cause = (observer, type(error), getattr(error, "errno", None))
         if cause not in self._logged:

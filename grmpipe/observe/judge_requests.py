@@ -110,9 +110,9 @@ class RequestJournal:
     outlives a kill of the process. An error of the disk surfaces nowhere; `failures` counts it, and the totals hold.
     """
 
-    def __init__(self, run_dir: Path, run_id: str = "") -> None:
+    def __init__(self, run_dir: Path, run_id: str = "", guard: Guard | None = None) -> None:
         self._journal = Journal(run_dir / JUDGE_REQUESTS, run_id=run_id, checked=False)
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self.failures = self._guard.failures
         self.totals = RequestTotals()
         with self._guard.watch(JUDGE_REQUESTS):

@@ -28,7 +28,8 @@ def plain(value: object) -> object:
 
 
 def json_bytes(record: Mapping[str, object], *, strict: bool = False) -> bytes:
-    """One line of JSON in UTF-8, several times as fast as json.dumps. Raises TypeError for a type that JSON lacks.
+    """One line of JSON in UTF-8, several times as fast as json.dumps. Raises TypeError that begins with the place of a
+    value that can't be written, as in `prompt.info.image`.
 
     Half of a surrogate pair, which byte-level models sample, becomes a JSON escape. NaN and infinities are written as
     Python's json does; strict: as null, for other readers, and types that JSON lacks as their text.
@@ -36,5 +37,22 @@ def json_bytes(record: Mapping[str, object], *, strict: bool = False) -> bytes:
     try:
         return to_json(record, inf_nan_mode="null" if strict else "constants")
     except PydanticSerializationError:
-        text = json.dumps(plain(record) if strict else record, ensure_ascii=False, separators=(",", ":"))
+        try:
+            text = json.dumps(plain(record) if strict else record, ensure_ascii=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(find_unwritable(record) or str(error)) from error
         return text.encode("utf-8", "backslashreplace")
+
+
+def find_unwritable(value: object, place: str = "", depth: int = 0) -> str:
+    """The place of the first value that JSON has nothing for, and what it is; empty if there is none."""
+    if depth > 100:
+        return f"{place[:100]}..: lists or objects that are nested too deeply, or in themselves"
+    if isinstance(value, Mapping):
+        entries = {f"{place}.{key}".lstrip("."): one for key, one in value.items()}
+    elif isinstance(value, list | tuple):
+        entries = {f"{place}[{index}]": one for index, one in enumerate(value)}
+    else:
+        is_known = value is None or isinstance(value, str | int | float)
+        return "" if is_known else f"{place}: a {type(value).__name__}, which JSON has nothing for"
+    return next(filter(None, (find_unwritable(one, inner, depth + 1) for inner, one in entries.items())), "")

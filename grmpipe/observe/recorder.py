@@ -29,8 +29,8 @@ class Recorder:
     `marks` is where the first lines of groups in flight begin: a resume reads from there.
     """
 
-    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False) -> None:
-        """compact: pack the numbers of rollouts and judgements."""
+    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False, guard: Guard | None = None) -> None:
+        """compact: pack the numbers of rollouts and judgements. guard: of all journals of the run."""
         self._compact = compact
         self._rollouts = Journal(run_dir / ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / JUDGEMENTS, run_id=run_id)
@@ -38,7 +38,7 @@ class Recorder:
         self._trained = Journal(run_dir / TRAINED, run_id=run_id)
         self._begins: dict[str, dict[str, Mark]] = {ROLLOUTS: {}, JUDGEMENTS: {}}  # journal -> group_id -> mark
         self._unwritten: set[tuple[str, int]] = set()  # group_id and sibling, of groups in flight
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self.failures = self._guard.failures
 
     def marks(self) -> dict[str, Mark]:
@@ -78,6 +78,7 @@ class Recorder:
     def record_verdict(self, rollout: Rollout, report: JudgeReport) -> None:
         if (rollout.group_id, rollout.sibling) in self._unwritten:
             self.failures[JUDGEMENTS] += 1
+            self._guard.causes.setdefault(JUDGEMENTS, f"its rollout could not be written to {ROLLOUTS}")
             return
         with self._guard.watch(self._judgements.path.name):
             who = {"group_id": rollout.group_id, "sibling": rollout.sibling}

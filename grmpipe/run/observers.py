@@ -13,12 +13,13 @@ from grmpipe.config.io.resolve_config import fill_sections
 from grmpipe.config.io.resume_rules import free_on_resume
 from grmpipe.config.io.secrets import without_secrets
 from grmpipe.config.keys.entry_names import GRM
-from grmpipe.config.keys.redact import redact
+from grmpipe.config.keys.redact import environment_secrets, mask, redact
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.console_metrics import ONE_JUDGE, SEVERAL_JUDGES, describe_run_signal
 from grmpipe.observe.eval_recorder import EvalRecorder
+from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
@@ -104,6 +105,7 @@ class Observers:
 
     trackers: AllTrackers
     metrics: JsonlSink
+    journal_guard: Guard  # counts the lines that journals lost, by file
     recorder: Recorder
     begun: BegunRollouts
     evaluations: EvalRecorder
@@ -122,7 +124,7 @@ class Observers:
         console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
         libraries = [row.library for row in config.tracking.chosen.values()]
         setup_logging(run_dir, console.console if console else None, libraries)
-        run_id, compact = read_run_id(run_dir), config.journals.compact
+        run_id, compact, guard = read_run_id(run_dir), config.journals.compact, Guard()
         metrics = JsonlSink(run_dir / METRICS, run_id)
         shown_steps: dict[str, Tracker] = {"console": console} if console and gauges else {}
         trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | shown_steps)
@@ -130,10 +132,11 @@ class Observers:
         return Observers(
             trackers=trackers,
             metrics=metrics,
-            recorder=Recorder(run_dir, run_id, compact=compact),
-            begun=BegunRollouts(run_dir, run_id, compact=compact),
-            evaluations=EvalRecorder(run_dir, run_id, compact=compact),
-            requests=RequestJournal(run_dir, run_id),
+            journal_guard=guard,
+            recorder=Recorder(run_dir, run_id, compact=compact, guard=guard),
+            begun=BegunRollouts(run_dir, run_id, compact=compact, guard=guard),
+            evaluations=EvalRecorder(run_dir, run_id, compact=compact, guard=guard),
+            requests=RequestJournal(run_dir, run_id, guard),
             timeline=Timeline(run_dir / "timeline.json", run_id),
             console=console,
             progress=Progress(console.console if console else None),
@@ -158,8 +161,16 @@ class Observers:
     def journal_failures(self) -> dict[str, int]:
         """File -> lines that this process could not write. A resume or a replay lacks them."""
         metrics = {name: count for name, count in self.trackers.failures.items() if name == METRICS}
-        journals = self.recorder, self.begun, self.evaluations, self.requests
-        return dict(sum((journal.failures for journal in journals), Counter(metrics)))
+        return metrics | self.journal_guard.failures
+
+    def describe_lost_lines(self) -> list[str]:
+        """An alarm for each file of `journal_failures`, with its first cause, without secrets."""
+        causes, secrets = {**self.trackers.causes, **self.journal_guard.causes}, environment_secrets()
+        return [
+            f"{count} lines of {name} could not be written: a resume or a replay will miss them. The first one: "
+            f"{mask(causes[name], secrets)}"
+            for name, count in self.journal_failures.items()
+        ]
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
         """Write the report; show some rollouts with their critiques, the bottleneck, groups without a signal, the
@@ -179,8 +190,8 @@ class Observers:
                 self.console.remark("no signal", signal)
             for text in requests:
                 self.console.remark("requests", text, "dim")
-            for name, count in self.journal_failures.items():
-                self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
+            for text in self.describe_lost_lines():
+                self.console.alarm(text)
             for name, count in (self.trackers.failures - Counter(self.journal_failures)).items():
                 self.console.alarm(f"{count} calls of the tracker {name} failed; run.log says why")
             self.console.print_files(

@@ -148,7 +148,7 @@ async def run_in_directory(
         restarts = Restarts(checkpoints, config.slots.health.max_replacements)
         state = load_state(resumed) if resumed else BEGINNING
         (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
-        unwritten = Counter[str]()  # lines, by journal
+        unwritten, alarms = Counter[str](), list[str]()  # lines, by journal
         while True:
             context = RunContext.open(config, checkpoints, resumed, state, gauges=make_run.is_policy_run)
             context = replace(context, watcher=watcher or RunWatcher(), is_restart=restarts.were_made)
@@ -163,7 +163,9 @@ async def run_in_directory(
             finally:
                 context.observers.close()
                 unwritten.update(context.observers.journal_failures)
-            return write_end(replace(summary, journal_failures=dict(unwritten)), run)
+                alarms += context.observers.describe_lost_lines()
+            summary = replace(summary, alarms=(*summary.alarms, *alarms), journal_failures=dict(unwritten))
+            return write_end(summary, run)
 
 
 def write_end(summary: Summary, run: Run[P]) -> Summary:

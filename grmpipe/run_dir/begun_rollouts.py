@@ -31,13 +31,13 @@ class BegunRollouts:
     counts the lines that are missing.
     """
 
-    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False) -> None:
-        """compact: pack the numbers."""
+    def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False, guard: Guard | None = None) -> None:
+        """compact: pack the numbers. guard: of all journals of the run."""
         self._folder = run_dir / IN_FLIGHT
         self._run_id = run_id
         self._compact = compact
         self._kept: dict[str, BegunRollout] = {}
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self.failures = self._guard.failures
 
     def restore(self, state: PipelineState, groups: Mapping[int, RecoveredGroup]) -> dict[int, RecoveredGroup]:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.keys.user_code import UserCodeError, call_guarded
+from grmpipe.config.keys.user_code import UserCodeError, call_guarded, format_value
 from grmpipe.judge.kinds.reward_function import GivenReward, reward_function
 from grmpipe.judge.pointwise_adapter import HandOver
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
@@ -39,6 +39,7 @@ class FunctionJudge:
         self._scale = config.scale
         self._timeout_s = config.limits.timeout_s
         self._has_failed = False
+        self._left_out: set[str] = set()  # of its dicts, named to the user
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
         return HandOver(lambda rollouts, priority: self._judge(prompt, rollouts), size if self._by_group else 1)
@@ -66,6 +67,13 @@ class FunctionJudge:
                 return one.read(given, len(rollouts))
 
     def _report(self, given: GivenReward, prompt: Prompt, rollout: Rollout) -> JudgeReport:
+        if new := {name: value for name, value in given.left_out.items() if name not in self._left_out}:
+            self._left_out |= new.keys()
+            shown = ", ".join(f"{name} = {format_value(value)}" for name, value in new.items())
+            log.warning(
+                "%s returned %s, which no journal keeps: beside the reward only finite numbers are recorded",
+                self.function.owner, shown,
+            )  # fmt: skip
         if given.reward is None:
             return self._failed("abstained", f"{self.function.owner} returned None", prompt)
         reward = score = given.reward

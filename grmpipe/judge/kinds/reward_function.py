@@ -28,10 +28,13 @@ RETURN = "return a number, True or False, None for no verdict, or a dict with `r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenReward:
-    """What a function says of a response. reward: None for no verdict. metrics: its further numbers, by name."""
+    """What a function says of a response. reward: None for no verdict. metrics: its further numbers, by name.
+    left_out: what else its dict held, such as texts and NaN, by name: a verdict has numbers only.
+    """
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +154,8 @@ def read_reward(given: object) -> GivenReward:
         raise BadValueError(f"returned {format_value(given)}, a dict without {' or '.join(REWARD_KEYS)}; {RETURN}")
     numbers = {str(name): to_number(value) for name, value in given.items() if name != key}
     metrics = {name: number for name, number in numbers.items() if number is not None}
-    return GivenReward(reward=None if given[key] is None else reward_in(given[key]), metrics=metrics)
+    left_out = {str(name): value for name, value in given.items() if numbers.get(str(name), 0) is None is not value}
+    return GivenReward(reward=None if given[key] is None else reward_in(given[key]), metrics=metrics, left_out=left_out)
 
 
 def reward_in(value: object) -> float:

@@ -85,7 +85,9 @@ def make_features(
             CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
             JournalSize(run_dir, config.journals, config.seed, observers.recorder),
-            WatchingJudges(make_watchers(prepared, running), run_dir, config.seed, read_run_id(run_dir)),
+            WatchingJudges(
+                make_watchers(prepared, running), run_dir, config.seed, read_run_id(run_dir), observers.journal_guard
+            ),
             judge_monitor,  # the last: its limits are on any metric
         ),
         periodic_eval=periodic_eval,

@@ -134,11 +134,13 @@ class WatchingJudges(RunFeature):
 
     name = "watching"
 
-    def __init__(self, watchers: Sequence[Watcher], run_dir: Path, seed: int, run_id: str = "") -> None:
+    def __init__(
+        self, watchers: Sequence[Watcher], run_dir: Path, seed: int, run_id: str = "", guard: Guard | None = None
+    ) -> None:
         self._watchers = {watcher.name: watcher for watcher in watchers}
         self._seed = seed
         self._journal = Journal(run_dir / WATCHED, run_id=run_id)
-        self._guard = Guard()
+        self._guard = guard or Guard()
         self._queues: dict[str, asyncio.Queue[tuple[int, JudgedGroup]]] = {}
         self._workers: list[asyncio.Task[None]] = []
         self._total = dict.fromkeys(self._watchers, WatchCounts())

@@ -199,7 +199,16 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ({"prompt": "?", "response": "a", "score": 11}, "score: expected a whole number from 1 to 10, got 11"),
         ({"prompt": "?", "response": "a", "score": 2.5}, "score: expected a whole number"),
         ({"prompt": "?"}, "known schemas: RMB best of n, RMB pairs, HelpSteer3 preference, HelpSteer2 "),
-        ({"prompt": "?", "chosen": "a"}, "line 2: rejected: missing, to be read as RewardBench"),
+        (
+            {"prompt": "?", "chosen": "a"},
+            "line 2: its fields (prompt, chosen) are no known kind of labels: to be read as RewardBench it lacks "
+            "rejected; ",
+        ),
+        (
+            {"instruction": "?", "good": "a", "bad": "b"},
+            "(instruction, good, bad) are no known kind of labels: to be read as grmpipe ranked it lacks best, "
+            "responses; to be read as RewardBench it lacks chosen, prompt, rejected; rename its columns",
+        ),
         ({"question": "?", "response_A": "a", "response_B": "b", "label": "A=B"}, "label: expected one of A>B, B>A"),
         ({"prompt": "?", "response_1": "a", "response_2": "b", "winner": "b"}, "winner: expected model_a, model_b"),
         ({"conversation_input": [], "chosen": {"answer": "a"}, "reject": {"answer": "b"}}, "field conversation_input"),
