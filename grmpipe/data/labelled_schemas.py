@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.config.keys.user_code import format_value
+from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.prompts import parse_messages, parse_reference, parse_text
 from grmpipe.data.rows import Row
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
@@ -247,10 +247,9 @@ def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
 
 def read_truth(score: object, row: LabelledRow) -> float:
     """Whether a response is right, as a number: PPE gives a number or a boolean, or a list of one."""
-    value = score[0] if isinstance(score, list) and score else score
-    if not isinstance(value, bool | int | float) or value != value:
+    if (truth := to_number(score[0] if isinstance(score, list) and score else score)) is None:
         raise row.wrong("scores", "numbers or booleans", score)
-    return float(value)
+    return truth
 
 
 def rmb_pair(row: LabelledRow) -> Sequence[Labelled]:

@@ -110,7 +110,7 @@ def parse_json(text: bytes | str, where: str, findings: Findings) -> object:
         value = json.loads(decoded, object_pairs_hook=to_object)
     except (ValueError, RecursionError) as error:  # ValueError: also of a number with more digits than Python reads
         raise ValueError(f"{where}: not JSON{' in UTF-8' if isinstance(text, bytes) else ''} ({error})") from error
-    if decoded.count("[") + decoded.count("{") > MAX_DEPTH and measure_depth(value) > MAX_DEPTH + 1:
+    if decoded.count("[") + decoded.count("{") > MAX_DEPTH and measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"{where}: lists and objects are nested in each other more than {MAX_DEPTH} times")
     return value
 
@@ -190,7 +190,8 @@ def json_column(column: pa.ChunkedArray) -> list[object]:
     import pyarrow.types as types
 
     leaves = list(list_leaves(column.type))
-    if all(types.is_string(leaf) or types.is_integer(leaf) or types.is_float64(leaf) for leaf in leaves):
+    is_plain = all(types.is_string(leaf) or types.is_integer(leaf) or types.is_float64(leaf) for leaf in leaves)
+    if is_plain and "map<" not in str(column.type):  # its pairs are tuples
         return column.to_pylist()
     if any(types.is_temporal(leaf) and "[ns" in str(leaf) for leaf in leaves):  # Python has nothing for nanoseconds
         column = column.cast(in_microseconds(column.type), safe=False)

@@ -5,6 +5,8 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from grmpipe.config.keys.user_code import describe_error
+
 log = logging.getLogger(__name__)
 
 
@@ -24,7 +26,7 @@ class Guard:
     def note(self, observer: str, error: Exception) -> None:
         """Count an error, and log the first of its kind."""
         self.failures[observer] += 1
-        self.causes.setdefault(observer, str(error) or type(error).__name__)
+        self.causes.setdefault(observer, describe_error(error))
         # By type and errno, not by message: a message with the step in it would fill the log.
         cause = (observer, type(error), getattr(error, "errno", None))
         if cause not in self._logged:

@@ -4,8 +4,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
+
+from grmpipe.config.keys.user_code import describe_error
 
 
 def finite(value: float) -> float | None:
@@ -39,20 +42,21 @@ def json_bytes(record: Mapping[str, object], *, strict: bool = False) -> bytes:
     except PydanticSerializationError:
         try:
             text = json.dumps(plain(record) if strict else record, ensure_ascii=False, separators=(",", ":"))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(find_unwritable(record) or str(error)) from error
+        except Exception as error:  # a value of the user's may raise anything
+            raise TypeError(find_unwritable(record) or describe_error(error)) from error
         return text.encode("utf-8", "backslashreplace")
 
 
-def find_unwritable(value: object, place: str = "", depth: int = 0) -> str:
+def find_unwritable(value: Any, place: str = "", depth: int = 0) -> str:
     """The place of the first value that JSON has nothing for, and what it is; empty if there is none."""
     if depth > 100:
         return f"{place[:100]}..: lists or objects that are nested too deeply, or in themselves"
-    if isinstance(value, Mapping):
+    kind = type(value)  # not isinstance, which asks the value
+    if issubclass(kind, Mapping):
         entries = {f"{place}.{key}".lstrip("."): one for key, one in value.items()}
-    elif isinstance(value, list | tuple):
+    elif issubclass(kind, list | tuple):
         entries = {f"{place}[{index}]": one for index, one in enumerate(value)}
     else:
-        is_known = value is None or isinstance(value, str | int | float)
-        return "" if is_known else f"{place}: a {type(value).__name__}, which JSON has nothing for"
+        is_known = value is None or issubclass(kind, str | int | float)
+        return "" if is_known else f"{place}: a value of type {kind.__name__}, which JSON has nothing for"
     return next(filter(None, (find_unwritable(one, inner, depth + 1) for inner, one in entries.items())), "")

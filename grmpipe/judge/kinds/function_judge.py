@@ -15,6 +15,7 @@ from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 log = logging.getLogger(__name__)
 
+MAX_TOLD = 8  # names of a function's further results in the log: they may be made up for each response
 COMPONENT, RAW = "function", "raw_reward"  # names in a verdict's breakdown
 
 
@@ -67,7 +68,8 @@ class FunctionJudge:
                 return one.read(given, len(rollouts))
 
     def _report(self, given: GivenReward, prompt: Prompt, rollout: Rollout) -> JudgeReport:
-        if new := {name: value for name, value in given.left_out.items() if name not in self._left_out}:
+        new = {name: value for name, value in given.left_out.items() if name not in self._left_out}
+        if new and len(self._left_out) < MAX_TOLD:
             self._left_out |= new.keys()
             shown = ", ".join(f"{name} = {format_value(value)}" for name, value in new.items())
             log.warning(

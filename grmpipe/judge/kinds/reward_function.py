@@ -152,9 +152,9 @@ def read_reward(given: object) -> GivenReward:
     key = next((key for key in REWARD_KEYS if key in given), None)
     if key is None:
         raise BadValueError(f"returned {format_value(given)}, a dict without {' or '.join(REWARD_KEYS)}; {RETURN}")
-    numbers = {str(name): to_number(value) for name, value in given.items() if name != key}
-    metrics = {name: number for name, number in numbers.items() if number is not None}
-    left_out = {str(name): value for name, value in given.items() if numbers.get(str(name), 0) is None is not value}
+    further = {str(name): value for name, value in given.items() if name != key and value is not None}
+    metrics = {name: number for name, value in further.items() if (number := to_number(value)) is not None}
+    left_out = {name: value for name, value in further.items() if name not in metrics}
     return GivenReward(reward=None if given[key] is None else reward_in(given[key]), metrics=metrics, left_out=left_out)
 
 

@@ -185,6 +185,57 @@ def test_rows_without_a_winner_are_left_out_and_counted(tmp_path: Path, caplog: 
     assert "2 rows have no winner" in caplog.text
 
 
+def chat(answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize(
+    ("equal", "kept"),
+    [
+        ({"prompt": "?", "chosen": "a", "rejected": "a "}, 0),
+        ({"prompt": "?", "chosen": "", "rejected": ""}, 0),
+        ({"prompt": "?", "chosen": ["a"], "rejected": ["b", "a", "c"]}, 0),
+        ({"prompt": "?", "chosen": ["a", "b"], "rejected": ["c", "b"]}, 1),
+        ({"prompt": "?", "chosen": ["a", "b", "c"], "rejected": ["a", "x", "y"], "domain": "chat"}, 8),
+        ({"prompt": "?", "responses": ["a", "b", "a"], "best": 2}, 0),
+        ({"prompt": "?", "responses": ["a", "b", "b"], "best": 0}, 1),
+        ({"prompt": "?", "response_1": "a", "response_2": "a", "winner": "model_b"}, 0),
+        ({"question": "?", "response_A": "a", "response_B": "a", "label": "A>B"}, 0),
+        ({"chosen": chat("a"), "rejected": chat("a")}, 0),
+    ],
+)
+def test_an_item_whose_best_text_equals_another_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, equal: dict[str, Any], kept: int
+) -> None:
+    other = {"prompt": "?", "response": "alone", "score": 3}
+    assert len(load(tmp_path, equal, other)) == kept + 1
+    left_out = "1 items are left out whose best text equals another one (first: line 1)"
+    assert (left_out in caplog.text) is ("responses" not in equal or kept == 0)
+
+
+def test_a_file_of_equal_pairs_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no labelled items; 2 items are left out whose best text equals"):
+        load(tmp_path, *[{"prompt": "?", "chosen": "a", "rejected": "a"}] * 2)
+
+
+def test_doubled_items_stay_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
+    swapped = {"prompt": "?", "chosen": "b", "rejected": "a"}
+    assert len(load(tmp_path, pair, pair, swapped, {**pair, "prompt": "!"})) == 4
+    assert caplog.messages[0].partition(": ")[2] == (
+        "1 items have the texts of an earlier one and its label (first: some.jsonl:2); "
+        "1 items have the texts of an earlier one but another label (first: some.jsonl:3)"
+    )
+
+
+def test_labels_of_a_column_with_gaps_are_read_as_integers(tmp_path: Path) -> None:
+    rows = [{"prompt": "?", "responses": ["a", "b"], "best": 1.0, "item_id": 7.0, "reference": 42.0},
+            {"prompt": "?", "response": "a", "score": 3.0}]  # fmt: skip
+    ranked, scored = load(tmp_path, *rows, name="some.parquet")
+    assert isinstance(ranked, RankedResponses) and isinstance(scored, ScoredResponse)
+    assert (ranked.best, ranked.item_id, ranked.prompt.reference, scored.score) == (1, "7", "42", 3)
+
+
 def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
     items = load(tmp_path, *({"prompt": "?", "chosen": "good", "rejected": "bad"} for _ in range(400)))
     assert 160 < sum(item.best for item in items if isinstance(item, RankedResponses)) < 240
@@ -198,6 +249,13 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ({"prompt": "?", "responses": ["a", 3], "best": 0}, "responses: expected a text or a list of texts"),
         ({"prompt": "?", "response": "a", "score": 11}, "score: expected a whole number from 1 to 10, got 11"),
         ({"prompt": "?", "response": "a", "score": 2.5}, "score: expected a whole number"),
+        ({"prompt": "?", "response": "a", "score": float("inf")}, "score: expected a whole number"),
+        ({"prompt": "?", "response": "a", "helpfulness": True}, "helpfulness: expected a number from 0 to 4, got True"),
+        (
+            {"prompt": "?", "response_1": "a", "response_2": "b", "scores": [float("nan"), 1],
+             "sampled_conflict_pairs": [[0, 1]]},
+            "scores: expected numbers or booleans, got nan",
+        ),
         ({"prompt": "?"}, "known schemas: RMB best of n, RMB pairs, HelpSteer3 preference, HelpSteer2 "),
         (
             {"prompt": "?", "chosen": "a"},

@@ -80,6 +80,69 @@ def test_numbers_are_references_too(tmp_path: Path) -> None:
     assert [p.reference for p in load_prompts(write_jsonl(tmp_path, *rows))] == ["12", "1.5", "Paris"]
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_integers_that_a_column_with_gaps_made_floats_are_integers_again(
+    tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def row(prompt: str, truth: float | None) -> dict[str, Any]:
+        fields = {"reference": truth, "prompt_id": truth, "ground_truth": truth, "level": truth}
+        return {"prompt": prompt, **fields, "reward_model": {"ground_truth": truth}}
+
+    path = write(tmp_path, row("a", 42.0), row("b", None), row("c", 1.0))
+    found = load_prompts(path)
+    assert [prompt.reference for prompt in found] == ["42", None, "1"]
+    assert [prompt.prompt_id for prompt in found] == ["42", f"{Path(path).name}:2", "1"]
+    assert repr(dict(found[0].columns)) == repr(
+        {"ground_truth": 42, "level": 42.0, "reward_model": {"ground_truth": 42}}
+    ), "other columns are what the file holds"
+    (said,) = caplog.messages
+    assert (
+        "2 values of reference are whole numbers saved as floats (42.0), and are read as integers (42) (first: " in said
+    )
+
+
+def test_truths_of_verls_files_are_integers_too_within_lists(tmp_path: Path) -> None:
+    (prompt,) = load_prompts(write_jsonl(tmp_path, {"prompt": "?", "reward_model": {"ground_truth": [42.0, 1.5]}}))
+    assert repr(prompt.columns["reward_model"]) == repr({"ground_truth": [42, 1.5]})
+
+
+@pytest.mark.parametrize("value", [2.0**53, -1e300])
+@pytest.mark.parametrize("row", [{"reference": 0}, {"prompt_id": 0}, {"reward_model": {"ground_truth": 0}}])
+def test_a_float_that_has_lost_the_digits_of_a_whole_number_is_refused_by_its_column(
+    tmp_path: Path, row: dict[str, Any], value: float
+) -> None:
+    text = json.dumps({"prompt": "?", **row}).replace("0", repr(value))
+    with pytest.raises(ValueError, match=r"line 1: (reference|prompt_id|reward_model\.ground_truth): .* has lost the"):
+        load_prompts(write_jsonl(tmp_path, text))
+    (prompt,) = load_prompts(write_jsonl(tmp_path, {"prompt": "?", "reference": 2**53}))
+    assert prompt.reference == str(2**53), "an integer keeps its digits"
+
+
+def test_an_empty_reference_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    truth = {"reward_model": {"ground_truth": "42"}}
+    rows = [{"prompt": "a", "reference": " "}, {"prompt": "b", "reference": "", **truth}, {"prompt": "c", **truth}]
+    assert [prompt.reference for prompt in load_prompts(write_jsonl(tmp_path, *rows))] == [None, "42", "42"]
+    assert "some.jsonl: 2 references are empty, and count as none (first: line 1)" in caplog.text
+    rows = [{"prompt": "a", "reward_model": {"ground_truth": ""}}]
+    assert load_prompts(write_jsonl(tmp_path, *rows))[0].reference is None
+
+
+def test_doubled_prompts_stay_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "a", "reference": reference, "info": info} for reference, info in
+            (("1", {}), ("1", {}), ("2", {}), ("2", {"seed": 1}))]  # fmt: skip
+    assert len(load_prompts(write_jsonl(tmp_path, *rows))) == 4
+    assert caplog.messages[0].partition(": ")[2] == (
+        "1 prompts have the messages of an earlier one and its reference (first: some.jsonl:2); "
+        "1 prompts have the messages of an earlier one but another reference (first: some.jsonl:3)"
+    )
+
+
+def test_a_file_without_anything_odd_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "a", "reference": 42, "level": 1.0}, {"prompt": "b", "reference": "42.0"}]
+    assert [prompt.reference for prompt in load_prompts(write_jsonl(tmp_path, *rows))] == ["42", "42.0"]
+    assert not caplog.messages
+
+
 def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, {"prompt": "one"}, "", {"prompt": "two"}, "")
     assert [p.prompt_id for p in load_prompts(path)] == ["some.jsonl:1", "some.jsonl:3"]

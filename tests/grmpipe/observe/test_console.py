@@ -258,7 +258,9 @@ def test_lines_missing_from_journals_are_counted_and_reported_at_the_end(
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         (tmp_path / name).unlink()  # reading it would never end
     observers.show_end(tmp_path, [], None)
-    assert "ALARM  2 lines of rollouts.jsonl could not be written: a resume or a" in capsys.readouterr().out
+    assert (
+        "ALARM  2 lines of rollouts.jsonl could not be written: a resume or a replay will miss them. The first one: "
+    ) in capsys.readouterr().out
 
 
 def test_a_step_with_episodes_says_their_turns_and_what_their_environments_failed() -> None:

@@ -17,10 +17,13 @@ from configs import run_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import SlotsConfig
 from grmpipe.config.tracking import TrackingConfig
+from grmpipe.judge.verdict import make_failure
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.run_context import Run, RunContext, run_in_directory
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recovery import BEGINNING
+from grmpipe.types import JudgeReport, Prompt, Rollout
+from models.types import Message
 from scheduler.processes.actors import ActorDied
 from scheduler.slots.engine_replacement import HealthConfig
 
@@ -57,10 +60,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def end_of(work: Callable[[], Any], run_dir: Path, **changes: Any) -> tuple[Summary, Prepared]:
+def end_of(work: Callable[[], Any], run_dir: Path, task: type[Task] = Task, **changes: Any) -> tuple[Summary, Prepared]:
     config = run_config(tracking=TrackingConfig(trackers=[], console=False))
     prepared = Prepared(replace(config, **changes), work)
-    return asyncio.run(run_in_directory(Task, prepared, run_dir)), prepared
+    return asyncio.run(run_in_directory(task, prepared, run_dir)), prepared
 
 
 def written(run_dir: Path) -> dict[str, Any]:
@@ -112,6 +115,30 @@ def test_a_refusal_is_raised_and_leaves_the_directory_free(run_dir: Path) -> Non
         end_of(wrongly_configured, run_dir)
     assert not (run_dir / "config.yaml").exists()
     assert not (run_dir / "summary.json").exists()
+
+
+class LosingTask(Task):
+    """Records a rollout whose line no journal can hold."""
+
+    async def run(self) -> Status:
+        message = Message(role="user", content="?")
+        prompt = Prompt(prompt_id="p", messages=(message,), info={"image": b"\xff"})
+        rollout = Rollout(group_id="g", sibling=0, turns=(), status="finished")
+        self._observers.recorder.rollout(0, prompt, rollout)
+        self._observers.recorder.record_verdict(rollout, JudgeReport(verdict=make_failure("died", "", attempts=1)))
+        return await super().run()
+
+
+def test_lines_that_journals_lost_are_alarms_with_their_cause(run_dir: Path) -> None:
+    summary, _ = end_of(nothing, run_dir, LosingTask)
+    assert summary.status == "completed", "no failure of a journal fails a run"
+    assert written(run_dir)["journal_failures"] == {"rollouts.jsonl": 1, "judgements.jsonl": 1}
+    assert written(run_dir)["alarms"] == [
+        "1 lines of rollouts.jsonl could not be written: a resume or a replay will miss them. The first one: "
+        "TypeError: prompt.info.image: a value of type bytes, which JSON has nothing for",
+        "1 lines of judgements.jsonl could not be written: a resume or a replay will miss them. The first one: its "
+        "rollout could not be written to rollouts.jsonl",
+    ]
 
 
 def test_a_task_knows_where_it_writes(run_dir: Path) -> None:

@@ -115,6 +115,18 @@ def test_arguments_go_by_name_and_a_result_is_a_reward_or_a_cause(
     assert rewards(judged(code)) == [reward]
 
 
+def test_further_results_that_are_no_numbers_are_named_once(
+    judged: Callable[..., list], caplog: pytest.LogCaptureFixture
+) -> None:
+    code = """def reward(response):
+    extras = {'why': 'it is short', 'rate': float('nan'), 'parts': [1, 2], 'length': len(response), 'none': None}
+    return {'reward': 1.0, **extras}"""
+    verdicts = judged(code, "42", "43", "44")
+    assert [one.breakdown for one in verdicts] == [{"function": 1.0, "length": 2.0}] * 3
+    (said,) = (record.getMessage() for record in caplog.records if "no journal keeps" in record.getMessage())
+    assert "returned why = 'it is short', rate = nan, parts = [1, 2], which no journal keeps" in said
+
+
 def test_a_failure_names_function_file_and_line(judged: Callable[..., list]) -> None:
     (failed,) = judged("def reward(response):\n    return [][1]")
     assert re.search(r"judge\.function: my_rewards\S+\.reward \(/.*\.py:1\) raised IndexError: .*\.py:2", failed.detail)
