@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -197,7 +197,9 @@ def json_column(column: pa.ChunkedArray) -> list[object]:
         column = column.cast(in_microseconds(column.type), safe=False)
     # The shortest number that means the same in few bits: .1 in 32 bits is .10000000149011612 in 64.
     floats = {str(leaf) for leaf in leaves if types.is_floating(leaf)}
-    narrow = {("float",): np.float32, ("halffloat",): np.float16}.get(tuple(floats), float)
+    narrow: Callable[[float], object] = float
+    if floats in ({"float"}, {"halffloat"}):
+        narrow = np.float32 if floats == {"float"} else np.float16
 
     def to_json(value: Any) -> object:
         match value:

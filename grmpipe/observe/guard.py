@@ -26,12 +26,13 @@ class Guard:
     def note(self, observer: str, error: Exception) -> None:
         """Count an error, and log the first of its kind."""
         self.failures[observer] += 1
-        self.causes.setdefault(observer, describe_error(error))
         # By type and errno, not by message: a message with the step in it would fill the log.
         cause = (observer, type(error), getattr(error, "errno", None))
         if cause not in self._logged:
             self._logged.add(cause)
-            log.warning("%s failed, the run continues without it: %r", observer, error, exc_info=error)
+            words = describe_error(error)  # an exception of a user's tracker may have no text
+            self.causes.setdefault(observer, words)
+            log.warning("%s failed, the run continues without it: %s", observer, words, exc_info=error)
 
 
 @dataclass(slots=True, eq=False)

@@ -54,10 +54,10 @@ def make_cotrainings(
     """The training of GRMs next to the policy, with the rollouts that a resume found."""
     prompts, before = prepared.prompts, state.grm_pipeline_states
     rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
-    health, events = running.maintenance.health, observers.timeline
+    health, events, guard = running.maintenance.health, observers.timeline, observers.journal_guard
     return CoTrainings(
         [
-            CoTraining(prepared, grm, run_dir, events, health, before.get(grm.model.name), rollouts)
+            CoTraining(prepared, grm, run_dir, events, health, before.get(grm.model.name), rollouts, guard)
             for grm in running.trainable_grms
         ]
     )

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Failed, Judgement, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
@@ -43,6 +45,27 @@ class Broken(Tracker):
         raise OSError(28, f"No space left at step {step}")
 
     table = resume_state = close = lambda self, *_: 1 / 0  # type: ignore[assignment]
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class Hostile(Tracker):
+    def log(self, step: int, metrics: Metrics) -> None:
+        raise Unspeakable
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_an_exception_without_a_text_fails_nothing(tmp_path: Path) -> None:
+    setup_logging(tmp_path, Console())  # whose handler would pass on what the text raises
+    trackers = AllTrackers({"hostile": Hostile()})
+    trackers.log(0, {})
+    assert trackers.causes["hostile"].startswith("Unspeakable: it has no text that could be shown (")
+    assert "hostile failed, the run continues without it: Unspeakable" in (tmp_path / "run.log").read_text()
 
 
 def test_a_tracker_that_raises_fails_nothing_is_counted_and_stays_on(caplog: pytest.LogCaptureFixture) -> None:

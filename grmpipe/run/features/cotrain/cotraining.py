@@ -21,6 +21,7 @@ from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.kinds.rule import rule_named
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.observe.guard import Guard
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, TrainedBatch, Trainer
@@ -68,9 +69,10 @@ class CoTraining:
         health: Sequence[RoleHealth],
         pipeline_state: PipelineState | None,
         kept: Sequence[tuple[Prompt, Rollout]],
+        guard: Guard,
     ) -> None:
         """health: of all engines. pipeline_state: state to continue from; the learner is loaded already. kept: the
-        policy's rollouts that a resume found.
+        policy's rollouts that a resume found. guard: of all journals of the run.
         """
         config, role = prepared.config, grm.model.name
         self.role, self.learner_role = role, grm.learner_role
@@ -86,7 +88,7 @@ class CoTraining:
         self._events = events
         folder, run_id = run_dir / FOLDER / role, read_run_id(run_dir)
         void_steps_after(folder, self._pipeline_state.version, {}, run_id)  # they are made again
-        self._recorder = Recorder(folder, run_id, compact=config.journals.compact)
+        self._recorder = Recorder(folder, run_id, compact=config.journals.compact, guard=guard)
         self._pacer = StepPacer(
             warmup_steps=self._cotrain.warmup_steps,
             grm_steps_per_policy_step=self._cotrain.grm_steps_per_policy_step,
