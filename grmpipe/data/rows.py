@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = dict[str, object]
+MAX_KINDS = 12  # of findings in a line: every doubled key is one of its own
 MAX_DEPTH = 100  # of lists and objects: journals, Ray and the user's code walk through them recursively
 
 
@@ -42,8 +43,12 @@ class Findings:
         self._first.setdefault(words, where.removeprefix(f"{self._file}, "))
 
     def __str__(self) -> str:
-        parts = ((words, count, self._first[words]) for words, count in self._counts.items())
-        return "; ".join(f"{count} {words} (first: {first})" if first else words for words, count, first in parts)
+        parts = [
+            f"{count} {words} (first: {self._first[words]})" if self._first[words] else words
+            for words, count in self._counts.items()
+        ]
+        more = [f"and {len(parts) - MAX_KINDS} more kinds"] if len(parts) > MAX_KINDS else []
+        return "; ".join(parts[:MAX_KINDS] + more)
 
     def report(self) -> None:
         if self._counts:
@@ -102,7 +107,7 @@ def parse_json(text: bytes | str, where: str, findings: Findings) -> object:
         if len(row) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            findings.add(f"objects have the key {twice!r} twice, and its last value counts", where)
+            findings.add(f"objects have the key {format_value(twice)} twice, and its last value counts", where)
         return row
 
     try:
@@ -137,9 +142,9 @@ def parquet_rows(file: Path, used: Collection[str], findings: Findings) -> Itera
     try:
         schema = pq.read_schema(file)
         if twice := {name for name in schema.names if schema.names.count(name) > 1}:
-            raise ValueError(f"{file}: has two columns {min(twice)!r}; rename one of them")
+            raise ValueError(f"it has two columns {min(twice)!r}; rename one of them")
         table = pq.read_table(file, columns=[one.name for one in schema if is_carried(one.type)])
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{file}: can't be read as Parquet ({error})") from error
     columns: dict[str, list[object]] = {}
     for one in schema:
@@ -203,7 +208,7 @@ def json_column(column: pa.ChunkedArray) -> list[object]:
 
     def to_json(value: Any) -> object:
         match value:
-            case float():
+            case float() | np.floating():
                 return float(str(narrow(value)))
             case Decimal():
                 return int(value) if value == value.to_integral_value() else float(value)
