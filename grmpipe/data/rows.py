@@ -202,7 +202,7 @@ def json_column(column: pa.ChunkedArray) -> list[object]:
         column = column.cast(in_microseconds(column.type), safe=False)
     # The shortest number that means the same in few bits: .1 in 32 bits is .10000000149011612 in 64.
     floats = {str(leaf) for leaf in leaves if types.is_floating(leaf)}
-    narrow: Callable[[float], object] = float
+    narrow: Callable[[Any], object] = float
     if floats in ({"float"}, {"halffloat"}):
         narrow = np.float32 if floats == {"float"} else np.float16
 
