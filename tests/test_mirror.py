@@ -7,6 +7,7 @@ A source with several test files has `test_x_<subject>.py`. `tests/golden/` stan
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,13 @@ def test_every_test_file_has_its_source_at_the_same_place() -> None:
 
 def test_every_file_of_whole_runs_starts_one() -> None:
     assert [path.name for path in (TESTS / "flow").glob("test_*.py") if not STARTS_A_RUN.search(path.read_text())] == []
+
+
+def test_no_folder_of_tests_has_a_name_that_pytest_passes_by(pytestconfig: pytest.Config) -> None:
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    names = {name for folder in folders for name in folder.parts}
+    assert [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
 @pytest.mark.parametrize(

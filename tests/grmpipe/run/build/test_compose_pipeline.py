@@ -37,7 +37,14 @@ PLAY, JOURNAL = Part(), Part()
 
 
 def composed(**learners: Any) -> PipelineComponents:
-    parts: Any = {"prompts": Part(), "play": PLAY, "slots": EpisodeSlots(), "judge": Part(), "journal": JOURNAL}
+    parts: Any = {
+        "prompts": Part(),
+        "play": PLAY,
+        "slots": EpisodeSlots(),
+        "judge": Part(),
+        "journal": JOURNAL,
+        "teachers": {},
+    }
     given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
 
     async def compose_it() -> PipelineComponents:
