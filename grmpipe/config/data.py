@@ -35,7 +35,8 @@ class RolloutConfig(Bounded):
     max_new_tokens: int = at_least(1, 64)  # Most tokens of one answer.
     # Sampling temperature. Sampling has no top-p and no top-k: the learner scores the whole distribution.
     temperature: float = 1.0
-    # Texts that end a turn, such as "</search>": their tokens are trained, the text is shown without them.
+    # Texts that end a turn, such as "</search>", and special tokens by their text, such as "<|im_end|>". Their tokens
+    # are trained, the text is shown without them.
     stop: list[str] = field(default_factory=list)
     # Tokens of a turn after which a thought that goes on is ended, so that the policy must answer; the tokens that
     # end it are never trained. They count towards max_new_tokens. 0: a thought may fill max_new_tokens.

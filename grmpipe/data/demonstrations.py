@@ -69,7 +69,7 @@ def make_sample(conversation: Conversation, renderer: Renderer, name: str) -> Tr
             continue
         before = conversation[begin:place]
         between = renderer.extend(before) if token_ids else renderer.render(before)
-        said = (*renderer.encode_markup(message.content), *end_ids)
+        said = (*renderer.encode_inserted(message.content), *end_ids)
         token_ids += between + said
         start = len(token_ids) - len(said)
         versions += (VersionSpan(model=AUTHOR, version=0, start=start, end=len(token_ids)),)

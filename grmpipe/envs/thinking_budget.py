@@ -92,7 +92,7 @@ class ReasoningEngine:
         markers = self._renderer.thinking
         if markers is None or markers.tokens_of_thought(first.token_ids, self._renderer.decode_special) is not None:
             return ()
-        return self._renderer.encode_markup(markers.end_of_thought(budget.answer_start))
+        return self._renderer.encode_inserted(markers.end_of_thought(budget.answer_start))
 
 
 def prepend_tokens(rest: Completion, token_ids: tuple[int, ...]) -> Completion:

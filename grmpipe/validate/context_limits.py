@@ -34,7 +34,7 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     check_stop(config.rollout.stop, policy.renderer)
     if budget := config.rollout.thinking_budget_tokens:
         markers = find_thoughts("rollout.thinking_budget_tokens", POLICY, policy.renderer, off="0")
-        ending = len(policy.renderer.encode_markup(markers.end_of_thought()))
+        ending = len(policy.renderer.encode_inserted(markers.end_of_thought()))
         check_room("rollout.max_new_tokens", config.rollout.max_new_tokens, budget, ending, "an answer")
     check_context_limit(
         name=POLICY,
@@ -47,12 +47,14 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
 
 
 def check_stop(stop: Sequence[str], renderer: Renderer) -> None:
-    """Check that texts that end a turn can be seen in an answer, which special tokens can't."""
+    """Check that texts that end a turn can be seen in an answer, which one with a special token in it can't."""
     for text in stop:
+        if text in renderer.special:
+            continue
         if text in renderer.decode_special(ids := renderer.encode_markup(text)) and text not in renderer.decode(ids):
             raise ConfigError(
-                f"rollout.stop: {text!r} has a special token of the policy's tokenizer, which no answer shows; give a "
-                "text without it, or list the token as an eos_token_id in the model's generation_config.json"
+                f"rollout.stop: {text!r} has a special token of the policy's tokenizer, which no answer shows; give "
+                "the token alone, or a text without it"
             )
 
 
@@ -258,7 +260,7 @@ def check_thinking_budget(judge: JudgeConfig, role: ServedRole, grm: Model | Non
     if grm is None:
         return
     markers = find_thoughts(f"{key}.thinking.budget_tokens", role.key, grm.renderer, off="null")
-    ending = len(grm.renderer.encode_markup(markers.end_of_thought(judge.thinking.answer_start)))
+    ending = len(grm.renderer.encode_inserted(markers.end_of_thought(judge.thinking.answer_start)))
     check_room(f"{key}.max_new_tokens", judge.max_new_tokens, judge.thinking.budget_tokens, ending, "a verdict")
 
 

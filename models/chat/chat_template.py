@@ -79,6 +79,15 @@ class ChatTemplate:
         except ValueError:
             return self._layout(FIRST_MESSAGES[1], (), asks_next=True).pieces[-1]
 
+    def after_answer(self) -> str:
+        """What it writes between an assistant's text and the next one; empty if it takes no second turn."""
+        for first in FIRST_MESSAGES:
+            try:
+                return self._layout((*first, ASSISTANT, USER), (), asks_next=False).pieces[len(first) + 1]
+            except ValueError:
+                continue
+        return ""
+
     def layout(self, shapes: Sequence[MessageShape], tools: Sequence[str], *, asks_next: bool) -> Layout:
         """The layout of a conversation. Raises ValueError if the template can't write it."""
         self._check(shapes, tools)

@@ -1,55 +1,70 @@
-"""A tokenizer with a chat template: texts to token ids, markup apart from contents, and sampled ids to texts."""
+"""A tokenizer with a chat template: texts to token ids, in which markup is the template's alone, and ids to texts."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-REMEMBERED_CONTENTS = 256  # siblings share a prompt, and a later turn repeats the earlier ones
-
-
-class _OfThread(threading.local):
-    tokenizer: PreTrainedTokenizerBase | None = None
+REMEMBERED_RUNS = 512  # siblings share a prompt, and a later turn repeats the earlier ones
+# Sampled text that an inserted one follows. Of these at least one doesn't merge with what comes.
+ANCHORS = ("a", ")", "0", ".")
 
 
 class ChatTokenizer:
-    """Several threads may use it: each gets a copy of transformers' tokenizer, which keeps as its state whether it sees
-    markup.
-    """
+    """Several threads may use it: nothing here changes a state of the tokenizer's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object]) -> None:
         """template_kwargs: further variables of the template."""
         if tokenizer.is_fast:  # a tokenizer.json may ask for both
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
-        self._first = tokenizer
-        self._of_thread = _OfThread()
-        self._of_thread.tokenizer = tokenizer
+            tokenizer.backend_tokenizer.encode_special_tokens = False
+        self.tokenizer = tokenizer
         self._template_kwargs: dict[str, Any] = dict(template_kwargs)
-        self._markup_ids = _markup_ids(tokenizer)
-        self.encode_content = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
-
-    @property
-    def own(self) -> PreTrainedTokenizerBase:
-        """The thread's own tokenizer."""
-        if (own := self._of_thread.tokenizer) is None:
-            own = self._of_thread.tokenizer = copy.deepcopy(self._first)
-        return own
+        added = tokenizer.added_tokens_decoder.items()
+        # What only a template or the model may write: special and added tokens, except runs of whitespace.
+        self.markers = {
+            token.content: token_id for token_id, token in added if len(token.content) > 1 and token.content.strip()
+        }
+        self._contents = {token_id: content for content, token_id in self.markers.items()}
+        self._marker = re.compile("|".join(map(re.escape, sorted(self.markers, key=len, reverse=True))) or "(?!)")
+        self.encode_run = lru_cache(REMEMBERED_RUNS)(self._encode_run)
 
     def encode_markup(self, text: str) -> tuple[int, ...]:
         """The token ids of a text of ours, whose markup counts."""
-        return tuple(self._encode(text, split_special_tokens=False))
+        return tuple(self._encode(text))
+
+    def encode_inserted(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text of ours within a turn, after sampled tokens: without the space that some tokenizers
+        put before a text that stands alone.
+        """
+        for anchor in ANCHORS:
+            before, both = self._encode(anchor), self._encode(anchor + text)
+            if both[: len(before)] == before:
+                return tuple(both[len(before) :])
+        return self.encode_markup(text)
+
+    def split_markers(self, text: str) -> list[str | int]:
+        """The markers in a text of ours, by their token ids, and the texts between them."""
+        parts: list[str | int] = []
+        end = 0
+        for match in self._marker.finditer(text):
+            parts += [text[end : match.start()], self.markers[match[0]]]
+            end = match.end()
+        return [part for part in (*parts, text[end:]) if part != ""]
 
     def spells_markup(self, text: str) -> bool:
-        return not self._markup_ids.isdisjoint(self.encode_markup(text))
+        return not self._contents.keys().isdisjoint(self.encode_markup(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, without special tokens."""
@@ -66,7 +81,7 @@ class ChatTokenizer:
         """
         roles = ", ".join(message["role"] for message in conversation)
         try:
-            rendered = self.own.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 conversation, tools=tools, tokenize=False, add_generation_prompt=asks_next, **self._template_kwargs
             )
         except (TemplateError, TypeError) as error:  # TypeError: of arguments in a form that the template doesn't take
@@ -75,34 +90,98 @@ class ChatTokenizer:
         return rendered
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text = self.own.decode(
+        text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
 
-    def _encode(self, text: str, *, split_special_tokens: bool) -> list[int]:
-        """The ids alone: transformers' own call takes twice as long for a short text."""
-        own = self.own
-        if not own.is_fast:
-            return list(own.encode(text, add_special_tokens=False, split_special_tokens=split_special_tokens))
-        own.backend_tokenizer.encode_special_tokens = split_special_tokens
-        (encoding,) = own.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
+    def _encode_run(self, left: int | None, text: str, right: int | None) -> tuple[int, ...]:
+        """The ids of a text between two markers, as an encoding of the whole has them: whether a space comes before it,
+        and which spaces a marker takes to itself, depends on its neighbours. Markup that the text spells stays text.
 
-    def _encode_content(self, content: str) -> list[int]:
-        """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
+        left, right: token ids of the markers; None: the conversation begins, or ends, there.
+        """
+        if not text:
+            return ()
         try:
-            token_ids = self._encode(content, split_special_tokens=True)
+            token_ids = self._within(self._encode, left, text, right, self._contents)
         except TypeError:  # half a character, as the output of a tool may have it
-            return self._encode_content(content.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        if self._markup_ids.isdisjoint(token_ids):
+            return self._encode_run(left, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), right)
+        if self._contents.keys().isdisjoint(token_ids):
+            return tuple(token_ids)
+        return tuple(self._encode_as_text(left, text, right))
+
+    def _within(
+        self,
+        encode: Callable[[str], list[int]],
+        left: int | None,
+        text: str,
+        right: int | None,
+        names: Mapping[int, str],
+    ) -> list[int]:
+        """names: of the markers, as `encode` knows them."""
+        before, after = ("" if marker is None else names[marker] for marker in (left, right))
+        token_ids = encode(f"{before}{text}{after}")
+        for marker in (left, right):
+            if marker is not None and marker not in token_ids:
+                raise ValueError(
+                    f"chat_template: the tokenizer doesn't read its token {self._contents[marker]!r} beside {text!r}; "
+                    "set chat_template to a Jinja file with blanks around it"
+                )
+        start = token_ids.index(left) + 1 if left is not None else 0
+        stop = len(token_ids) - (token_ids[::-1].index(right) + 1 if right is not None else 0)
+        return token_ids[start:stop]
+
+    def _encode_as_text(self, left: int | None, text: str, right: int | None) -> list[int]:
+        """The ids of a text that spells markup."""
+        if self._blind is None:
+            return self._cut_markup(text)
+        blind, names = self._blind
+        return self._within(lambda whole: _ids_of(blind, whole), left, text, right, names)
+
+    @cached_property
+    def _blind(self) -> tuple[Tokenizer, dict[int, str]] | None:
+        """A tokenizer with the same tokens whose markers have names that no text spells, and these names. None if
+        it can't be had.
+        """
+        if not self.tokenizer.is_fast:
+            return None
+        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        names = {content: secrets.token_hex(16) for content in self.markers}
+        for token in state["added_tokens"]:
+            if token["content"] in names:
+                token |= {"content": names[token["content"]], "single_word": False}
+        model = state["model"]
+        if isinstance(words := model["vocab"], dict):
+            model["vocab"] = {names.get(word, word): token_id for word, token_id in words.items()}
+        else:
+            model["vocab"] = [[names.get(word, word), score] for word, score in words]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        state["post_processor"] = None
+        from tokenizers import Tokenizer  # late: few texts spell markup
+
+        blind = Tokenizer.from_str(json.dumps(state))
+        return blind, {token_id: names[content] for content, token_id in self.markers.items()}
+
+    def _cut_markup(self, text: str) -> list[int]:
+        """The ids of a text in pieces, each without markup: cutting it within a marker keeps the marker from
+        matching.
+        """
+        token_ids = list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        if self._contents.keys().isdisjoint(token_ids):
             return token_ids
-        middle = len(content) // 2
-        return self._encode_content(content[:middle]) + self._encode_content(content[middle:])
+        middle = len(text) // 2
+        return self._cut_markup(text[:middle]) + self._cut_markup(text[middle:])
+
+    def _encode(self, text: str) -> list[int]:
+        """The ids alone: transformers' own call takes twice as long for a short text."""
+        if self.tokenizer.is_fast:
+            return _ids_of(self.tokenizer.backend_tokenizer, text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that only a template or the model may write: special and added tokens, except runs of whitespace."""
-    added = tokenizer.added_tokens_decoder
-    return frozenset(token_id for token_id, token in added.items() if len(token.content) > 1 and token.content.strip())
+def _ids_of(backend: Tokenizer, text: str) -> list[int]:
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)

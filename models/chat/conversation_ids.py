@@ -1,15 +1,31 @@
-"""The token ids of conversations: the markup of a chat template, encoded once for each shape, around encoded texts."""
+"""The token ids of conversations, as one encoding of all that the chat template writes would give them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from models.chat.chat_template import ChatTemplate
 from models.chat.chat_tokenizer import ChatTokenizer
-from models.chat.template_layout import Layout, MessageShape, split_message
+from models.chat.template_layout import Layout, MessageShape, TextSlot, split_message
 from models.types import Message, ToolSpec
 
 REMEMBERED_LAYOUTS = 4096
-Pieces = tuple[tuple[int, ...], ...]
+SAMPLES = (("system", "You are\nbrief."), ("user", "What is 6 x 7?\n\nSay it."), ("assistant", "It is 42."))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What stands between two markers: texts of the template and of messages. They are encoded together: a tokenizer
+    may merge across their borders, and puts a space of its own at the beginning of each text that it is given.
+    """
+
+    left: int | None
+    parts: tuple[str | TextSlot, ...]
+    right: int | None
+
+
+# A layout, as it is encoded: ids that don't depend on the texts, and runs that do.
+Plan = tuple[tuple[int, ...] | Run, ...]
 
 
 class ConversationIds:
@@ -17,55 +33,99 @@ class ConversationIds:
         """stop_token_ids: tokens that end a turn."""
         self._tokenizer = tokenizer
         self._template = template
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._layout = lru_cache(REMEMBERED_LAYOUTS)(self._lay_out)
-        self._reply_layout = lru_cache(REMEMBERED_LAYOUTS)(self._lay_out_replies)
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._plan = lru_cache(REMEMBERED_LAYOUTS)(self._make_plan)
+        self._reply_plan = lru_cache(REMEMBERED_LAYOUTS)(self._make_reply_plan)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, asks_next: bool) -> tuple[int, ...]:
         """A conversation from its beginning. asks_next: whether the assistant's next turn begins after it."""
         shapes, texts = _shapes_of(messages)
-        return self._fill(*self._layout(shapes, self._template.render_tools(tools), asks_next), texts)
+        return self._fill(self._plan(shapes, self._template.render_tools(tools), asks_next), texts)
 
     def replies(self, replies: Sequence[Message], tools: Sequence[ToolSpec], *, ended: bool) -> tuple[int, ...]:
         """What follows the stop token of an assistant's turn, or the end of a turn without one: then the token is the
         first.
         """
         shapes, texts = _shapes_of(replies)
-        return self._fill(*self._reply_layout(shapes, self._template.render_tools(tools), ended), texts)
+        return self._fill(self._reply_plan(shapes, self._template.render_tools(tools), ended), texts)
 
-    def _fill(self, pieces: Pieces, layout: Layout, texts: Sequence[Sequence[str]]) -> tuple[int, ...]:
-        """The pieces with the texts between them, each as the template writes it.
-
-        pieces: of the layout, encoded.
-        texts:  of each message, in the order of its shape.
+    def check(self) -> None:
+        """Check pieces against the whole: that a tokenizer which treats markers in another way than ours assumes gives
+        no other prompts than its model knows. Raises ValueError.
         """
-        token_ids = list(pieces[0])
-        for slot, after in zip(layout.slots, pieces[1:], strict=True):
-            token_ids += self._tokenizer.encode_content(slot.fill(texts[slot.message][slot.text]))
-            token_ids += after
+        system, user, assistant = (Message(role=role, content=text) for role, text in SAMPLES)
+        for messages in ((user,), (system, user), (user, assistant, user), (system, user, assistant, user)):
+            shapes, texts = _shapes_of(messages)
+            try:
+                layout = self._template.layout(shapes, (), asks_next=True)
+            except ValueError:
+                continue  # the template doesn't take such a conversation
+            filled = [slot.fill(texts[slot.message][slot.text]) for slot in layout.slots]
+            whole = "".join(text for pair in zip(layout.pieces, [*filled, ""], strict=True) for text in pair)
+            ids, expected = self.whole(messages, (), asks_next=True), self._tokenizer.encode_markup(whole)
+            if ids != expected:
+                raise ValueError(
+                    "chat_template: a conversation gets other token ids from this tokenizer in parts than as a whole, "
+                    f"so the model wouldn't know its prompts: {list(ids)}, not {list(expected)}, for {whole!r}; set "
+                    "chat_template to a Jinja file whose markup consists of special tokens"
+                )
+
+    def _fill(self, plan: Plan, texts: Sequence[Sequence[str]]) -> tuple[int, ...]:
+        """texts: of each message, in the order of its shape."""
+        token_ids: list[int] = []
+        for part in plan:
+            if isinstance(part, Run):
+                filled = [one if isinstance(one, str) else one.fill(texts[one.message][one.text]) for one in part.parts]
+                token_ids += self._tokenizer.encode_run(part.left, "".join(filled), part.right)
+            else:
+                token_ids += part
         return tuple(token_ids)
 
-    def _lay_out(
-        self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], asks_next: bool
-    ) -> tuple[Pieces, Layout]:
-        """The layout, and its pieces encoded."""
-        layout = self._template.layout(shapes, tools, asks_next=asks_next)
-        return tuple(self._tokenizer.encode_markup(piece) for piece in layout.pieces), layout
+    def _make_plan(self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], asks_next: bool) -> Plan:
+        return self._encode(None, self._parts(self._template.layout(shapes, tools, asks_next=asks_next)))
 
-    def _lay_out_replies(
-        self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], ended: bool
-    ) -> tuple[Pieces, Layout]:
-        """The layout of replies, after the stop token of an assistant's turn, or with it if the turn hasn't ended."""
+    def _make_reply_plan(self, shapes: tuple[MessageShape, ...], tools: tuple[str, ...], ended: bool) -> Plan:
+        """The plan of replies, after the stop token of an assistant's turn, or with it if the turn hasn't ended."""
         for layout in self._template.reply_layouts(shapes, tools):
-            after_turn, *rest = (self._tokenizer.encode_markup(piece) for piece in layout.pieces)
-            if not self._stop_token_ids.isdisjoint(after_turn):
+            parts = self._parts(layout)
+            of_turn = len(self._tokenizer.split_markers(layout.pieces[0]))  # before the first text of the replies
+            ends = [
+                (place, part)
+                for place, part in enumerate(parts[:of_turn])
+                if isinstance(part, int) and part in self._stop_token_ids
+            ]
+            if ends:
                 break
-        return (after_turn[self._place_after(after_turn, ended) :], *rest), layout
+        if not ends:  # the template writes none: what follows is encoded as after the one that was sampled
+            return self._encode(next(iter(self._stop_token_ids), None), parts)
+        place, stop = ends[0]
+        return self._encode(stop, parts[place + 1 :]) if ended else self._encode(None, parts[place:])
 
-    def _place_after(self, token_ids: Sequence[int], ended: bool) -> int:
-        """The place after the first stop token, or, if the turn hasn't ended, its own; 0 if there is none."""
-        ends = [place for place, token_id in enumerate(token_ids) if token_id in self._stop_token_ids]
-        return ends[0] + ended if ends else 0
+    def _parts(self, layout: Layout) -> list[str | int | TextSlot]:
+        """Texts of the template, markers by their ids, and the places of messages' texts."""
+        parts: list[str | int | TextSlot] = [*self._tokenizer.split_markers(layout.pieces[0])]
+        for slot, piece in zip(layout.slots, layout.pieces[1:], strict=True):
+            parts += [slot, *self._tokenizer.split_markers(piece)]
+        return parts
+
+    def _encode(self, left: int | None, parts: Sequence[str | int | TextSlot]) -> Plan:
+        """left: the marker before the parts."""
+        plan: list[tuple[int, ...] | Run] = []
+        run: list[str | TextSlot] = []
+        for part in (*parts, None):
+            if not (part is None or isinstance(part, int)):
+                run.append(part)
+                continue
+            texts = [one for one in run if isinstance(one, str)]
+            if len(texts) < len(run):
+                plan.append(Run(left, tuple(run), part))
+            else:
+                plan.append(self._tokenizer.encode_run(left, "".join(texts), part))
+            run = []
+            if part is not None:
+                plan.append((part,))
+            left = part
+        return tuple(plan)
 
 
 def _shapes_of(messages: Sequence[Message]) -> tuple[tuple[MessageShape, ...], list[tuple[str, ...]]]:

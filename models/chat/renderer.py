@@ -30,16 +30,17 @@ NOTHING: Mapping[str, object] = MappingProxyType({})
 class Renderer:
     """A tokenizer with a chat template, and the window and stop tokens of its model.
 
-    The ids of a conversation are encode(markup) + encode(content) + encode(markup) + ...: the template is rendered
-    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. So a
-    template that would edit contents (trim them, drop earlier thoughts) can't. The same holds for the texts in the
-    arguments of calls, which are written as JSON where the template writes them so. Whatever a template does besides
-    is its own: several leave out what an assistant wrote beside its calls.
+    The template is rendered around placeholders, which then make room for the contents: no content is ever seen by the
+    template. So a template that would edit contents (trim them, drop earlier thoughts) can't. The same holds for the
+    texts in the arguments of calls, which are written as JSON where the template writes them so. Whatever a template
+    does besides is its own: several leave out what an assistant wrote beside its calls. The ids are those of one
+    encoding of the whole text, but that markup in a content stays text.
 
     Several threads may use it.
 
     tokenizer:      transformers' own.
-    stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
+    stop_token_ids: tokens that end a turn: of the tokenizer and generation_config.json, and the one that the template
+                    writes after an answer, which base models name in neither.
     vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
     chat_template_kwargs: further variables of the template, such as enable_thinking.
@@ -61,16 +62,19 @@ class Renderer:
     ) -> None:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
-        self.stop_token_ids = stop_token_ids
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
         self._thinking_markers = thinking_markers
         self._tool_parser = tool_parser
         self._tokenizer = ChatTokenizer(tokenizer, chat_template_kwargs)
         self._template = ChatTemplate(self._tokenizer.apply_template, self._tokenizer.spells_markup)
-        self._conversations = ConversationIds(self._tokenizer, self._template, stop_token_ids)
+        ends = self._tokenizer.split_markers(self._template.after_answer().lstrip())[:1]
+        self.stop_token_ids = tuple(sorted({*stop_token_ids, *(end for end in ends if isinstance(end, int))}))
+        self._conversations = ConversationIds(self._tokenizer, self._template, self.stop_token_ids)
         self.decode = self._tokenizer.decode
         self.decode_special = self._tokenizer.decode_special
         self.encode_markup = self._tokenizer.encode_markup
+        self.special = {token.content: one for one, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.encode_inserted = self._tokenizer.encode_inserted
 
     @staticmethod
     def load(
@@ -96,7 +100,7 @@ class Renderer:
                 "or policy.chat_template (or grm.chat_template) to a Jinja file"
             )
         _warn_of_unknown_kwargs(path, tokenizer, chat_template_kwargs)
-        return Renderer(
+        renderer = Renderer(
             tokenizer,
             context_tokens=context_tokens,
             vocab_size=vocab_size,
@@ -105,11 +109,12 @@ class Renderer:
             thinking_markers=thinking_markers,
             tool_parser=tool_parser,
         )
+        renderer._conversations.check()
+        return renderer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The thread's own."""
-        return self._tokenizer.own
+        return self._tokenizer.tokenizer
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The token ids of a conversation, up to the assistant's turn.

@@ -118,9 +118,11 @@ def find_markers(
     """
     pairs = KNOWN_MARKERS if declared is None else (tuple(declared),) if declared else ()
     for opening, closing in pairs:
-        if declared is None and vocabulary(closing) is None and closing not in template:
-            continue
         opened, closed = generation_prompt.rfind(opening), generation_prompt.rfind(closing)
+        # A base model's template may begin the thought and never write its end, which the model is asked for in words.
+        begins_one = generation_prompt.rstrip().endswith(opening)
+        if declared is None and vocabulary(closing) is None and closing not in template and not begins_one:
+            continue
         return ThinkingMarkers(
             open=opening,
             close=closing,

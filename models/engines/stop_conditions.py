@@ -1,27 +1,41 @@
 """When a completion ends, and its text. Pure, except for a cache over the vocabulary."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from models.types import FinishReason, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
+NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class StopConditions:
-    """Stop conditions. Uses only a tokenizer's `decode`."""
+    """Stop conditions. Uses only a tokenizer's `decode`.
 
-    def __init__(self, decode: Decode, stop_token_ids: Collection[int]) -> None:
+    special: special tokens by their text, which `decode` leaves out. A request may name them as its stop strings.
+    """
+
+    def __init__(self, decode: Decode, stop_token_ids: Collection[int], special: Mapping[str, int] = NONE) -> None:
         self._decode = decode
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._special = special
         self._pieces: dict[int, str] = {}
 
     def finish_reason(self, token_ids: Sequence[int], params: SamplingParams) -> FinishReason | None:
         """Why a completion ends with its last token. None if it continues."""
         if token_ids[-1] in self._stop_token_ids:
             return "stop"
-        if params.stop and self._completes_stop(token_ids, params.stop):
-            return "stop"
+        if params.stop:
+            texts, stop_token_ids = self.split(params.stop)
+            if token_ids[-1] in stop_token_ids or self._completes_stop(token_ids, texts):
+                return "stop"
         return "length" if len(token_ids) >= params.max_new_tokens else None
+
+    def split(self, stop: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+        """The texts among a request's stop strings, and all tokens that end its answer."""
+        texts = tuple(string for string in stop if string not in self._special)
+        named = (self._special[string] for string in stop if string in self._special)
+        return texts, sorted({*self._stop_token_ids, *named})
 
     def cut_text(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> tuple[str, str]:
         """The text up to the first stop string, and that string if it ended the completion, or an empty one."""
@@ -30,7 +44,7 @@ class StopConditions:
         if not found:
             return text, ""
         start, string = min(found)
-        return text[:start], "" if token_ids[-1] in self._stop_token_ids else string
+        return text[:start], "" if token_ids[-1] in self.split(stop)[1] else string
 
     def _completes_stop(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
         may_end = [string for string in stop if self._may_end_with(token_ids[-1], string)]

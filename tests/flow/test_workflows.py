@@ -121,7 +121,7 @@ def test_a_workflow_elsewhere_asks_the_policy_at_the_gateway(
     ("override", "said"),
     [
         ("rollout.stop=['']", r"^rollout\.stop: a text is empty"),
-        ("rollout.stop=['<|im_end|>']", r"^rollout\.stop: .* has a special token of the policy's tokenizer, which no"),
+        ("rollout.stop=['.<|im_end|>']", r"^rollout\.stop: .* has a special token of the policy's tokenizer, which no"),
         ("env=workflow", r"^env\.target: is empty; for kind=workflow"),
         ("env=workflow env.target=users_flow.nothing", r"^env\.target: the module users_flow has no nothing"),
         ("env=workflow env.target=users_flow.no_policy", r"^env\.target: .* takes \(task, policy\)"),

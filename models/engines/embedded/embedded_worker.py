@@ -65,7 +65,7 @@ class EmbeddedWorker:
         opened = open_batch_invariant_decoder if config.batch_invariant else open_decoder
         decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts)
         self._quantize()
-        endings = StopConditions(renderer.decode, renderer.stop_token_ids)
+        endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
         self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
         max_rows, prefill_tokens = config.max_batch_rows, config.prefill_tokens_per_step

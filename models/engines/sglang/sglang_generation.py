@@ -56,8 +56,8 @@ class SglangGeneration:
     ) -> None:
         self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
         self._http, self._model_name = http, model_name
-        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids)
-        self._stop_token_ids, self._vocab_size = tuple(renderer.stop_token_ids), renderer.vocab_size
+        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
+        self._vocab_size = renderer.vocab_size
         self._seed, self._incremental = seed, incremental
         self._versions = {first_version: 0}  # server's name of a version -> ours, the newest last
         self._namespace = uuid.uuid4().hex  # of the prefix cache
@@ -168,10 +168,12 @@ class SglangGeneration:
             del self._prefilling[prompt_ids]
 
     async def _read(self, ticket: SglangRequest) -> None:
+        stop, stop_token_ids = self._endings.split(ticket.params.stop)
         body = make_body(
             ticket,
             seed=self._seed,
-            stop_token_ids=self._stop_token_ids,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
             vocab_size=self._vocab_size,
             namespace=self._namespace,
             whole=not self._incremental,

@@ -80,7 +80,14 @@ class SglangRequest(SharedRequest):
 
 
 def make_body(
-    ticket: SglangRequest, *, seed: int, stop_token_ids: Sequence[int], vocab_size: int, namespace: str, whole: bool
+    ticket: SglangRequest,
+    *,
+    seed: int,
+    stop: Sequence[str],
+    stop_token_ids: Sequence[int],
+    vocab_size: int,
+    namespace: str,
+    whole: bool,
 ) -> Json:
     """The body for /generate. namespace: of the prefix cache. whole: each event repeats the answer from its
     beginning.
@@ -91,7 +98,7 @@ def make_body(
         "temperature": params.temperature,
         "top_p": params.top_p,
         "sampling_seed": derive_seed(seed, str(params.seed)),
-        "stop": list(params.stop),
+        "stop": list(stop),
         "stop_token_ids": list(stop_token_ids),
         "stream_interval": ONE_EVENT if whole else TOKENS_PER_EVENT,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,8 @@ class VllmGeneration:
         self.version = 0
         self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
         self._process, self._model_name = process, model_name
-        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids)
-        self._stop_token_ids, self._seed = renderer.stop_token_ids, seed
+        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
+        self._seed = seed
         self._window, self._expert_layers = window, expert_layers
         self._adapter = adapter_request() if with_adapter else None
         self._requests: SharedRequests[VllmRequest] = SharedRequests()
@@ -156,7 +157,8 @@ class VllmGeneration:
             return await self._score_prompt(ticket, ticket.params.scoring)
         sampled = VllmSample()
         prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
-        sampling = make_sampling(ticket.params, self._seed, self._stop_token_ids)
+        stop, stop_token_ids = self._endings.split(ticket.params.stop)
+        sampling = make_sampling(replace(ticket.params, stop=stop), self._seed, stop_token_ids)
         async for output in self._process.llm.generate(
             prompt, sampling, ticket.request_id, lora_request=self._adapter, priority=ticket.priority
         ):

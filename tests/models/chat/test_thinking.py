@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grmpipe.tiny.tokenizer import build_tokenizer
 from models.chat.renderer import Renderer
-from models.chat.thinking import ThinkingMarkers, with_thought
+from models.chat.thinking import ThinkingMarkers, find_markers, with_thought
 from models.settings import ModelConfig
 from models.types import Completion, VersionSpan
 
@@ -151,3 +151,11 @@ def test_markers_are_found_where_a_template_wants_a_system_message() -> None:
     tokenizer.chat_template = wants + (TEMPLATES / "deepseek_r1.jinja").read_text(encoding="utf-8")
     found = renderer_of(tokenizer).thinking
     assert found is not None and found.in_prompt
+
+
+def test_a_generation_prompt_that_begins_a_thought_suffices() -> None:
+    """R1-Zero's template asks in words for the end of the thought, and never writes it."""
+    markers = find_markers(None, lambda text: None, "... {{ 'Assistant: <think>' }}", "\nAssistant: <think>")
+    assert markers is not None and markers.in_prompt and (markers.open, markers.close) == ("<think>", "</think>")
+    assert markers.split_thought("6 x 7 = 42 </think> 42").num_chars == len("6 x 7 = 42 </think>")
+    assert find_markers(None, lambda text: None, "... <think> ...", "\nAssistant:") is None

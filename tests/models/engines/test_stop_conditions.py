@@ -60,3 +60,12 @@ def test_a_stop_token_at_the_last_place_is_a_stop() -> None:
     assert endings.finish_reason([1, 7], SamplingParams(max_new_tokens=2)) == "stop"
     assert endings.finish_reason([7, 1], SamplingParams(max_new_tokens=2)) == "length"
     assert endings.finish_reason([1], SamplingParams(max_new_tokens=2)) is None
+
+
+def test_a_special_token_that_a_request_names_ends_its_answer_though_no_text_shows_it() -> None:
+    endings = StopConditions(of_bytes, stop_token_ids=(7,), special={"<|end|>": 5})
+    params = SamplingParams(max_new_tokens=9, stop=("<|end|>", ";"))
+    assert endings.finish_reason([97, 5], params) == "stop" == endings.finish_reason([97, 59], params)
+    assert endings.finish_reason([97, 5], SamplingParams(max_new_tokens=9)) is None
+    assert endings.split(params.stop) == ((";",), [5, 7])
+    assert endings.cut_text([97, 59, 5], params.stop) == ("a", "")

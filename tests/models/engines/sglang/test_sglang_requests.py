@@ -34,7 +34,9 @@ def event(ids: list[int], total: int, version: str = "0", finish: dict[str, Any]
 
 def body(**params: Any) -> Any:
     ticket = ticket_of(**params)
-    return make_body(ticket, seed=0, stop_token_ids=(9,), vocab_size=272, namespace="n", whole=False)
+    return make_body(
+        ticket, seed=0, stop=ticket.params.stop, stop_token_ids=(9,), vocab_size=272, namespace="n", whole=False
+    )
 
 
 @pytest.mark.parametrize("whole", [False, True])
