@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.engines.embedded.decoder import Decoder, open_decoder
+from models.engines.embedded.decoder import PROBE, Decoder, open_decoder
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.prompt_packing import whole_blocks
 from models.repeatable_kernels import KERNELS, VARIABLE
@@ -68,13 +68,17 @@ class BatchInvariantDecoder:
 
 @torch.no_grad()
 def open_batch_invariant_decoder(
-    model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
+    model: PreTrainedModel,
+    max_rows: int,
+    max_tokens: int,
+    return_routed_experts: bool = False,
+    probe: Sequence[Sequence[int]] = PROBE,
 ) -> tuple[Decoder, KvSlots]:
     """Like `open_decoder`, on one thread of a CPU. Also raises ValueError if logits still depend on the batch size."""
     if model.device.type == "cpu":
         torch.set_num_threads(1)  # threads divide a product by its number of rows
     rows, tokens = whole_blocks(max_rows, ROW_BLOCK), whole_blocks(max_tokens, TOKEN_BLOCK)
-    plain, slots = open_decoder(model, rows, tokens, return_routed_experts)
+    plain, slots = open_decoder(model, rows, tokens, return_routed_experts, probe)
     decoder = BatchInvariantDecoder(plain, slots)
     if not is_batch_invariant(decoder, slots, max_rows, max_tokens):
         raise ValueError(

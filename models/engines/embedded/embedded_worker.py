@@ -7,7 +7,7 @@ from functools import partial
 from models.chat.renderer import Renderer
 from models.engines.embedded.batch import Row, RunningBatch
 from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
-from models.engines.embedded.decoder import open_decoder
+from models.engines.embedded.decoder import PROBE_TEXTS, open_decoder
 from models.engines.embedded.grammar import Grammar
 from models.engines.embedded.ngrams import NgramTable
 from models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
@@ -63,7 +63,8 @@ class EmbeddedWorker:
         if spec.lora.in_engines:
             add_adapters(self._model, spec.lora, spec.dtype)
         opened = open_batch_invariant_decoder if config.batch_invariant else open_decoder
-        decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts)
+        probe = [renderer.encode_markup(text) for text in PROBE_TEXTS]
+        decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts, probe)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)

@@ -78,7 +78,7 @@ def test_the_readmes_own_command_computes_in_bfloat16_on_gpus() -> None:
     blocks = re.findall(r"```bash\n(python launch.py data=file.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (command,) = blocks
     overrides = shlex.split(command.replace("\\\n", " "))[2:]
-    assert types_of(composed(*overrides)) == ("bfloat16", "bfloat16", "float32", False), "on cores"
+    assert types_of(composed(*overrides)) == ("float32", "float32", "float32", False), "on cores"
     assert types_of(composed(*overrides, "placement=one_gpu")) == ("bfloat16", "bfloat16", "bfloat16", True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -116,6 +117,23 @@ def test_a_fused_decoder_that_is_wrong_gives_way_to_the_module(monkeypatch: pyte
     monkeypatch.setattr(FusedDecoder, "decode", lambda self, ids, positions, attended: torch.zeros(len(ids), 64))
     decoder, _ = open_decoder(random_model("llama"), max_rows=2, max_tokens=64)
     assert type(decoder) is ModuleDecoder
+
+
+@torch.no_grad()
+def test_decoders_are_tried_on_the_tokens_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Special tokens, which models see once in a text, are what 16 bits get wrong."""
+    right = FusedDecoder.decode
+
+    def wrong_on_special_tokens(self: FusedDecoder, ids: Tensor, positions: Tensor, attended: int) -> Tensor:
+        return right(self, ids, positions, attended) * (1 if bool((ids >= 10).all()) else 0)
+
+    monkeypatch.setattr(FusedDecoder, "decode", wrong_on_special_tokens)
+    decoder, _ = open_decoder(random_model("llama"), max_rows=2, max_tokens=64, probe=((11, 12, 13), (21, 22)))
+    assert type(decoder) is FusedDecoder and not caplog.records
+    decoder, _ = open_decoder(random_model("llama"), max_rows=2, max_tokens=64, probe=((1, 2, 3), (2, 1)))
+    assert type(decoder) is ModuleDecoder and "FusedDecoder: its logits differ" in caplog.text
 
 
 @torch.no_grad()
