@@ -1,8 +1,10 @@
-"""Finds a model's files on this machine: a directory as it is, a hub name in the cache."""
+"""Finds a model's files on this machine: a directory as it is, a hub name or a converted GGUF file in the cache."""
 
 import json
 import re
 from pathlib import Path
+
+from models.gguf_files import SUFFIX, convert_gguf
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -34,15 +36,17 @@ def find_files(path: str, *, weights: bool) -> str:
 
 def is_hub_name(path: str) -> bool:
     """Whether a path is a hub name; a directory of the same name takes precedence."""
-    return HUB_NAME.fullmatch(path) is not None and not Path(path).is_dir()
+    return HUB_NAME.fullmatch(path) is not None and not path.endswith(SUFFIX) and not Path(path).is_dir()
 
 
 def _directory(path: str) -> str:
     """Absolute, because other processes may have other working directories."""
+    if path.endswith(SUFFIX) and Path(path).is_file():
+        return convert_gguf(path)
     if not Path(path).is_dir():
         raise ValueError(
-            f"path: no directory {path!r}; give a Hugging Face model directory{_found_in(Path(path).parent)} or a hub "
-            "name"
+            f"path: no directory {path!r}; give a Hugging Face model directory{_found_in(Path(path).parent)}, a "
+            "GGUF file or a hub name"
         )
     return str(Path(path).resolve())
 

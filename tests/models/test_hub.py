@@ -53,7 +53,7 @@ def test_another_name_than_that_of_a_runs_model_is_answered_with_it(
     with pytest.raises(NotHere, match=r"no directory 'run/grm'.* \(run/critic, run/policy are some\)$"):
         find_files("run/grm", weights=True)
     with pytest.raises(
-        ValueError, match=r"no directory '\./run/grm'; .* \(run/critic, run/policy are some\) or a hub name$"
+        ValueError, match=r"no directory '\./run/grm'; .* \(run/critic, run/policy are some\), a GGUF file or a hub"
     ):
         find_files("./run/grm", weights=True)
 
