@@ -49,6 +49,7 @@ from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
 from grmpipe.validate.machines import check_seats
 from models.import_path import put_working_folder_last
+from models.terminal_text import replace_controls
 
 CONF = Path(__file__).parent / "conf"
 ConfigStore.instance().store(name="schema", node=schema())
@@ -281,12 +282,12 @@ def main() -> int:
         return complain(message, 2)
     finally:
         if RUNS:
-            print(sweep_table(RUNS), flush=True)
+            print(replace_controls(sweep_table(RUNS)), flush=True)
     return find_exit_code(RUNS)
 
 
 def complain(message: str, code: int) -> int:
-    print(f"grmpipe: {mask(message, environment_secrets())}", file=sys.stderr)
+    print(f"grmpipe: {replace_controls(mask(message, environment_secrets()))}", file=sys.stderr)
     return code
 
 

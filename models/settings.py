@@ -7,6 +7,7 @@ from typing import Any
 
 from models.bounds import Bounded, above, above_0_to_1, at_least, one_of
 from models.chat.tool_calls import AUTO_PARSER, check_tool_parser
+from models.urls import check_url
 
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
@@ -304,14 +305,15 @@ class SglangConfig(Bounded):
         if not 0 < self.mem_fraction < 1:
             raise ValueError(f"mem_fraction: must be between 0 and 1, got {self.mem_fraction}")
         for url in self.urls:
-            _refuse_userinfo("urls", url)
+            check_url("urls", url, allow_query=False)
 
 
 @dataclass(frozen=True)
 class OpenAIConfig(Bounded):
     """A model behind an OpenAI-compatible endpoint, which judges, scores or teaches; its `path` is its name there."""
 
-    base_url: str = "https://api.openai.com/v1"  # URL of the endpoint.
+    # URL of the endpoint; its query, such as Azure's ?api-version=.., comes with each request.
+    base_url: str = "https://api.openai.com/v1"
     # Environment variable with the endpoint's key; empty: the endpoint needs none.
     api_key_env: str = "OPENAI_API_KEY"
     # The model's context window there; 0: unknown, and the endpoint refuses what doesn't fit.
@@ -334,19 +336,7 @@ class OpenAIConfig(Bounded):
         super().__post_init__()
         for pattern in self.chat_markup:
             _check_markup(pattern)
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
-        _refuse_userinfo("base_url", self.base_url)
-
-
-def _refuse_userinfo(key: str, url: str) -> None:
-    """Refuse URLs with user info, because URLs are written to logs and files."""
-    if re.match(r"\w+://[^/?#]*@", url):
-        host = re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
-        raise ValueError(
-            f"{key}: a URL must not contain a user name or a password; type {host!r}, export the key in an "
-            "environment variable and give its name as api_key_env"
-        )
+        check_url("base_url", self.base_url)
 
 
 def _check_markup(pattern: str) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
-from grmpipe.config.keys.redact import MIN_SECRET_CHARS, USERINFO, mask, mask_arguments, secrets_in
+from grmpipe.config.keys.redact import MIN_SECRET_CHARS, mask, mask_arguments, secrets_in
 from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
+from models.urls import check_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +103,9 @@ class McpServerConfig:
             raise ValueError(
                 "command: give either a command, such as [python,my_server.py], or a url, such as http://host:8000/mcp"
             )
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url: must begin with http:// or https://, got {self.url!r}")
-        if USERINFO.search(self.url):
-            raise ValueError(
-                "url: holds a user's name or password; give what the server asks for as headers, such as "
-                "headers={Authorization: 'Bearer ${oc.env:MY_TOKEN}'}"
-            )
+        if self.url:
+            way_out = "and give what the server asks for as headers={Authorization: 'Bearer ${oc.env:MY_TOKEN}'}"
+            check_url("url", self.url, way_out)
         if self.url and self.env:
             raise ValueError("env: is for a command; a server at a URL is started by someone else")
         if self.headers and not self.url:

@@ -13,6 +13,7 @@ from grmpipe.observe.console_metrics import ONE_JUDGE, GaugeSet, step_lines
 from grmpipe.observe.guard import Guard
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics
+from models.terminal_text import replace_controls
 
 SAMPLES_SHOWN = 3
 PANEL_COLUMNS = 96  # longer lines are hard to read
@@ -45,14 +46,14 @@ class ConsoleSink(Tracker):
         self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics, self._shown)))
 
     def note(self, text: str) -> None:
-        self._print(Text(readable(text), style="dim"))
+        self._print(Text(replace_controls(text), style="dim"))
 
     def alarm(self, text: str) -> None:
-        self._print(Text(f"ALARM  {readable(text)}", style="bold red"))
+        self._print(Text(f"ALARM  {replace_controls(text)}", style="bold red"))
 
     def remark(self, about: str, text: str, style: str = "yellow") -> None:
         """Print a line on the whole run: its bottleneck, the requests to a model that judges."""
-        self._print(Text(f"{about}  {readable(text)}", style=style))
+        self._print(Text(f"{about}  {replace_controls(text)}", style=style))
 
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """Print three rollouts with the GRM's critiques, so that no score is shown without its critique."""
@@ -77,7 +78,7 @@ def sample_panel(row: SampleRow, width: int) -> Panel:
     parts += [("critique", row.critique, "yellow")] if row.critique else []  # a rule writes none
     grid = Table.grid(padding=(0, 2))
     for part, text, style in parts:
-        grid.add_row(Text(part, style="dim"), Text(readable(text), style=style))
+        grid.add_row(Text(part, style="dim"), Text(replace_controls(text), style=style))
     score = "no score" if row.score is None else f"score {row.score:g}"
     title = Text(f"{row.group_id} · sibling {row.sibling}")
     ended = Text(f"{score} · {truth_text(row)}")
@@ -88,8 +89,3 @@ def truth_text(row: SampleRow) -> str:
     if row.truth is None:
         return "truth unknown"
     return {1.0: "truly right", 0.0: "truly wrong"}.get(row.truth, f"truth {row.truth:g}")
-
-
-def readable(text: str) -> str:
-    """The text without control characters: models can sample sequences that recolour, clear or retitle a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)

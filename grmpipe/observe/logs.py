@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from grmpipe.config.keys.redact import environment_secrets, mask
+from models.terminal_text import replace_controls
 
 OURS = ("grmpipe", "models", "scheduler")
 REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request
@@ -49,14 +50,16 @@ def replace_handlers(logger: logging.Logger, *handlers: logging.Handler) -> None
 
 
 class MaskingFormatter(logging.Formatter):
-    """Masks secrets of the environment in messages and tracebacks."""
+    """Masks secrets of the environment in messages and tracebacks, and replaces control characters: servers, tools and
+    models wrote parts of them, and people read them in a terminal.
+    """
 
     def __init__(self, fmt: str) -> None:
         super().__init__(fmt, datefmt="%Y-%m-%d %H:%M:%S")
         self._secrets = environment_secrets()
 
     def format(self, record: logging.LogRecord) -> str:
-        return mask(super().format(record), self._secrets)
+        return replace_controls(mask(super().format(record), self._secrets))
 
 
 class LogFile(logging.FileHandler):

@@ -12,10 +12,10 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from grmpipe.observe.charts import Chart, Series, chart, short
-from grmpipe.observe.console import readable
 from grmpipe.observe.console_metrics import failures_text
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
+from models.terminal_text import replace_controls
 
 log = logging.getLogger(__name__)
 
@@ -273,4 +273,4 @@ def show_text(text: str) -> str:
     if len(text) > TEXT_CHARS:
         half, left_out = TEXT_CHARS // 2, len(text) - TEXT_CHARS
         text = f"{text[:half]}\n\n[… {left_out:,} characters left out …]\n\n{text[-half:]}"
-    return readable(text)
+    return replace_controls(text)

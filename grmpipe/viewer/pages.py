@@ -11,7 +11,6 @@ from urllib.parse import quote, urlencode
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
-from grmpipe.observe.console import readable
 from grmpipe.observe.console_metrics import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
 from grmpipe.observe.run_files import FIGURES, read_bytes, to_text
@@ -21,6 +20,7 @@ from grmpipe.viewer.figures import Means
 from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
+from models.terminal_text import replace_controls
 
 MAX_CHARS = 200_000  # of one text; what is longer loses its middle
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS, SHOWN_STEPS = 30, 8, 30, 60, 500
@@ -57,7 +57,7 @@ def show_text(text: object) -> str:
     if len(whole) > MAX_CHARS:
         half, left_out = MAX_CHARS // 2, len(whole) - MAX_CHARS
         whole = f"{whole[:half]}\n\n[… {left_out:,} characters left out …]\n\n{whole[-half:]}"
-    return readable(whole)
+    return replace_controls(whole)
 
 
 def format_known(value: float | None) -> str:

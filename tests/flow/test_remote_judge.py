@@ -37,6 +37,7 @@ class Bill(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.num_requests = 0
         self.revoked_after = math.inf  # requests after which the key is no more
+        self.declines_after = 0  # requests after which the filter declines
         self.used: Counter[str] = Counter()
         self.keys: Counter[str] = Counter()  # how often each Idempotency-Key came
         self.answer_s = 0.0
@@ -67,7 +68,8 @@ class Endpoint(BaseHTTPRequestHandler):
         time.sleep(self.server.answer_s)
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         key = self.headers["Authorization"].removeprefix("Bearer ")
-        status = {"the-key": 200, "key-of-a-filter": 400}.get(key, 401)
+        declines = number > self.server.declines_after
+        status = {"the-key": 200, "key-of-a-filter": 400 if declines else 200}.get(key, 401)
         assert self.path == "/v1/chat/completions"
         length = len(asked["messages"][-1]["content"])
         text = f"Well, answer {number}." if number % 20 == 0 else f"Fine, answer {number}.\nScore: {1 + length % 10}"
@@ -164,12 +166,31 @@ def test_remote_judge_is_billed_as_it_reports_and_no_file_holds_a_secret(
     assert files.run_dir.stat().st_mode & 0o077 == 0
 
 
-def test_an_endpoint_that_refuses_stops_the_run_with_its_words(
-    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_an_endpoint_that_refuses_all_first_requests_ends_the_run_with_its_words(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "key-of-a-filter")
+    with pytest.raises(ConfigError, match=r"^judge\.model: all 8 preflight judgements failed as refused; .*declined"):
+        small_run(*outside, "judge.max_failure_rate=1")
+    assert bill.num_requests == 8
+
+
+def test_an_endpoint_that_refuses_later_stops_the_run_with_its_words(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "key-of-a-filter")
+    bill.declines_after = 8
     with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*declined"):
         small_run(*outside, "judge.limits.failure_window=8", "rollout.pause_s=0.1", "data.num_eval_prompts=1")
+
+
+def test_an_endpoint_at_which_nobody_listens_fails_the_run_before_it_starts(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    nowhere = ("engine.openai.base_url=http://127.0.0.1:9/v1", "engine.openai.max_retries=0")
+    with pytest.raises(RunFailed, match=r"judge: all 8 preflight judgements failed; .*127\.0\.0\.1 gave no answer"):
+        small_run(*outside, *nowhere)
 
 
 @pytest.mark.parametrize("task", ["train", "evaluate"])
@@ -293,9 +314,10 @@ def test_an_endpoint_that_refuses_is_right_about_nothing(
 
 
 def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by_its_name(
-    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A jury with a quorum of one goes on, and says who is absent."""
+    """A jury with a quorum of one goes on, and says who is absent. Before the first step each has answered."""
+    bill.declines_after = 16
     monkeypatch.setenv("THE_KEY", "the-key")
     monkeypatch.setenv("OTHER_KEY", "key-of-a-filter")
     files = small_run(

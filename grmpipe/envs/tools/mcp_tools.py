@@ -22,6 +22,7 @@ from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import wrap_command
 from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.types import EnvCause
+from models.engines.network import find_network_path
 from models.types import ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ class Connection:
         except Exception as error:
             said = connection.read_stderr()
             await connection.close()
-            text = f"the MCP server {name} ({config}) doesn't start: {connection.explain_error(error)}"
+            by = find_network_path(config.url).by if config.url else ""
+            text = f"the MCP server {name} ({config}){by} doesn't start: {connection.explain_error(error)}"
             if config.url and not config.shared:
                 text += "; one that keeps no sessions needs shared: true"
             raise EnvFault(f"{text}; {said}" if said else text, "boot") from error
@@ -332,11 +334,21 @@ def make_client(
 
 
 def http_client(config: McpServerConfig) -> AsyncClient:
+    """The client of all sessions at a URL. Raises EnvFault (boot) for a proxy or certificates that can't be used."""
     import httpx2  # the library's own, whose client it takes
 
-    every_session = httpx2.Limits(max_connections=None)
-    timeout = httpx2.Timeout(CONNECT_S, read=READ_S)
-    return httpx2.AsyncClient(headers=dict(config.headers), timeout=timeout, limits=every_session)
+    try:
+        path = find_network_path(config.url)
+    except ValueError as error:
+        raise EnvFault(str(error), "boot") from error
+    return httpx2.AsyncClient(
+        headers=dict(config.headers),
+        timeout=httpx2.Timeout(CONNECT_S, read=READ_S),
+        limits=httpx2.Limits(max_connections=None),  # for every session
+        trust_env=False,
+        proxy=path.proxy,
+        verify=path.tls or True,
+    )
 
 
 def select_allowed(specs: Sequence[ToolSpec], names: Sequence[str]) -> tuple[ToolSpec, ...]:

@@ -299,20 +299,21 @@ class TrainingRun(Run[Prepared]):
 
 
 async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
-    """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one whose answers
-    can't be read.
+    """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one that gives no
+    verdict that can be read; EngineDied if nothing answers then.
     """
     config, prompts = prepared.config, prepared.prompts
     first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]
     judge, members = with_own_bounds(judge), get_members(judge)
     asking = {**config.judging.generative, **config.judging.scalar}
-    outside = [name for name, one in asking.items() if one.model in config.judging.remote_roles]
+    outside = {name: one for name, one in asking.items() if one.model in config.judging.remote_roles}
     try:
-        if is_new and config.judged_by_model:
-            if problem := await preflight_judgements(judge, members, config.judging.generative, first):
+        if is_new:
+            tried = {**config.judging.generative, **outside}
+            if problem := await preflight_judgements(judge, members, tried, first):
                 raise ConfigError(problem)
-            outside = [name for name in outside if name not in config.judging.generative]
-        for name in outside:
-            await try_prompt(members.get(name, judge), first[0])
+        else:
+            for name in outside:
+                await try_prompt(members.get(name, judge), first[0])
     except EngineDenied as error:
         raise ConfigError(str(error)) from error

@@ -1,11 +1,14 @@
-"""The answer of an OpenAI-compatible endpoint, read field by field with its types. Pure: bytes in; sends nothing."""
+"""What an OpenAI-compatible endpoint answers, with its types. Pure: sends nothing."""
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from models.engines.typed_json import NoAnswer, read_as
+from models.terminal_text import replace_controls
 from models.types import Usage
 
 MOST_TOKENS = 2**53  # of a count; a larger one is an error of the endpoint
@@ -17,8 +20,35 @@ USAGE_FIELDS = ("prompt_tokens", "completion_tokens", "total_tokens", "prompt_ca
 TEXT_PARTS = frozenset({"text", "output_text"})
 
 
-class NoChatCompletion(Exception):
-    """The answer has another shape; the message names the field."""
+class Part(msgspec.Struct):
+    """A part of a content. Thoughts and the like have types of their own, and any fields."""
+
+    type: str | None = "text"
+    text: Any = None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | list[str | Part] | None = None
+    refusal: str | None = None
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """One of the results that an answer lists."""
+
+    index: Any = None  # some gateways leave it out, or write something else
+
+
+class Choice(Entry, kw_only=True):
+    message: ChatMessage
+    finish_reason: str | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    choices: list[Choice]
+    model: str | None = None
+
+
+E = TypeVar("E", bound=Entry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,28 +61,25 @@ class ChatAnswer:
     finish_reason: str
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; empty if the body is anything else."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):  # RecursionError: nested a thousand deep
-        return {}
-    return value if isinstance(value, dict) else {}
+def pick_first(entries: Sequence[E]) -> E:
+    """The result with the lowest index, whatever their order. Raises NoAnswer for none, or two with one index."""
+    places = [entry.index if isinstance(entry.index, int) else place for place, entry in enumerate(entries)]
+    if not entries or len(set(places)) < len(places):
+        raise NoAnswer("it has two results with one index" if entries else "it has no result")
+    return entries[places.index(min(places))]
 
 
 def read_answer(body: Mapping[str, Any]) -> ChatAnswer:
-    """The answer in a body. Raises NoChatCompletion."""
-    choices = body.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise NoChatCompletion(f"choices is {_kind(choices)}")
-    message = choices[0].get("message")
-    if not isinstance(message, dict):
-        raise NoChatCompletion(f"message is {_kind(message)}")
+    """The answer in a body. Raises NoAnswer."""
+    completion = read_as(ChatCompletion, body)
+    choice = pick_first(completion.choices)
+    content = choice.message.content
+    parts = content if isinstance(content, list) else [content or ""]
     return ChatAnswer(
-        model=_text("model", body.get("model")),
-        text=whole_characters(_content(message.get("content"))),
-        refusal=whole_characters(_text("refusal", message.get("refusal"))),
-        finish_reason=_text("finish_reason", choices[0].get("finish_reason")),
+        model=completion.model or "",
+        text="".join(part if isinstance(part, str) else _read_part(part) for part in parts),
+        refusal=replace_controls(choice.message.refusal or ""),
+        finish_reason=choice.finish_reason or "",
     )
 
 
@@ -94,40 +121,20 @@ def is_out_of_quota(body: Mapping[str, Any]) -> bool:
 
 
 def error_words(body: Mapping[str, Any], text: str) -> str:
-    """The endpoint's error on one line: its message, or the whole text."""
+    """The endpoint's error on one line: its message, or the whole text. It goes to logs and terminals."""
     error = body.get("error") or body
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail")
     words = error if isinstance(error, str) else text
-    return whole_characters(" ".join(words.split())[:500]) or "(no words)"
+    return replace_controls(" ".join(words.split())[:500]) or "(no words)"
 
 
-def whole_characters(text: str) -> str:
-    """The text without halves of surrogate pairs, which JSON can spell but no file or tokenizer takes."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _content(content: object) -> str:
-    """A text, or the text of its parts, without thoughts and the like."""
-    if not isinstance(content, list):
-        return _text("content", content)
-    return "".join(_part(part) for part in content)
-
-
-def _part(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise NoChatCompletion(f"a part of content is {_kind(part)}")
-    return _text("text of a part of content", part.get("text")) if part.get("type", "text") in TEXT_PARTS else ""
-
-
-def _text(name: str, value: object) -> str:
-    if value is None:
+def _read_part(part: Part) -> str:
+    if part.type not in TEXT_PARTS or part.text is None:
         return ""
-    if not isinstance(value, str):
-        raise NoChatCompletion(f"{name} is {_kind(value)}")
-    return value
+    if not isinstance(part.text, str):
+        raise NoAnswer(f"Expected `str` as the text of a part, got `{type(part.text).__name__}`")
+    return part.text
 
 
 def _usage(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,9 +147,3 @@ def _count(value: object) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
-
-
-def _kind(value: object) -> str:
-    """The JSON name of a value's type."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null or missing"}
-    return kinds.get(type(value), "a number")

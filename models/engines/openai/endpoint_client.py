@@ -14,17 +14,19 @@ from typing import Any, TypeVar
 import httpx
 
 from models.engines.endpoint_use import EndpointUse
+from models.engines.network import find_network_path
 from models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
 from models.engines.openai.chat_answer import (
     error_words,
     is_out_of_quota,
-    read_object,
     read_usage,
     total_tokens,
 )
 from models.engines.request_gates import PrioritySemaphore
+from models.engines.typed_json import read_object
 from models.seeds import derive_seed, first_name
 from models.settings import OpenAIConfig
+from models.terminal_text import replace_controls
 from models.types import EngineDenied, EngineDied, EngineRefused, Usage
 
 Answer = TypeVar("Answer")
@@ -32,9 +34,10 @@ Answer = TypeVar("Answer")
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 IDEMPOTENCY_KEY = "Idempotency-Key"  # draft-ietf-httpapi-idempotency-key-header
 LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota, not busy
+REDIRECTED_TO = "x-redirected-to"
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may take minutes; the caller has the deadline
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
-DENIED_STATUSES = frozenset({401, 402, 403, 404})  # and whatever says that the account is empty
+DENIED_STATUSES = frozenset({401, 402, 403, 404, 407})  # and redirects, and whatever says that the account is empty
 MOST_DENIALS = 8  # in a row, once the endpoint has served something: a gateway may deny single requests
 
 # Allowed after a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
@@ -60,7 +63,11 @@ class Reply:
 
     @property
     def words(self) -> str:
-        return error_words(self.body, self.raw[:2000].decode("utf-8", "replace"))
+        words = error_words(self.body, self.raw[:2000].decode("utf-8", "replace"))
+        if not 300 <= self.status < 400:
+            return words
+        location = replace_controls(self.headers.get(REDIRECTED_TO, ""))[:500]
+        return f"a redirect to {location}" if location else "a redirect without a Location"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +95,8 @@ class EndpointClient:
     def __init__(
         self, model: str, config: OpenAIConfig, use: EndpointUse, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self.host = httpx.URL(config.base_url).host
+        path = find_network_path(config.base_url)
+        self.server = f"{httpx.URL(config.base_url).host}{path.by}"
         self._model = model
         self._key = read_api_key(config, use)
         self._config = config
@@ -103,6 +111,10 @@ class EndpointClient:
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=config.max_connections),
             transport=transport,
+            trust_env=False,
+            proxy=path.proxy if transport is None else None,
+            verify=path.tls or True,
+            event_hooks={"response": [hide_redirect]},
         )
 
     async def close(self) -> None:
@@ -119,9 +131,9 @@ class EndpointClient:
                     return await attempt(num_failed)
                 except BusyError as error:
                     busy = error
-                wait_s = _wait_s(busy, num_failed, request_id)
-                if num_failed == self._config.max_retries or wait_s > LONGEST_RETRY_AFTER_S:
+                if num_failed == self._config.max_retries or (busy.retry_after_s or 0) > LONGEST_RETRY_AFTER_S:
                     raise EngineDied(self.clean(self._given_up(num_failed + 1, busy)))
+                wait_s = _wait_s(busy, num_failed, request_id)
                 num_failed += 1
                 await asyncio.sleep(wait_s)
 
@@ -171,12 +183,12 @@ class EndpointClient:
         whatever is asked.
         """
         out_of_quota = reply.status != 200 and is_out_of_quota(reply.body)
-        if reply.status in DENIED_STATUSES or out_of_quota:
+        if reply.status in DENIED_STATUSES or 300 <= reply.status < 400 or out_of_quota:
             raise self._denial(reply, out_of_quota=out_of_quota or reply.status == 402)
         if reply.status in RETRIED_STATUSES or reply.status >= 500:
             raise BusyError(f"HTTP {reply.status}: {reply.words}", _retry_after_s(reply.headers))
         if reply.status != 200:
-            raise EngineRefused(self.clean(f"{self.host} refused with HTTP {reply.status}: {reply.words}"))
+            raise EngineRefused(self.clean(f"{self.server} refused with HTTP {reply.status}: {reply.words}"))
         self._has_served, self._num_denials = True, 0
 
     def check_model(self, answered: str) -> None:
@@ -184,7 +196,7 @@ class EndpointClient:
         is_first, self._model_answered = not self._model_answered, True
         if not answered or same_model(self._model, answered):
             return
-        said = f"{self.host} was asked for {self._model!r}, but {answered[:200]!r} answered"
+        said = f"{self.server} was asked for {self._model!r}, but {answered[:200]!r} answered"
         if is_first:
             key = f"{self._use.model_key}.path"
             raise self._deny(f"{key}: {said}; give the name of a model that it serves")
@@ -193,7 +205,7 @@ class EndpointClient:
     def _denial(self, reply: Reply, *, out_of_quota: bool) -> EngineDenied | EngineRefused:
         """The error for a denial: EngineRefused for a few in a row once the endpoint has served something."""
         self._num_denials += 1
-        said = f"{self.host} answered HTTP {reply.status}: {reply.words.rstrip('.')}"
+        said = f"{self.server} answered HTTP {reply.status}: {reply.words.rstrip('.')}"
         if self._has_served and self._num_denials < MOST_DENIALS:
             return EngineRefused(self.clean(said))
         if self._has_served:
@@ -204,6 +216,10 @@ class EndpointClient:
         """A denial in words that begin with the key to change."""
         config, use = self._config, self._use
         key, url, path = use.option_key("api_key_env"), use.option_key("base_url"), f"{use.model_key}.path"
+        if 300 <= status < 400:
+            return f"{url}: {said}; no request follows it: type {url}=<the address that answers itself>"
+        if status == 407:
+            return f"{url}: {said}; that is the proxy's answer: give it the name and password that it asks for"
         if status == 404 and not out_of_quota:
             return (
                 f"{path}: {said}; type {path}=<a model that it serves> instead of {self._model}, or "
@@ -228,11 +244,19 @@ class EndpointClient:
     def _given_up(self, num_tries: int, busy: BusyError) -> str:
         asked = f"; it asks to wait {busy.retry_after_s:.0f} s" if busy.retry_after_s else ""
         key = self._use.option_key("max_retries")
-        return f"{self.host} gave no answer in {num_tries} attempts ({key}); the last one: {busy}{asked}"
+        return f"{self.server} gave no answer in {num_tries} attempts ({key}); the last one: {busy}{asked}"
 
     def clean(self, text: str) -> str:
         """A text without the key, which some endpoints echo."""
         return text.replace(self._key, "***") if self._key else text
+
+
+async def hide_redirect(response: httpx.Response) -> None:
+    """Rename a response's Location: httpx reads it even if no redirect is followed, and takes a wrong one for a broken
+    connection.
+    """
+    if "location" in response.headers:
+        response.headers[REDIRECTED_TO] = response.headers.pop("location")
 
 
 def make_idempotency_key(run_id: str, request_id: str, body: Mapping[str, Any]) -> str:
@@ -303,4 +327,5 @@ def _wait_s(busy: BusyError, attempt: int, request_id: str) -> float:
 
 
 def _cause_of(error: httpx.RequestError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = replace_controls(str(error))  # it may repeat what a server sent
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

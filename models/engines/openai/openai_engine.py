@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 
 from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.chat_answer import ChatAnswer, NoChatCompletion, completion_tokens, read_answer
+from models.engines.openai.chat_answer import ChatAnswer, completion_tokens, read_answer
 from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
 from models.engines.request_gates import SingleFlight
+from models.engines.typed_json import NoAnswer
 from models.settings import OpenAIConfig
 from models.types import (
     Completion,
@@ -20,11 +21,16 @@ from models.types import (
     SamplingParams,
     VersionSpan,
 )
+from models.urls import join_path
 
 BYTES_PER_TOKEN = 4  # rough value for English prose: expected size of a prompt until the endpoint counts it
 MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # limit of an answer, plus a part per allowed token
 FIELDS_OF_OURS = frozenset({"model", "messages", "n", "stream", "max_tokens", "max_completion_tokens"})
-FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+# Besides OpenAI's own: text-generation-inference, Together, Anthropic, Cohere, Gemini, Mistral. In any case of letters.
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop", "eos": "stop", "eos_token": "stop", "stop_sequence": "stop", "end_turn": "stop", "complete": "stop",
+    "length": "length", "max_tokens": "length", "model_length": "length",
+}  # fmt: skip
 
 
 class OpenAIEngine:
@@ -48,7 +54,7 @@ class OpenAIEngine:
         self._max_tokens_field = "max_tokens"
         self._in_flight: SingleFlight[Completion] = SingleFlight()
         self._client = EndpointClient(model_path, config, use or EndpointUse(), transport)
-        self._url = config.base_url.rstrip("/") + "/chat/completions"
+        self._url = join_path(config.base_url, "/chat/completions")
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one completion. A request_id that is already in flight gets that request's answer.
@@ -81,7 +87,7 @@ class OpenAIEngine:
                 asking = replace(asking, request_id=f"{context.request_id}+{num_useless}")
             reply = await self._ask(messages, params, asking)
             num_useless += reply.status == 200
-            return self._completion(reply, params.max_new_tokens)
+            return self.read(reply, params.max_new_tokens)
 
         return await self._client.retry(context.request_id, context.priority, attempt)
 
@@ -119,33 +125,44 @@ class OpenAIEngine:
             self._url, body, size, context.priority, retry=context.is_retry, request_id=context.request_id
         )
 
-    def _completion(self, reply: Reply, max_new_tokens: int) -> Completion:
+    def read(self, reply: Reply, max_new_tokens: int) -> Completion:
+        """The completion in a reply. Raises BusyError for a useless one, and what `chat` raises."""
         self._client.check_status(reply)
         try:
             answer = read_answer(reply.body)
-        except NoChatCompletion as error:
+        except NoAnswer as error:
             cause = f"an answer that is no chat completion: {error}; the answer: {reply.words}"
         else:
             self._client.check_model(answer.model)
+            num_tokens = completion_tokens(reply.body, max_new_tokens)
             return Completion(
                 token_ids=(),
                 logprobs=(),
                 text=answer.text,
-                finish_reason=self._finish_reason(answer),
+                finish_reason=self._finish_reason(answer, num_tokens, max_new_tokens),
                 versions=(VersionSpan(model=self.model_name, version=0, start=0, end=0),),
-                unseen_tokens=completion_tokens(reply.body, max_new_tokens),
+                unseen_tokens=num_tokens,
             )
         raise BusyError(cause)
 
-    def _finish_reason(self, answer: ChatAnswer) -> FinishReason:
-        finish, host = answer.finish_reason, self._client.host
+    def _finish_reason(self, answer: ChatAnswer, num_tokens: int, max_new_tokens: int) -> FinishReason:
+        """How an answer ended. Some servers never say: their answers ended by themselves if they are shorter than the
+        limit. Without a count of tokens that is known only of a text with fewer bytes: a token has at least one.
+        """
+        finish, server = answer.finish_reason, self._client.server
         if answer.refusal or finish == "content_filter":
-            raise EngineRefused(self._client.clean(f"{host} filtered it: {answer.refusal[:500] or finish}"))
-        if finish not in FINISH_REASONS:
+            raise EngineRefused(self._client.clean(f"{server} filtered it: {answer.refusal[:500] or finish}"))
+        if found := FINISH_REASONS.get(finish.casefold()):
+            return found
+        if finish:
             known = ", ".join(FINISH_REASONS)
-            said = f"finish_reason {finish[:100]!r}" if finish else "no finish_reason"
-            raise EngineRefused(self._client.clean(f"{host} ended an answer with {said}; known: {known}"))
-        return FINISH_REASONS[finish]
+            raise EngineRefused(
+                self._client.clean(f"{server} ended an answer with finish_reason {finish[:100]!r}; known: {known}")
+            )
+        if answer.text and (num_tokens or len(answer.text.encode()) < max_new_tokens):
+            return "length" if num_tokens >= max_new_tokens else "stop"
+        missing = "counts no tokens" if answer.text else "has no content"
+        raise EngineRefused(f"{server} ended an answer without a finish_reason, and it {missing}: it may be cut off")
 
 
 def estimate_tokens(messages: Sequence[Message], params: SamplingParams) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from models.engines.endpoint_use import EndpointUse
 from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
+from models.engines.network import find_network_path
 from models.settings import EngineConfig, ModelConfig, OpenAIConfig
 from models.types import ChatEngine, RemoteScorer, RemoteTeacher
 
@@ -59,6 +60,10 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
                 f"{key('extra_body')}: chat_template_kwargs are also set in {role}.chat_template_kwargs; keep "
                 "those alone"
             )
+        try:
+            find_network_path(options.base_url)
+        except ValueError as error:
+            raise ValueError(f"{key('base_url')}: {error}") from None
         if options.api_key_env and not os.environ.get(options.api_key_env, "").strip():
             name = key("api_key_env")
             raise ValueError(

@@ -1,16 +1,20 @@
 """A teacher behind an OpenAI-compatible endpoint of vLLM: token ids in, their log-probs out."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 from models.chat.long_texts import off_loop_if_long
 from models.engines.endpoint_use import EndpointUse
+from models.engines.openai.chat_answer import Entry, pick_first
 from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
 from models.engines.request_gates import SingleFlight
+from models.engines.typed_json import NoAnswer, read_as
 from models.settings import OpenAIConfig
 from models.types import (
     Completion,
@@ -22,10 +26,26 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from models.urls import join_path
 
 BYTES_PER_SCORE, MIN_ANSWER_BYTES = 512, 2**20
 FIELDS_OF_OURS = frozenset({"model", "prompt", "prompt_logprobs", "max_tokens", "n", "stream", "add_special_tokens"})
 NOT_GIVEN = "no prompt_logprobs, which a teacher's endpoint must give: vLLM's own server does"
+TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
+
+
+class Likely(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+
+
+class ScoredPrompt(Entry, kw_only=True):
+    prompt_logprobs: list[dict[str, Likely] | None] | None = None
+
+
+class ScoredPrompts(msgspec.Struct):
+    choices: list[ScoredPrompt]
+    model: str | None = None
 
 
 class PromptScorer:
@@ -47,7 +67,7 @@ class PromptScorer:
         self._version = VersionSpan(model=model_name, version=0, start=0, end=0)
         self._in_flight: SingleFlight[Completion] = SingleFlight()
         self._client = EndpointClient(model_path, config, use or EndpointUse(), transport)
-        self._url = config.base_url.rstrip("/") + "/completions"
+        self._url = join_path(config.base_url, "/completions")
 
     async def generate(
         self,
@@ -88,57 +108,67 @@ class PromptScorer:
         async def attempt(num_failed: int) -> Completion:
             retry = context.is_retry or num_failed > 0
             reply = await self._client.post(self._url, body, size, context.priority, retry=retry)
-            return await self._completion(reply, prompt_ids, scoring)
+            return await self.read(reply, prompt_ids, scoring)
 
         return await self._client.retry(context.request_id, context.priority, attempt)
 
-    async def _completion(self, reply: Reply, prompt_ids: Sequence[int], scoring: PromptScoring) -> Completion:
+    async def read(self, reply: Reply, prompt_ids: Sequence[int], scoring: PromptScoring) -> Completion:
+        """The scores in a reply. Raises BusyError for a useless one, and what `generate` raises."""
         self._client.check_status(reply)
-        given = find_entries(reply.body)
-        if given is None:
-            raise EngineRefused(f"{self._client.host} gave {NOT_GIVEN}")
         try:
-            scores = await off_loop_if_long(len(reply.raw), partial(read_scores, given, prompt_ids, scoring))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            model, scores = await off_loop_if_long(
+                len(reply.raw), partial(read_scores, reply.body, prompt_ids, scoring)
+            )
+        except NoAnswer as error:
             cause = f"prompt_logprobs that aren't those of the prompt: {error}; the answer: {reply.words}"
         else:
-            model = reply.body.get("model")
-            self._client.check_model(model if isinstance(model, str) else "")
+            if scores is None:
+                raise EngineRefused(f"{self._client.server} gave {NOT_GIVEN}")
+            self._client.check_model(model)
             return Completion(
                 token_ids=(), logprobs=(), text="", finish_reason="stop", versions=(self._version,), scores=scores
             )
         raise BusyError(cause)
 
 
-def find_entries(body: Mapping[str, Any]) -> list[Any] | None:
-    """An entry for each token of the prompt. None if the endpoint gives none."""
-    choices = body.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        return None
-    given = choices[0].get("prompt_logprobs")
-    return given if isinstance(given, list) else None
+def read_scores(
+    body: Mapping[str, Any], prompt_ids: Sequence[int], scoring: PromptScoring
+) -> tuple[str, TokenScores | None]:
+    """The model's name, and the scores of the tokens from `start` on; None if the endpoint gives none. Raises NoAnswer.
 
-
-def read_scores(given: Sequence[Any], prompt_ids: Sequence[int], scoring: PromptScoring) -> TokenScores:
-    """The scores of the tokens from `start` on. An entry maps token ids, as texts, to a log-prob and a rank: those of
-    the likeliest, and of the token itself, whatever its rank.
+    An entry maps token ids, as texts, to a log-prob and a rank: those of the likeliest, and of the token itself,
+    whatever its rank.
     """
+    answer = read_as(ScoredPrompts, body)
+    given = pick_first(answer.choices).prompt_logprobs
+    if given is None:
+        return answer.model or "", None
     if len(given) != len(prompt_ids):
-        raise ValueError(f"{len(given)} entries for {len(prompt_ids)} tokens")
+        raise NoAnswer(f"{len(given)} entries for {len(prompt_ids)} tokens")
     logprobs, top_ids, top_logprobs = [], [], []
     for token_id, entry in zip(prompt_ids[scoring.start :], given[scoring.start :], strict=True):
-        logprobs.append(float(entry[str(token_id)]["logprob"]))
+        if entry is None or str(token_id) not in entry:
+            raise NoAnswer(f"no log-prob of token {token_id} in its place")
+        logprobs.append(entry[str(token_id)].logprob)
         if not scoring.top_k:
             continue
-        by_rank = sorted((int(one["rank"]), int(name), float(one["logprob"])) for name, one in entry.items())
-        likeliest = by_rank[: scoring.top_k]
-        if len(likeliest) < scoring.top_k:
-            raise ValueError(f"{len(likeliest)} likely tokens in place of {scoring.top_k}")
-        top_ids.append([name for _, name, _ in likeliest])
-        top_logprobs.append([logprob for _, _, logprob in likeliest])
+        ranked = sorted(
+            (one.rank, int(name), one.logprob)
+            for name, one in entry.items()
+            if one.rank is not None and TOKEN_ID.fullmatch(name)
+        )
+        if len(ranked) < scoring.top_k:
+            raise NoAnswer(f"{len(ranked)} likely tokens in place of {scoring.top_k}")
+        top_ids.append([likely_id for _, likely_id, _ in ranked[: scoring.top_k]])
+        top_logprobs.append([logprob for *_, logprob in ranked[: scoring.top_k]])
     shape = (len(logprobs), scoring.top_k)
-    return TokenScores(
-        logprobs_N=np.array(logprobs, np.float32),
+    with np.errstate(over="ignore"):
+        logprobs_N, top_logprobs_NK = np.array(logprobs, np.float32), np.array(top_logprobs, np.float32).reshape(shape)
+    if not (np.isfinite(logprobs_N).all() and np.isfinite(top_logprobs_NK).all()):
+        raise NoAnswer("a log-prob that isn't finite")
+    scores = TokenScores(
+        logprobs_N=logprobs_N,
         top_ids_NK=np.array(top_ids, np.int32).reshape(shape) if scoring.top_k else None,
-        top_logprobs_NK=np.array(top_logprobs, np.float32).reshape(shape) if scoring.top_k else None,
+        top_logprobs_NK=top_logprobs_NK if scoring.top_k else None,
     )
+    return answer.model or "", scores

@@ -1,12 +1,14 @@
 """HTTP to one SGLang server: JSON calls, streamed events, translated errors."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
+from models.engines.typed_json import NoAnswer, read_object
+from models.terminal_text import replace_controls
 from models.types import EngineDied, EngineRefused
 
 CONNECT_TIMEOUT_S, SEND_TIMEOUT_S = 10.0, 60.0
@@ -75,9 +77,17 @@ class SglangHttp:
                     self._raise_for(response)
                 async for line in response.aiter_lines():
                     if line.startswith(EVENT + "{"):
-                        yield json.loads(line.removeprefix(EVENT))
+                        yield read_object(line.removeprefix(EVENT))
         except httpx.RequestError as error:
             raise self._gone(error) from None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context: an answer that can't be read counts as the server's death, as a 5xx does: raises EngineDied."""
+        try:
+            yield
+        except NoAnswer as error:
+            raise self.die(f"gave an answer that can't be read: {error}") from None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -107,23 +117,20 @@ def make_headers(key: str) -> dict[str, str]:
 
 
 def as_json(response: httpx.Response) -> Json:
-    try:
-        body = response.json()
-    except ValueError:
-        return {}  # some calls answer with plain text, or nothing
-    return body if isinstance(body, dict) else {}
+    return read_object(response.content)  # some calls answer with plain text, or nothing
 
 
 def read_error(response: httpx.Response) -> str:
     """The server's message, in any of its four forms, on one line."""
-    return parse_error(as_json(response)) or " ".join(response.text.split())[:500] or f"HTTP {response.status_code}"
+    words = parse_error(as_json(response)) or replace_controls(" ".join(response.text.split())[:500])
+    return words or f"HTTP {response.status_code}"
 
 
 def parse_error(body: Json) -> str:
     error = body.get("error", body)
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or ""
-    return " ".join(str(error).split())[:1000]
+    return replace_controls(" ".join(str(error).split())[:1000])
 
 
 async def within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -3,14 +3,18 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 from transformers import AutoConfig, AutoTokenizer
 
 from models.engines.sglang.http_client import as_json, make_headers, read_error
+from models.engines.typed_json import NoAnswer, read_as
 from models.settings import SglangConfig
+from models.terminal_text import replace_controls
 
+T = TypeVar("T")
 ANSWER_S = 10.0
 RELOAD_S = 600.0
 PROBE = "Hällo <|im_end|></s> <|endoftext|>\n\t 3 + 4 = 7; 你好, \\boxed{12}  def f(x): return x**2"
@@ -30,23 +34,51 @@ def read_api_key(config: SglangConfig) -> str:
     return os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
 
 
+class ServerInfo(msgspec.Struct):
+    """Of /server_info: how the server was started."""
+
+    model_path: str
+    weight_version: str | int = "default"
+    skip_tokenizer_init: bool | None = None
+    incremental_streaming_output: bool | None = None
+
+
+class ModelInfo(msgspec.Struct):
+    """Of /model_info: what it serves now."""
+
+    weight_version: str | int | None = None
+    architectures: list[str] | None = None
+
+
+class ListedModel(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ListedModel] | None = None
+
+
+class Tokens(msgspec.Struct):
+    tokens: list[int] | None = None
+
+
 def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_key_env: str = "") -> Joined:
     """Raises ValueError that names engine.sglang.urls for a server that isn't there, or has another model."""
     with httpx.Client(base_url=url, headers=make_headers(key), timeout=ANSWER_S, trust_env=False) as client:
         server = _Server(client, url, api_key_env)
-        info, now = server.get("/server_info"), server.get("/model_info")
-        server.refuse_another_model(model_path, str(info.get("model_path")), now)
+        info, now = server.get("/server_info", ServerInfo), server.get("/model_info", ModelInfo)
+        server.refuse_another_model(model_path, info.model_path, now)
         server.refuse_a_shorter_window(context_tokens)
-        if not info.get("skip_tokenizer_init"):
+        if not info.skip_tokenizer_init:
             server.refuse_another_vocabulary(model_path)
-        started_with = str(info.get("weight_version", "default"))
-        if str(now.get("weight_version")) != started_with:
-            server.reload(str(info["model_path"]), started_with)
+        started_with = str(info.weight_version)
+        if str(now.weight_version) != started_with:
+            server.reload(info.model_path, started_with)
         server.post("/continue_generation", {})  # a run that ended during a push left it paused
         return Joined(
             version=started_with,
-            incremental=bool(info.get("incremental_streaming_output")),
-            model_path=str(info["model_path"]),
+            incremental=bool(info.incremental_streaming_output),
+            model_path=info.model_path,
         )
 
 
@@ -54,23 +86,22 @@ class _Server:
     def __init__(self, client: httpx.Client, url: str, api_key_env: str) -> None:
         self._client, self._url, self._api_key_env = client, url, api_key_env
 
-    def get(self, path: str) -> dict[str, Any]:
-        return self._call("GET", path, None, ANSWER_S)
+    def get(self, path: str, kind: type[T]) -> T:
+        return self._read(path, kind, self._call("GET", path, None, ANSWER_S))
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
         return self._call("POST", path, body, timeout_s)
 
-    def refuse_another_model(self, model_path: str, served_path: str, now: dict[str, Any]) -> None:
+    def refuse_another_model(self, model_path: str, served_path: str, now: ModelInfo) -> None:
         if name_model(served_path) != name_model(model_path):
             raise self._error(f"serves {served_path!r}, but the run's model is {model_path!r}")
-        ours = AutoConfig.from_pretrained(model_path)
-        theirs = now.get("architectures")
-        if theirs and ours.architectures and list(theirs) != list(ours.architectures):
+        ours, theirs = AutoConfig.from_pretrained(model_path), now.architectures
+        if theirs and ours.architectures and theirs != list(ours.architectures):
             raise self._error(f"serves a {theirs[0]}, but {model_path!r} is a {ours.architectures[0]}")
 
     def refuse_a_shorter_window(self, context_tokens: int) -> None:
-        served = self.get("/v1/models").get("data") or [{}]
-        window = served[0].get("max_model_len")
+        served = self.get("/v1/models", ModelList).data or [ListedModel()]
+        window = served[0].max_model_len
         if window is not None and window < context_tokens:
             raise self._error(
                 f"has a context window of {window} tokens, but the run needs {context_tokens}: start it with a longer "
@@ -78,7 +109,8 @@ class _Server:
             )
 
     def refuse_another_vocabulary(self, model_path: str) -> None:
-        theirs = self.post("/tokenize", {"prompt": PROBE, "add_special_tokens": False}).get("tokens")
+        asked = {"prompt": PROBE, "add_special_tokens": False}
+        theirs = self._read("/tokenize", Tokens, self.post("/tokenize", asked)).tokens
         ours = AutoTokenizer.from_pretrained(model_path).encode(PROBE, add_special_tokens=False)
         if theirs != ours:
             raise self._error(f"has a different vocabulary than the tokenizer in {model_path!r}")
@@ -86,6 +118,12 @@ class _Server:
     def reload(self, model_path: str, version: str) -> None:
         body = {"model_path": model_path, "weight_version": version, "abort_all_requests": True}
         self.post("/update_weights_from_disk", body, RELOAD_S)
+
+    def _read(self, path: str, kind: type[T], answer: dict[str, Any]) -> T:
+        try:
+            return read_as(kind, answer)
+        except NoAnswer as error:
+            raise self._error(f"answers {path} with what can't be read: {error}") from None
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         try:
@@ -99,7 +137,7 @@ class _Server:
         return as_json(response)
 
     def _error(self, what: str) -> ValueError:
-        return ValueError(f"engine.sglang.urls: the server at {self._url} {what}")
+        return ValueError(replace_controls(f"engine.sglang.urls: the server at {self._url} {what}"))
 
 
 def name_model(path: str) -> str:

@@ -8,6 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from models.engines.typed_json import read_as
+
 # (the end of a checkpoint's name, the end of SGLang's).
 MERGED = (
     (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", ".experts.w13_weight"),
@@ -17,9 +21,17 @@ MERGED = (
 )
 
 
+class Rank(msgspec.Struct):
+    checksums: dict[str, str | int]
+
+
+class CheckedWeights(msgspec.Struct):
+    ranks: list[Rank] | None = None
+
+
 def read_digests(reply: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Parameter -> its checksum on every rank, from an answer of /weights_checker."""
-    ranks = [rank["checksums"] for rank in reply.get("ranks") or ()]
+    """Parameter -> its checksum on every rank, from an answer of /weights_checker. Raises NoAnswer."""
+    ranks = [rank.checksums for rank in read_as(CheckedWeights, reply).ranks or ()]
     return {name: tuple(str(rank[name]) for rank in ranks if name in rank) for name in (ranks[0] if ranks else ())}
 
 

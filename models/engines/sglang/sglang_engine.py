@@ -173,7 +173,9 @@ class SglangEngine:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids = tuple(token_ids)
         self._window.check_text(ids)
-        return read_scores(await self._http.post("/generate", make_scoring_body(ids)))
+        answer = await self._http.post("/generate", make_scoring_body(ids))
+        with self._http.reading():
+            return read_scores(answer, len(ids))
 
     async def sleep(self) -> int:
         """Raises RuntimeError if not paused, or with requests in flight: the server would crash."""

@@ -105,13 +105,15 @@ class SglangGeneration:
         version = list(self._versions.values())[-1]
         answer = await self._http.post("/generate", make_scoring_body(prompt_ids, scoring.top_k))
         span = VersionSpan(model=self._model_name, version=version, start=0, end=0)
+        with self._http.reading():
+            scores = read_prompt_scores(answer, len(prompt_ids), scoring)
         return Completion(
             token_ids=(),
             logprobs=(),
             text="",
             finish_reason="stop",
             versions=(span,),
-            scores=read_prompt_scores(answer, scoring),
+            scores=scores,
         )
 
     async def abort(self, request_id: str) -> None:
@@ -135,7 +137,9 @@ class SglangGeneration:
                 break
         self.num_prefilled += ticket.sampled.num_prefilled
         text, stop_text = self._endings.cut_text(ticket.sampled.token_ids, ticket.params.stop)
-        return replace(make_completion(ticket, text, self._model_name, self._versions), stop_text=stop_text)
+        with self._http.reading():
+            completion = make_completion(ticket, text, self._model_name, self._versions)
+        return replace(completion, stop_text=stop_text)
 
     async def _way_clear(self, ticket: SglangRequest) -> None:
         await self.going.pass_through(ticket.priority)
@@ -181,7 +185,8 @@ class SglangGeneration:
         async for event in self._http.stream("/generate", body):
             if "error" in event:
                 raise EngineRefused(f"SGLang at {self._http.url} refused: {parse_error(event)}")
-            ticket.add(event)
+            with self._http.reading():
+                ticket.add(event)
         if ticket.sampled.finish is None:
             raise EngineDied(f"SGLang at {self._http.url} aborted an answer")
 

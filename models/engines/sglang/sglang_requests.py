@@ -4,12 +4,15 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from models.engines.shared_requests import SharedRequest
+from models.engines.typed_json import NoAnswer, read_as
 from models.seeds import derive_seed
+from models.terminal_text import replace_controls
 from models.types import (
     Completion,
     EngineDied,
@@ -26,8 +29,60 @@ from models.version_spans import join_spans
 TOKENS_PER_EVENT = 32
 ONE_EVENT = 1 << 20  # a server that repeats the whole answer in each event sends two of them
 MASKED_TOP_K = 4096  # the most tokens of which SGLang returns the real log-probs with top_p
-FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Json = dict[str, Any]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Finish(msgspec.Struct):
+    type: FinishReason
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Stretch(msgspec.Struct):
+    """Tokens that were sampled with one version of the weights."""
+
+    version: str | int
+    start: int
+    end: int
+
+
+class Sampled(msgspec.Struct, array_like=True):
+    logprob: float
+
+
+class SampledMeta(msgspec.Struct):
+    completion_tokens: int
+    prompt_tokens: int
+    weight_version: str | int
+    finish_reason: Finish | None = None
+    cached_tokens: int | None = None
+    weight_versions: list[Stretch] | None = None
+    output_token_logprobs: list[Sampled] | None = None
+    output_token_sampling_logprobs: list[float] | None = None  # after top_p, if it was set
+
+
+class Event(msgspec.Struct):
+    """A part of an answer of /generate: all tokens so far, or the new ones, as the server is configured."""
+
+    output_ids: list[TokenId]
+    meta_info: SampledMeta
+
+
+class Scored(msgspec.Struct, array_like=True):
+    logprob: float | None  # the first token of a prompt has none
+    token_id: TokenId
+
+
+class ScoredMeta(msgspec.Struct):
+    input_token_logprobs: list[Scored]
+    input_top_logprobs: list[list[Scored] | None] | None = None
+
+
+class ScoredPrompt(msgspec.Struct):
+    """The answer of /generate to a body of `make_scoring_body`."""
+
+    meta_info: ScoredMeta
 
 
 @dataclass(slots=True)
@@ -37,25 +92,25 @@ class SglangSample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pieces: list[tuple[int, str]] = field(default_factory=list)
-    finish: Json | None = None
-    spans: Sequence[Json] = ()
+    finish: Finish | None = None
+    spans: Sequence[Stretch] = ()
     num_prefilled: int = 0
     num_cached: int = 0
 
     def add(self, event: Json) -> None:
-        """Add one event: all tokens so far, or the new ones, as the server is configured."""
-        meta = event["meta_info"]
-        total = meta["completion_tokens"]
-        logprobs = meta.get("output_token_sampling_logprobs")  # after top_p, if it was set
+        """Add one event: all tokens so far, or the new ones, as the server is configured. Raises NoAnswer."""
+        part = read_as(Event, event)
+        meta = part.meta_info
+        logprobs = meta.output_token_sampling_logprobs
         if logprobs is None:
-            logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-        self.token_ids = _joined(self.token_ids, event["output_ids"], total)
-        self.logprobs = _joined(self.logprobs, logprobs, total)
-        self.pieces.append((len(self.token_ids), str(meta["weight_version"])))
-        self.finish = meta["finish_reason"]
-        self.spans = meta.get("weight_versions") or ()
-        self.num_cached = meta.get("cached_tokens") or 0
-        self.num_prefilled = meta["prompt_tokens"] - self.num_cached
+            logprobs = [sampled.logprob for sampled in meta.output_token_logprobs or ()]
+        self.token_ids = _joined(self.token_ids, part.output_ids, meta.completion_tokens)
+        self.logprobs = _joined(self.logprobs, logprobs, meta.completion_tokens)
+        self.pieces.append((len(self.token_ids), str(meta.weight_version)))
+        self.finish = meta.finish_reason
+        self.spans = meta.weight_versions or ()
+        self.num_cached = meta.cached_tokens or 0
+        self.num_prefilled = meta.prompt_tokens - self.num_cached
 
 
 @dataclass(slots=True, eq=False)
@@ -131,19 +186,28 @@ def make_scoring_body(token_ids: Sequence[int], top_k: int = 0) -> Json:
     } | ({"top_logprobs_num": top_k} if top_k else {})
 
 
-def read_scores(answer: Json) -> tuple[float, ...]:
-    return tuple(float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:])
+def read_scores(answer: Json, num_tokens: int) -> tuple[float, ...]:
+    """The log-probs of a prompt's tokens but the first. Raises NoAnswer."""
+    found = read_as(ScoredPrompt, answer).meta_info.input_token_logprobs[1:]
+    scores = tuple(one.logprob for one in found if one.logprob is not None)
+    if not len(scores) == len(found) == num_tokens - 1:
+        raise NoAnswer(f"{len(scores)} log-probs of {num_tokens} tokens")
+    return scores
 
 
-def read_prompt_scores(answer: Json, scoring: PromptScoring) -> TokenScores:
-    logprobs_N = np.array(read_scores(answer)[scoring.start - 1 :], np.float32)
+def read_prompt_scores(answer: Json, num_tokens: int, scoring: PromptScoring) -> TokenScores:
+    """The scores of a prompt's tokens from `start` on. Raises NoAnswer."""
+    logprobs_N = np.array(read_scores(answer, num_tokens)[scoring.start - 1 :], np.float32)
     if not scoring.top_k:
         return TokenScores(logprobs_N=logprobs_N)
-    top = answer["meta_info"]["input_top_logprobs"][scoring.start :]
+    top = (read_as(ScoredPrompt, answer).meta_info.input_top_logprobs or [])[scoring.start :]
+    likely = [[(one.token_id, one.logprob) for one in row or () if one.logprob is not None] for row in top]
+    if len(likely) != len(logprobs_N) or any(len(row) != scoring.top_k for row in likely):
+        raise NoAnswer(f"not {scoring.top_k} likely tokens in the place of each")
     return TokenScores(
         logprobs_N=logprobs_N,
-        top_ids_NK=np.array([[token_id for _, token_id, *_ in likely] for likely in top], np.int32),
-        top_logprobs_NK=np.array([[logprob for logprob, *_ in likely] for likely in top], np.float32),
+        top_ids_NK=np.array([[token_id for token_id, _ in row] for row in likely], np.int32),
+        top_logprobs_NK=np.array([[logprob for _, logprob in row] for row in likely], np.float32),
     )
 
 
@@ -151,21 +215,25 @@ def read_finish_reason(ticket: SglangRequest) -> FinishReason:
     """Raises EngineRefused or EngineDied if the server ended a request without being asked."""
     finish = ticket.sampled.finish
     if finish is None or ticket.aborted:
-        return "abort" if finish is None else FINISH_REASONS[finish["type"]]
-    if finish["type"] == "abort":
-        message = f"SGLang aborted a request: {finish.get('message') or 'no message'}"
-        raise (EngineRefused if 400 <= int(finish.get("status_code") or 500) < 500 else EngineDied)(message)
-    return FINISH_REASONS[finish["type"]]
+        return "abort" if finish is None else finish.type
+    if finish.type == "abort":
+        message = f"SGLang aborted a request: {replace_controls(finish.message or '') or 'no message'}"
+        raise (EngineRefused if 400 <= (finish.status_code or 500) < 500 else EngineDied)(message)
+    return finish.type
 
 
 def make_completion(ticket: SglangRequest, text: str, model: str, versions: Mapping[str, int]) -> Completion:
-    """versions: server's name of a version -> ours, the newest last. Raises RuntimeError for an unknown one."""
-    sampled = ticket.sampled
+    """versions: server's name of a version -> ours, the newest last. Raises RuntimeError for an unknown one, NoAnswer
+    for log-probs and versions that aren't those of the tokens.
+    """
+    sampled, finish_reason = ticket.sampled, read_finish_reason(ticket)
+    if len(sampled.token_ids) != len(sampled.logprobs):
+        raise NoAnswer(f"{len(sampled.logprobs)} log-probs of {len(sampled.token_ids)} tokens")
     return Completion(
         token_ids=tuple(sampled.token_ids),
         logprobs=tuple(sampled.logprobs),
         text=text,
-        finish_reason=read_finish_reason(ticket),
+        finish_reason=finish_reason,
         versions=make_spans(sampled, model, versions),
         cached_tokens=sampled.num_cached,
     )
@@ -175,14 +243,18 @@ def make_spans(sampled: SglangSample, model: str, versions: Mapping[str, int]) -
     """The spans as the server reports them at the end. For an answer that was cut off, the older possible version of
     each event.
     """
-    stretches = [(span["start"], span["end"], str(span["version"])) for span in sampled.spans]
+    stretches = [(span.start, span.end, str(span.version)) for span in sampled.spans]
     if not stretches:
         start, name = 0, sampled.pieces[0][1] if sampled.pieces else ""
         for end, next_name in sampled.pieces:
             stretches.append((start, end, name))
             start, name = end, next_name
     numbered = ((_version(name, versions), start, end) for start, end, name in stretches)
-    return join_spans(model, numbered, latest=list(versions.values())[-1])
+    spans = join_spans(model, numbered, latest=list(versions.values())[-1])
+    edges = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != edges[:-1] or edges[-1] != len(sampled.token_ids):
+        raise NoAnswer(f"weight_versions don't cover the {len(sampled.token_ids)} tokens")
+    return spans
 
 
 def _version(name: str, versions: Mapping[str, int]) -> int:

@@ -95,7 +95,9 @@ class SglangWeights:
         if not self._tells_parameters:
             return {}
         try:
-            return read_digests(await self._http.post("/weights_checker", {"action": "checksum"}))
+            answer = await self._http.post("/weights_checker", {"action": "checksum"})
+            with self._http.reading():
+                return read_digests(answer)
         except EngineRefused as error:
             log.warning(
                 "SGLang at %s can't report its weights, so only the probe checks pushes: %s", self._http.url, error

@@ -114,6 +114,19 @@ def test_requests_to_a_remote_judge_carry_its_chat_template_arguments() -> None:
         check_here(config(grm=grm, engine=twice))
 
 
+def test_a_network_by_which_an_endpoint_cant_be_asked_is_refused_by_the_key_of_its_url(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outside = config(grm=OUTSIDE, engine={"openai": {"api_key_env": "", "base_url": "https://judge.example/v1"}})
+    here = config(grm=OUTSIDE, engine={"openai": {"api_key_env": "", "base_url": "http://localhost:8000/v1"}})
+    for variable, value in (("SSL_CERT_FILE", "/nonexistent"), ("ALL_PROXY", "ftp://proxy")):
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ConfigError, match=rf"^engine\.openai\.base_url: .*{variable}"):
+            check_here(outside)
+        check_here(here)
+        monkeypatch.delenv(variable)
+
+
 def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:
     def limited(tokens: int) -> RunConfig:
         options = {"openai": {"api_key_env": "", "tokens_per_minute": tokens}}

@@ -1,4 +1,4 @@
-"""A judge with unparseable answers is found before the first step; one without answers is left to the run."""
+"""A judge with unparseable answers, or without any, is found before the first step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
-from models.types import EngineDied
+from models.types import EngineDied, EngineRefused
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
 LIST = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
@@ -41,13 +41,40 @@ def test_a_judge_that_can_be_read_passes(bench: Any, answer: str, config: dict) 
     assert told(bench, bench.answer(answer), **config) is None
 
 
-def test_one_readable_answer_is_enough_and_a_dead_engine_proves_nothing(bench: Any) -> None:
+def test_one_readable_answer_is_enough(bench: Any) -> None:
     def author(prompt: str, context: Any) -> Any:
         return bench.answer("Score: 3" if context.request_id.endswith("/1/j0.1") else "hm")
 
     judge, _ = bench.generative(author)
     assert bench.run(preflight_judgement(judge, JudgeConfig(), [bench.prompt()])) is None
-    assert told(bench, EngineDied("killed")) is None
+
+
+def test_judgements_that_are_all_refused_name_the_model_and_the_reason(bench: Any) -> None:
+    said = told(bench, EngineRefused("host ended an answer with finish_reason 'error'"))
+    assert said is not None and said.startswith(
+        "model: all 2 preflight judgements failed as refused; the last one: host"
+    )
+    assert "finish_reason 'error'; type judge.model=" in said
+
+
+def test_judgements_that_all_come_too_late_name_their_limit(bench: Any) -> None:
+    said = told(bench, bench.answer("Score: 3", delay_s=99), limits={"timeout_s": 20})
+    assert said is not None and said.startswith(
+        "limits.timeout_s: all 2 preflight judgements failed: no answer within 20"
+    )
+
+
+def test_an_engine_that_answers_nothing_is_no_fault_of_a_key(bench: Any) -> None:
+    with pytest.raises(EngineDied, match="^judge: all 2 preflight judgements failed; the last one: nobody listens"):
+        told(bench, EngineDied("nobody listens"))
+
+
+def test_failures_of_several_causes_are_left_to_the_run(bench: Any) -> None:
+    def author(prompt: str, context: Any) -> Any:
+        return EngineRefused("no") if "/0/" in context.request_id else EngineDied("killed")
+
+    judge, _ = bench.generative(author)
+    assert bench.run(preflight_judgement(judge, JudgeConfig(), [bench.prompt()])) is None
 
 
 def test_a_further_judge_that_a_gate_would_ask_late_is_tried_and_named_by_its_own_keys(bench: Any) -> None:

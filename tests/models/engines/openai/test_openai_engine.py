@@ -190,6 +190,21 @@ def test_a_request_holds_the_conversation_the_sampling_and_nothing_unset(endpoin
     assert endpoint.keys == [f"Bearer {KEY}"]
 
 
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_query_of_the_base_url_comes_with_each_request_behind_its_path(slash: str) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return respond(said())
+
+    base = f"https://x.openai.azure.com/openai/deployments/judge-1{slash}?api-version=2024-06-01"
+    config = OpenAIConfig(base_url=base, api_key_env="")
+    asyncio.run(chat(OpenAIEngine("judge-1", "grm", config, httpx.MockTransport(answer))))
+    path = "openai/deployments/judge-1/chat/completions?api-version=2024-06-01"
+    assert asked == [f"https://x.openai.azure.com/{path}"]
+
+
 def test_a_seed_of_63_bits_is_sent_in_31_always_the_same(endpoint: Endpoint) -> None:
     for _ in range(2):
         ask(endpoint, seed=2**62 + 12345)
@@ -324,6 +339,24 @@ def test_denials_after_an_answer_are_refusals_until_several_come_in_a_row(endpoi
     assert len(endpoint.requests) == 2 * MOST_DENIALS + 1
 
 
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({}, "a redirect without a Location"),
+        ({"Location": "https://elsewhere/v1/chat"}, "a redirect to https://elsewhere/v1/chat"),
+        ({"Location": "http://x:99999/\x85"}, "a redirect to http://x:99999/�"),
+    ],
+)
+def test_a_redirect_is_not_followed_and_not_asked_again(
+    endpoint: Endpoint, headers: dict[str, str], words: str
+) -> None:
+    endpoint.script = [Answer(b"", 307, headers)]
+    said = rf"^engine\.openai\.base_url: 127\.0\.0\.1 answered HTTP 307: {words}; .* type engine\.openai\.base_url="
+    with pytest.raises(EngineDenied, match=said):
+        ask(endpoint)
+    assert len(endpoint.requests) == 1
+
+
 @pytest.mark.parametrize("words", ["Rate limit reached for your billing tier", "insufficient_quota"])
 def test_busy_endpoint_is_not_taken_for_an_empty_account(endpoint: Endpoint, words: str) -> None:
     endpoint.script = [error(429, words, Retry_After="0.01"), said()]
@@ -363,8 +396,8 @@ def test_another_model_that_answers_later_is_refused_and_the_next_answer_counts(
 
 
 def test_an_unknown_end_of_an_answer_is_refused_once_by_its_name(endpoint: Endpoint) -> None:
-    endpoint.script = [said(finish="end_turn")]
-    with pytest.raises(EngineRefused, match=r"finish_reason 'end_turn'; known: stop, length"):
+    endpoint.script = [said(finish="error")]
+    with pytest.raises(EngineRefused, match=r"finish_reason 'error'; known: stop, eos, "):
         ask(endpoint)
     assert len(endpoint.requests) == 1
 
@@ -383,6 +416,29 @@ def test_an_answer_above_its_bound_is_no_answer_and_takes_no_memory(endpoint: En
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most_bytes < 30_000_000  # of both ends: the server's data existed before
+
+
+def test_a_body_of_several_gzip_members_is_read_whole(endpoint: Endpoint) -> None:
+    body = json.dumps(said("Score: 9").body).encode()
+    members = b"".join(gzip.compress(body[start : start + 20]) for start in range(0, len(body), 20))
+    endpoint.script = [Answer(members + b"\0" * 512, headers={"Content-Encoding": "gzip"})]
+    assert ask(endpoint).text == "Score: 9"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (gzip.compress(b"{}") + b"garbage", "a compressed answer that can't be read"),
+        (gzip.compress(b'{"choices": []}')[:-4], "a truncated compressed answer"),
+        (b'{"choices": []}', "a compressed answer that can't be read"),
+        (gzip.compress(b"") * 60_000, "an answer of more than 1048576 bytes"),
+    ],
+)
+def test_a_gzip_body_that_is_none_is_no_answer(body: bytes, words: str) -> None:
+    """The last one: empty members, of which an endpoint could send any number."""
+    answer = httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(body))
+    died, _ = virtually([answer], chat, max_retries=0)
+    assert isinstance(died, EngineDied) and words in str(died)
 
 
 def test_an_answer_without_end_is_given_up_at_its_bound() -> None:
@@ -546,6 +602,12 @@ def test_retry_after_is_waited_for_in_seconds_and_as_a_date(form: str) -> None:
     completion, times = virtually([respond(error(429, **headers)), respond(said())], chat)
     assert isinstance(completion, Completion)
     assert 28 <= times[1] - times[0] <= 30 * 1.25 + 0.1
+
+
+def test_the_longest_wait_that_is_allowed_is_waited_for_with_its_jitter() -> None:
+    completion, times = virtually([respond(error(429, Retry_After="299")), respond(said())], chat)
+    assert isinstance(completion, Completion)
+    assert 299 <= times[1] - times[0] <= 299 * 1.25 + 0.1
 
 
 def test_an_endpoint_that_asks_for_hours_is_given_up_at_once() -> None:

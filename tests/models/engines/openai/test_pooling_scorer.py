@@ -109,13 +109,14 @@ def test_a_busy_endpoint_is_asked_again(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"data": [{"probs": []}]}, "probs holds no list of numbers"),
-        ({"data": [{"probs": ["1.5"]}]}, "probs holds something else than numbers"),
-        ({"data": [{"probs": [True]}]}, "probs holds something else than numbers"),
-        ({"data": [{"probs": [None]}]}, "probs holds something else than numbers"),
-        ({"data": [[1.5]]}, "data holds no object"),
-        ({}, "data holds no object"),
-        ([1.5], "data holds no object"),
+        ({"data": [{"probs": []}]}, "it has 0 numbers"),
+        ({"data": [{"probs": ["1.5"]}]}, "Expected `float`, got `str` - at .*probs"),
+        ({"data": [{"probs": [True]}]}, "Expected `float`, got `bool` - at .*probs"),
+        ({"data": [{"probs": [None]}]}, "Expected `float`, got `null` - at .*probs"),
+        ({"data": [[1.5]]}, "Expected `object`, got `array` - at .*data"),
+        ({"data": []}, "it has no result"),
+        ({}, "Object missing required field `data`"),
+        ([1.5], "Object missing required field `data`"),
     ],
 )
 def test_an_answer_without_a_score_never_becomes_one(endpoint: Endpoint, answer: object, words: str) -> None:

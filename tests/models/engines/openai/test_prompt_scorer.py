@@ -11,6 +11,7 @@ import pytest
 from teacher_endpoint import TeacherServer, serve_teacher
 
 from models.engines.openai.prompt_scorer import PromptScorer, read_scores
+from models.engines.typed_json import NoAnswer
 from models.lm.score import ScoredText, score_sequences
 from models.settings import OpenAIConfig
 from models.types import EngineDied, EngineRefused, PromptScoring, RequestContext, TokenScores, make_scoring_params
@@ -85,15 +86,18 @@ def test_an_endpoint_without_the_field_is_refused_in_words_that_name_it(endpoint
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("given", "words"),
     [
-        ([None, {"7": {"logprob": -1.0, "rank": 1}}], ValueError),
-        ([None, {"8": {"logprob": -1.0, "rank": 1}}, {"9": {"logprob": -1.0, "rank": 1}}], KeyError),
-        ([None, None, {"9": {"logprob": -1.0, "rank": 1}}], TypeError),
-        ([None, {"7": {"logprob": -1.0, "rank": 1}}, {"9": {"logprob": -1.0, "rank": 1}}], ValueError),
+        ([None, {"7": {"logprob": -1.0, "rank": 1}}], "2 entries for 3 tokens"),
+        ([None, {"8": {"logprob": -1.0, "rank": 1}}, None], "no log-prob of token 7 in its place"),
+        ([None, None, {"9": {"logprob": -1.0, "rank": 1}}], "no log-prob of token 7 in its place"),
+        ([None, {"7": {"logprob": -1.0, "rank": 1}}, None], "1 likely tokens in place of 2"),
+        ([None, {"7": {"logprob": "-1", "rank": 1}}, None], "Expected `float`, got `str` - at .*logprob"),
+        ([None, *[{str(i): {"logprob": float("nan"), "rank": 1} for i in (7, 9)}] * 2], "isn't finite"),
+        ([None, *[{str(i): {"logprob": -1e300, "rank": 1} for i in (7, 9)}] * 2], "isn't finite"),
+        ([None, *[{"7": {"logprob": -1, "rank": 1}, "-9": {"logprob": -1, "rank": 2}}] * 2], "1 likely tokens"),
     ],
 )
-def test_entries_that_are_not_those_of_the_prompt_are_no_scores(given: list[Any], error: type[Exception]) -> None:
-    """Too few, another token's, none in its place, fewer likely ones than were asked for."""
-    with pytest.raises(error):
-        read_scores(given, (5, 7, 9), PromptScoring(start=1, top_k=2))
+def test_entries_that_are_not_those_of_the_prompt_are_no_scores(given: list[Any], words: str) -> None:
+    with pytest.raises(NoAnswer, match=words):
+        read_scores({"choices": [{"prompt_logprobs": given}]}, (5, 7, 9), PromptScoring(start=1, top_k=2))

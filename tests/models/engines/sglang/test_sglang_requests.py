@@ -9,6 +9,7 @@ import pytest
 from models.engines.sglang.sglang_requests import (
     SglangRequest,
     SglangSample,
+    Stretch,
     make_body,
     make_completion,
     make_scoring_body,
@@ -80,8 +81,8 @@ def test_each_try_has_an_id_of_its_own_that_is_no_beginning_of_another() -> None
 
 
 def test_spans_are_the_servers_and_cover_all_tokens() -> None:
-    spans = [{"version": "0", "start": 0, "end": 0}, {"version": "3", "start": 0, "end": 2}]
-    spans += [{"version": "4", "start": 2, "end": 5}]
+    spans = [Stretch(version="0", start=0, end=0), Stretch(version="3", start=0, end=2)]
+    spans += [Stretch(version="4", start=2, end=5)]
     sampled = SglangSample(token_ids=[1] * 5, logprobs=[0.0] * 5, spans=spans)
     assert make_spans(sampled, "policy", {"0": 0, "3": 3, "4": 4}) == (
         VersionSpan(model="policy", version=3, start=0, end=2),
@@ -130,8 +131,8 @@ def test_scores_of_a_prompt_are_read_from_the_first_wanted_token_on() -> None:
         "input_token_logprobs": [(None, 5, None), (-1.0, 6, None), (-2.0, 7, None)],
         "input_top_logprobs": [None, [(-0.5, 8, None), (-1.0, 6, None)], [(-0.25, 9, None), (-2.0, 7, None)]],
     }
-    scores = read_prompt_scores({"meta_info": meta}, PromptScoring(start=2, top_k=2))
+    scores = read_prompt_scores({"meta_info": meta}, 3, PromptScoring(start=2, top_k=2))
     assert scores.logprobs_N.tolist() == [-2.0]
     assert scores.top_ids_NK is not None and scores.top_ids_NK.tolist() == [[9, 7]]
     assert scores.top_logprobs_NK is not None and scores.top_logprobs_NK.tolist() == [[-0.25, -2.0]]
-    assert read_prompt_scores({"meta_info": meta}, PromptScoring(start=1)).logprobs_N.tolist() == [-1.0, -2.0]
+    assert read_prompt_scores({"meta_info": meta}, 3, PromptScoring(start=1)).logprobs_N.tolist() == [-1.0, -2.0]
