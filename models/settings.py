@@ -312,8 +312,7 @@ class SglangConfig(Bounded):
 class OpenAIConfig(Bounded):
     """A model behind an OpenAI-compatible endpoint, which judges, scores or teaches; its `path` is its name there."""
 
-    # URL of the endpoint; its query, such as Azure's ?api-version=.., comes with each request.
-    base_url: str = "https://api.openai.com/v1"
+    base_url: str = "https://api.openai.com/v1"  # URL of the endpoint.
     # Environment variable with the endpoint's key; empty: the endpoint needs none.
     api_key_env: str = "OPENAI_API_KEY"
     # The model's context window there; 0: unknown, and the endpoint refuses what doesn't fit.

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+LogProb = Annotated[float, msgspec.Meta(gt=-1e30, le=1.0)]  # as float32 holds it; NaN isn't within the bounds
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class NoAnswer(Exception):

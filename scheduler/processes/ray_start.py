@@ -147,7 +147,7 @@ def _knock(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
-    except OSError as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # also a port above 65535, a name that is none
         raise ValueError(
             f"cluster.address: nothing listens at {address} ({error}); give the address that `ray start --head` "
             "printed, or set cluster.address=null to start a Ray on this machine"

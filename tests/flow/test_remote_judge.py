@@ -189,7 +189,7 @@ def test_an_endpoint_at_which_nobody_listens_fails_the_run_before_it_starts(
 ) -> None:
     monkeypatch.setenv("THE_KEY", "the-key")
     nowhere = ("engine.openai.base_url=http://127.0.0.1:9/v1", "engine.openai.max_retries=0")
-    with pytest.raises(RunFailed, match=r"judge: all 8 preflight judgements failed; .*127\.0\.0\.1 gave no answer"):
+    with pytest.raises(RunFailed, match=r"^judge: all 8 preflight judgements failed, .*127\.0\.0\.1 gave no answer"):
         small_run(*outside, *nowhere)
 
 

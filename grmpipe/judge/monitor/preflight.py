@@ -8,7 +8,6 @@ from grmpipe.config.io.key_errors import under_key
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt, Verdict
-from models.types import EngineDied
 
 NUM_PROMPTS = 4  # with k judgements and a retry each: few enough to be quick, enough to exclude bad luck
 NUM_SIBLINGS = 2  # the fewest that can be compared
@@ -32,8 +31,8 @@ async def preflight_judgement(judge: Judge, config: JudgeConfig, prompts: Sequen
     """Why judging can't work, in words that begin with the key: all judgements failed for one cause. None if one
     worked, or if several causes leave open what is wrong: the run's failure gate handles that.
 
-    Raises EngineDied if no answer came at all, which is no fault of a key. The judged texts are the prompts'
-    references, or a plain admission of not knowing if there is none.
+    Raises ValueError if no answer came at all, which may be no fault of the configuration. The judged texts are the
+    prompts' references, or a plain admission of not knowing if there is none.
     """
     groups = await asyncio.gather(*(try_prompt(judge, prompt) for prompt in prompts[:NUM_PROMPTS]))
     reports = [report for group in groups for report in group]
@@ -43,7 +42,9 @@ async def preflight_judgement(judge: Judge, config: JudgeConfig, prompts: Sequen
         return None
     if all(isinstance(failure, FailedJudgement) for failure in failures):
         return explain_useless(config, failures)
-    return explain_unanswered(config, failures) if len(causes) == 1 else None
+    if len(causes) > 1 or "too_long" in causes:  # other prompts may be shorter
+        return None
+    return explain_unanswered(config, failures)
 
 
 async def try_prompt(judge: Judge, prompt: Prompt) -> tuple[JudgeReport, ...]:
@@ -69,10 +70,10 @@ def explain_useless(config: JudgeConfig, failures: Sequence[Failed]) -> str:
 
 
 def explain_unanswered(config: JudgeConfig, failures: Sequence[Failed]) -> str:
-    """Why no judgement was generated. Raises EngineDied if nothing answered."""
+    """Why no judgement was generated. Raises ValueError if nothing answered."""
     cause, found = failures[-1].cause, f"all {len(failures)} preflight judgements failed"
     if cause == "died":
-        raise EngineDied(f"{config.key}: {found}; the last one: {failures[-1].detail}")
+        raise ValueError(f"{config.key}: {found}, and nothing was judged; the last one: {failures[-1].detail}")
     if cause == "timeout":
         return (
             f"limits.timeout_s: {found}: {failures[-1].detail}; type a longer judge.limits.timeout_s, or find out why "

@@ -300,7 +300,7 @@ class TrainingRun(Run[Prepared]):
 
 async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
     """Raises ConfigError for a judge whose endpoint serves nothing, and at the start of a run for one that gives no
-    verdict that can be read; EngineDied if nothing answers then.
+    verdict that can be read; ValueError if nothing answers then.
     """
     config, prompts = prepared.config, prepared.prompts
     first = [prompts.at(prompt_index) for prompt_index in range(min(NUM_PROMPTS, len(prompts)))]

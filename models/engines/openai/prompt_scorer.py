@@ -14,7 +14,7 @@ from models.engines.endpoint_use import EndpointUse
 from models.engines.openai.chat_answer import Entry, pick_first
 from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
 from models.engines.request_gates import SingleFlight
-from models.engines.typed_json import NoAnswer, read_as
+from models.engines.typed_json import LogProb, NoAnswer, read_as
 from models.settings import OpenAIConfig
 from models.types import (
     Completion,
@@ -35,7 +35,7 @@ TOKEN_ID = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class Likely(msgspec.Struct):
-    logprob: float
+    logprob: LogProb
     rank: int | None = None
 
 
@@ -162,13 +162,9 @@ def read_scores(
         top_ids.append([likely_id for _, likely_id, _ in ranked[: scoring.top_k]])
         top_logprobs.append([logprob for *_, logprob in ranked[: scoring.top_k]])
     shape = (len(logprobs), scoring.top_k)
-    with np.errstate(over="ignore"):
-        logprobs_N, top_logprobs_NK = np.array(logprobs, np.float32), np.array(top_logprobs, np.float32).reshape(shape)
-    if not (np.isfinite(logprobs_N).all() and np.isfinite(top_logprobs_NK).all()):
-        raise NoAnswer("a log-prob that isn't finite")
     scores = TokenScores(
-        logprobs_N=logprobs_N,
+        logprobs_N=np.array(logprobs, np.float32),
         top_ids_NK=np.array(top_ids, np.int32).reshape(shape) if scoring.top_k else None,
-        top_logprobs_NK=top_logprobs_NK if scoring.top_k else None,
+        top_logprobs_NK=np.array(top_logprobs, np.float32).reshape(shape) if scoring.top_k else None,
     )
     return answer.model or "", scores

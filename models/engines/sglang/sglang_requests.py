@@ -4,13 +4,13 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from models.engines.shared_requests import SharedRequest
-from models.engines.typed_json import NoAnswer, read_as
+from models.engines.typed_json import LogProb, NoAnswer, TokenId, read_as
 from models.seeds import derive_seed
 from models.terminal_text import replace_controls
 from models.types import (
@@ -30,7 +30,6 @@ TOKENS_PER_EVENT = 32
 ONE_EVENT = 1 << 20  # a server that repeats the whole answer in each event sends two of them
 MASKED_TOP_K = 4096  # the most tokens of which SGLang returns the real log-probs with top_p
 Json = dict[str, Any]
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Finish(msgspec.Struct):
@@ -48,7 +47,7 @@ class Stretch(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct, array_like=True):
-    logprob: float
+    logprob: LogProb
 
 
 class SampledMeta(msgspec.Struct):
@@ -59,7 +58,7 @@ class SampledMeta(msgspec.Struct):
     cached_tokens: int | None = None
     weight_versions: list[Stretch] | None = None
     output_token_logprobs: list[Sampled] | None = None
-    output_token_sampling_logprobs: list[float] | None = None  # after top_p, if it was set
+    output_token_sampling_logprobs: list[LogProb] | None = None  # after top_p, if it was set
 
 
 class Event(msgspec.Struct):
@@ -70,7 +69,7 @@ class Event(msgspec.Struct):
 
 
 class Scored(msgspec.Struct, array_like=True):
-    logprob: float | None  # the first token of a prompt has none
+    logprob: LogProb | None  # the first token of a prompt has none
     token_id: TokenId
 
 

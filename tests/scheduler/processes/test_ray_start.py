@@ -26,6 +26,12 @@ def test_dead_address_is_reported_at_once() -> None:
     assert time.monotonic() - began_s < 20
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:6379"])
+def test_address_that_is_none_is_refused_by_its_key(address: str) -> None:
+    with pytest.raises(ValueError, match=rf"^cluster\.address: nothing listens at {address} "):
+        init_ray(ClusterConfig(address=address))
+
+
 def test_named_variables_are_passed_on_and_no_others() -> None:
     here = {"HF_HOME": "/hf", "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "HOME": "/root"}
     assert select_env_vars(["HF_TOKEN", "NCCL_*", "GLOO_*"], here) == {

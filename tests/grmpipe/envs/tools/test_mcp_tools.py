@@ -162,6 +162,7 @@ def url() -> Iterator[str]:
 def test_the_tools_of_a_url_join_the_functions(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "double_tools.py").write_text("def double(a: int) -> int:\n    return 2 * a\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there: it isn't asked for this machine
 
     async def talk(open_env: Callable) -> None:
         env, other = await open_env(), await open_env()
@@ -194,6 +195,26 @@ def test_a_server_that_does_not_start_is_a_fault_with_its_own_words(server: McpS
         assert fault.value.cause == "boot"
 
     run({"calc": server}, talk)
+
+
+@pytest.mark.parametrize(
+    ("proxy", "said"),
+    [
+        ("http://127.0.0.1:9", r"\(by the proxy http://127\.0\.0\.1:9 of ALL_PROXY\) doesn't start"),
+        ("ftp://x", "tools.example would be asked by the proxy ftp://x of ALL_PROXY"),
+    ],
+)
+def test_a_server_that_a_proxy_is_asked_for_names_it(monkeypatch: pytest.MonkeyPatch, proxy: str, said: str) -> None:
+    monkeypatch.delenv("HTTP_PROXY", raising=False)
+    monkeypatch.delenv("http_proxy", raising=False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+
+    async def talk(open_env: Callable) -> None:
+        with pytest.raises(EnvFault, match=said) as fault:
+            await open_env()
+        assert fault.value.cause == "boot"
+
+    run({"calc": McpServerConfig(url="http://tools.example/mcp")}, talk)
 
 
 def test_a_fault_of_a_server_shows_nothing_that_it_was_given() -> None:
@@ -283,7 +304,10 @@ def test_output_of_a_server_that_is_no_message_is_quoted_with_the_server(
         ({}, "^command: give either a command"),
         ({"command": ["x"], "url": "http://x"}, "^command: give either"),
         ({"url": "localhost:8000"}, "^url: must begin with http"),
-        ({"url": "http://joe:pw@x"}, "^url: holds a user's name or password; give .* headers={Authorization"),
+        (
+            {"url": "http://joe:pw@x"},
+            "^url: .* a password; type 'http://x', and give .* headers={Authorization",
+        ),
         ({"url": "http://x", "env": {"a": "b"}}, "^env: is for a command"),
         ({"command": ["x"], "tools": "add"}, "^tools: must be a list of names"),
         ({"command": ["x"], "headers": {"a": "b"}}, "^headers: are for a url"),

@@ -119,6 +119,25 @@ def test_another_model_vocabulary_or_a_shorter_window_is_refused(
         join(theirs.url, model_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "reply"),
+    [
+        ("/server_info", {}),
+        ("/server_info", {"model_path": ["x"]}),
+        ("/model_info", {"architectures": {"a": 1}}),
+        ("/v1/models", {"data": [["x"]]}),
+        ("/v1/models", {"data": [{"max_model_len": "128"}]}),
+        ("/tokenize", {"tokens": "1 2 3"}),
+    ],
+)
+def test_a_server_that_answers_what_cant_be_read_is_refused_by_its_path(
+    theirs: Theirs, model_path: str, path: str, reply: dict[str, Any]
+) -> None:
+    theirs.replies[path] = reply
+    with pytest.raises(ValueError, match=rf"^engine\.sglang\.urls: .* answers {path} with what can't be read: "):
+        join(theirs.url, model_path)
+
+
 def test_a_shorter_window_will_do_where_the_run_asks_for_no_more(theirs: Theirs, model_path: str) -> None:
     theirs.replies["/v1/models"] = {"data": [{"max_model_len": 64}]}
     join(theirs.url, model_path, max_context_tokens=64).close()

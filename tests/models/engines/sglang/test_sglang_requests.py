@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+from hostile_json import hostile_answers
 
 from models.engines.sglang.sglang_requests import (
     SglangRequest,
@@ -17,6 +19,7 @@ from models.engines.sglang.sglang_requests import (
     read_finish_reason,
     read_prompt_scores,
 )
+from models.engines.typed_json import NoAnswer, read_object
 from models.types import EngineDied, EngineRefused, PromptScoring, SamplingParams, VersionSpan
 
 
@@ -136,3 +139,43 @@ def test_scores_of_a_prompt_are_read_from_the_first_wanted_token_on() -> None:
     assert scores.top_ids_NK is not None and scores.top_ids_NK.tolist() == [[9, 7]]
     assert scores.top_logprobs_NK is not None and scores.top_logprobs_NK.tolist() == [[-0.25, -2.0]]
     assert read_prompt_scores({"meta_info": meta}, 3, PromptScoring(start=1)).logprobs_N.tolist() == [-1.0, -2.0]
+
+
+def test_hostile_events_are_tokens_with_their_log_probs_and_versions_or_no_answer() -> None:
+    """5,000 streams of two events, one of them changed."""
+    done = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 3}]}
+    valid = [event([1], total=1), event([2, 3], total=3, **done), event([2, 3], total=3, finish=done["finish_reason"])]
+    outcomes = Counter[str]()
+    for number, body in enumerate(hostile_answers(valid, 5_000, seed=1)):
+        ticket = ticket_of()
+        try:
+            for each in (read_object(body), valid[1]) if number % 3 == 0 else (valid[0], read_object(body)):
+                ticket.add(each)
+            completion = make_completion(ticket, "", "policy", {"0": 0})
+        except (NoAnswer, EngineRefused, EngineDied) as error:
+            outcomes[type(error).__name__] += 1
+            continue
+        except RuntimeError as error:
+            assert "which this run never sent" in str(error)
+            continue
+        outcomes["read"] += 1
+        assert len(completion.token_ids) == len(completion.logprobs) == completion.versions[-1].end
+        assert all(type(one) is int and 0 <= one < 2**31 for one in completion.token_ids)
+    assert min(outcomes["read"], outcomes["NoAnswer"]) > 500, outcomes
+
+
+def test_hostile_scores_of_a_prompt_are_scores_of_each_token_or_no_answer() -> None:
+    likely = [[-0.5, 8, None], [-1.0, 6, "x"]]
+    meta = {"input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
+            "input_top_logprobs": [None, likely, likely]}  # fmt: skip
+    outcomes = Counter[str]()
+    for body in hostile_answers([{"text": "", "meta_info": meta}], 2_000, seed=2):
+        try:
+            scores = read_prompt_scores(read_object(body), 3, PromptScoring(start=1, top_k=2))
+        except NoAnswer:
+            outcomes["NoAnswer"] += 1
+            continue
+        outcomes["read"] += 1
+        assert scores.top_ids_NK is not None and scores.top_logprobs_NK is not None
+        assert scores.logprobs_N.shape == (2,) and scores.top_ids_NK.shape == scores.top_logprobs_NK.shape == (2, 2)
+    assert min(outcomes["read"], outcomes["NoAnswer"]) > 200, outcomes
