@@ -82,7 +82,7 @@ class SglangHttp:
             raise self._gone(error) from None
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def die_if_unreadable(self) -> Iterator[None]:
         """Context: an answer that can't be read counts as the server's death, as a 5xx does: raises EngineDied."""
         try:
             yield

@@ -174,7 +174,7 @@ class SglangEngine:
         ids = tuple(token_ids)
         self._window.check_text(ids)
         answer = await self._http.post("/generate", make_scoring_body(ids))
-        with self._http.reading():
+        with self._http.die_if_unreadable():
             return read_scores(answer, len(ids))
 
     async def sleep(self) -> int:

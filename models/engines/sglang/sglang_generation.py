@@ -105,7 +105,7 @@ class SglangGeneration:
         version = list(self._versions.values())[-1]
         answer = await self._http.post("/generate", make_scoring_body(prompt_ids, scoring.top_k))
         span = VersionSpan(model=self._model_name, version=version, start=0, end=0)
-        with self._http.reading():
+        with self._http.die_if_unreadable():
             scores = read_prompt_scores(answer, len(prompt_ids), scoring)
         return Completion(
             token_ids=(),
@@ -137,7 +137,7 @@ class SglangGeneration:
                 break
         self.num_prefilled += ticket.sampled.num_prefilled
         text, stop_text = self._endings.cut_text(ticket.sampled.token_ids, ticket.params.stop)
-        with self._http.reading():
+        with self._http.die_if_unreadable():
             completion = make_completion(ticket, text, self._model_name, self._versions)
         return replace(completion, stop_text=stop_text)
 
@@ -185,7 +185,7 @@ class SglangGeneration:
         async for event in self._http.stream("/generate", body):
             if "error" in event:
                 raise EngineRefused(f"SGLang at {self._http.url} refused: {parse_error(event)}")
-            with self._http.reading():
+            with self._http.die_if_unreadable():
                 ticket.add(event)
         if ticket.sampled.finish is None:
             raise EngineDied(f"SGLang at {self._http.url} aborted an answer")

@@ -96,7 +96,7 @@ class SglangWeights:
             return {}
         try:
             answer = await self._http.post("/weights_checker", {"action": "checksum"})
-            with self._http.reading():
+            with self._http.die_if_unreadable():
                 return read_digests(answer)
         except EngineRefused as error:
             log.warning(
