@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from teacher_endpoint import serve_teacher
 
+from grmpipe.config.run_config import ConfigError
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.observe.recorder import load_verdicts
-from grmpipe.run.errors import RunFailed
 from grmpipe.run_reader import read_run
 from grmpipe.types import Verdict
 from models.chat.renderer import Renderer
@@ -47,10 +47,11 @@ def test_a_teacher_behind_an_endpoint_scores_as_one_here_and_what_it_refuses_has
         (step,) = files.steps()
         assert abs(step["train/distill_kl_nats"]) < 1e-4 and step["train/taught_share"] == 1.0
         assert files.summary["teaching"]["scored"] == 16 and files.summary["teaching"]["failed"] == {}
-        assert len(server.asked) == 17, "one was asked again"
-        server.without = True
-        with pytest.raises(RunFailed, match=r"gave no prompt_logprobs, which a teacher's endpoint must give"):
-            small_run(*outside, "rollout.pause_s=0", run_dir="without")
+        assert len(server.asked) == 18, "one was asked again, and one before the first step"
+        server.asked, server.without = [], True
+        with pytest.raises(ConfigError, match=r"^models\.teacher\.path: .* gave no prompt_logprobs, which a teacher's"):
+            small_run(*outside, run_dir="without")
+        assert len(server.asked) == 1
 
 
 def test_without_a_reward_nothing_on_file_is_a_reward_of_0(small_run: Callable) -> None:

@@ -1,7 +1,7 @@
 """task=train: a policy learns from a judge. Start or resume, evaluate, run the pipeline, evaluate, export."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.composed_judge import get_bounds, get_members, with_own_bounds
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, try_prompt
 from grmpipe.judge.purpose import set_purpose
+from grmpipe.judge.teaching import Teacher
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.consumer import Interrupted
@@ -36,11 +37,13 @@ from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Judge, JudgedGroup
 from grmpipe.validate.prepare import Prepared
-from models.types import EngineDenied
+from models.types import EngineDenied, EngineRefused, RequestContext, make_scoring_params
 from scheduler.gc_tuning import infrequent_gc
 from scheduler.run_together import run_until
 
 log = logging.getLogger(__name__)
+
+TRIED_TOKENS = 16  # of a prompt, by which a teacher is tried
 
 
 class TrainingRun(Run[Prepared]):
@@ -109,6 +112,7 @@ class TrainingRun(Run[Prepared]):
         progress = self._observers.progress
         with set_purpose("preflight"), progress.show_while("starting: the judge's first verdicts"):
             await try_judge(self._prepared, running.judge, is_new=self._context.resumed is None)
+            await try_teachers(self._prepared, running.teachers)
         with progress.show_while("starting: the engines get the learner's weights"):
             await components.push_weights(pipeline_state.version)
             await cotrainings.push()
@@ -317,3 +321,21 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
                 await try_prompt(members.get(name, judge), first[0])
     except EngineDenied as error:
         raise ConfigError(str(error)) from error
+
+
+async def try_teachers(prepared: Prepared, teachers: Mapping[str, Teacher]) -> None:
+    """Raises ConfigError for a teacher whose endpoint serves nothing, or no scores."""
+    token_ids = prepared.policy.renderer.render(prepared.prompts.at(0).messages)[:TRIED_TOKENS]
+    for name, teacher in teachers.items():
+        role = prepared.roles.served[name]
+        if role.engine.endpoint is None:
+            continue
+        params = make_scoring_params(len(token_ids) - 1, teacher.top_k)
+        try:
+            await teacher.engine.generate(
+                token_ids, params, RequestContext(request_id=f"dry@{name}", group_id="dry", role=name)
+            )
+        except EngineDenied as error:
+            raise ConfigError(str(error)) from error
+        except EngineRefused as error:
+            raise ConfigError(f"{role.key}.path: {error}") from error
