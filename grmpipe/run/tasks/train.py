@@ -37,13 +37,11 @@ from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Judge, JudgedGroup
 from grmpipe.validate.prepare import Prepared
-from models.types import EngineDenied, EngineRefused, RequestContext, make_scoring_params
+from models.types import EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
 from scheduler.gc_tuning import infrequent_gc
 from scheduler.run_together import run_until
 
 log = logging.getLogger(__name__)
-
-TRIED_TOKENS = 16  # of a prompt, by which a teacher is tried
 
 
 class TrainingRun(Run[Prepared]):
@@ -325,16 +323,15 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
 
 async def try_teachers(prepared: Prepared, teachers: Mapping[str, Teacher]) -> None:
     """Raises ConfigError for a teacher whose endpoint serves nothing, or no scores."""
-    token_ids = prepared.policy.renderer.render(prepared.prompts.at(0).messages)[:TRIED_TOKENS]
     for name, teacher in teachers.items():
         role = prepared.roles.served[name]
         if role.engine.endpoint is None:
             continue
+        token_ids = prepared.policy.renderer.render((Message(role="user", content="1 + 1 = ?"),))
         params = make_scoring_params(len(token_ids) - 1, teacher.top_k)
+        context = RequestContext(request_id=f"dry@{name}", group_id="dry", role=name)
         try:
-            await teacher.engine.generate(
-                token_ids, params, RequestContext(request_id=f"dry@{name}", group_id="dry", role=name)
-            )
+            await teacher.engine.generate(token_ids, params, context)
         except EngineDenied as error:
             raise ConfigError(str(error)) from error
         except EngineRefused as error:

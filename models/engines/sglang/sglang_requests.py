@@ -187,19 +187,16 @@ def make_scoring_body(token_ids: Sequence[int], top_k: int = 0) -> Json:
 
 def read_scores(answer: Json, num_tokens: int) -> tuple[float, ...]:
     """The log-probs of a prompt's tokens but the first. Raises NoAnswer."""
-    found = read_as(ScoredPrompt, answer).meta_info.input_token_logprobs[1:]
-    scores = tuple(one.logprob for one in found if one.logprob is not None)
-    if not len(scores) == len(found) == num_tokens - 1:
-        raise NoAnswer(f"{len(scores)} log-probs of {num_tokens} tokens")
-    return scores
+    return _select_scores(read_as(ScoredPrompt, answer).meta_info, num_tokens)
 
 
 def read_prompt_scores(answer: Json, num_tokens: int, scoring: PromptScoring) -> TokenScores:
     """The scores of a prompt's tokens from `start` on. Raises NoAnswer."""
-    logprobs_N = np.array(read_scores(answer, num_tokens)[scoring.start - 1 :], np.float32)
+    meta = read_as(ScoredPrompt, answer).meta_info
+    logprobs_N = np.array(_select_scores(meta, num_tokens)[scoring.start - 1 :], np.float32)
     if not scoring.top_k:
         return TokenScores(logprobs_N=logprobs_N)
-    top = (read_as(ScoredPrompt, answer).meta_info.input_top_logprobs or [])[scoring.start :]
+    top = (meta.input_top_logprobs or [])[scoring.start :]
     likely = [[(one.token_id, one.logprob) for one in row or () if one.logprob is not None] for row in top]
     if len(likely) != len(logprobs_N) or any(len(row) != scoring.top_k for row in likely):
         raise NoAnswer(f"not {scoring.top_k} likely tokens in the place of each")
@@ -263,6 +260,14 @@ def _version(name: str, versions: Mapping[str, int]) -> int:
             "weights to it; give each run its own servers (engine.sglang.urls)"
         )
     return versions[name]
+
+
+def _select_scores(meta: ScoredMeta, num_tokens: int) -> tuple[float, ...]:
+    found = meta.input_token_logprobs[1:]
+    scores = tuple(one.logprob for one in found if one.logprob is not None)
+    if not len(scores) == len(found) == num_tokens - 1:
+        raise NoAnswer(f"{len(scores)} log-probs of {num_tokens} tokens")
+    return scores
 
 
 def _joined(held: list[Any], came: Sequence[Any], total: int) -> list[Any]:

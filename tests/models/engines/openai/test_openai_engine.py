@@ -344,7 +344,7 @@ def test_denials_after_an_answer_are_refusals_until_several_come_in_a_row(endpoi
     [
         ({}, "a redirect without a Location"),
         ({"Location": "https://elsewhere/v1/chat"}, "a redirect to https://elsewhere/v1/chat"),
-        ({"Location": "http://x:99999/\x85"}, "a redirect to http://x:99999/�"),
+        ({"Location": "http://[::1/\x85"}, r"a redirect to http://\[::1/�"),
     ],
 )
 def test_a_redirect_is_not_followed_and_not_asked_again(
