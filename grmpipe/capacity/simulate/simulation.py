@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 from grmpipe.capacity.lower_bound import POLICY
@@ -39,10 +40,14 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
     try:
         run = simulate(workload, facts.placement, costs, config.simulate.steps, timeline)
     except Unfit as error:  # so would the real one, from its first steps
-        raise ConfigError(
-            f"reward: the simulated run stops, as a real one would: {error}; type judges that decide more of its "
-            "rollouts, another composition of them, or a lower simulate.unparseable_share if you set that"
-        ) from error
+        way_out = (
+            "type a longer rollout.group_deadline_s (and judge.limits.timeout_s), fewer judgements "
+            "(judge.num_judgements), or more engines for the judge (placement)"
+            if re.search(r"\d timeout", str(error))
+            else "type judges that decide more of its rollouts, another composition of them, or a lower "
+            "simulate.unparseable_share if you set that"
+        )
+        raise ConfigError(f"reward: the simulated run stops, as a real one would: {error}; {way_out}") from error
     timeline.close()
     record = json.dumps(plain(make_record(run)), indent=2, ensure_ascii=False)
     (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")

@@ -42,6 +42,7 @@ from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
+from grmpipe.pipeline.service_health import Unfit
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
 from grmpipe.train.learner.learner_ranks import LearnerRanks
@@ -444,6 +445,15 @@ def test_a_sweep_of_simulations_gets_the_seconds_of_a_step(tmp_path: Path) -> No
 def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
         run_task(tmp_path, "simulate.unparseable_share=1")
+
+
+def test_a_simulation_whose_judge_is_too_slow_names_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(*parts: object) -> SimulatedRun:
+        raise Unfit("60 of the last 64 verdicts failed (94%; judge.max_failure_rate=0.2): 60 timeout")
+
+    monkeypatch.setattr("grmpipe.capacity.simulate.simulation.simulate", stops)
+    with pytest.raises(ConfigError, match=r"60 timeout; type a longer rollout\.group_deadline_s"):
+        run_task(tmp_path)
 
 
 def test_a_run_keeps_its_files(tmp_path: Path) -> None:
