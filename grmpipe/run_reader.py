@@ -11,9 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import msgspec
+
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.evaluation_rows import EvaluationFigure, JudgedLine, read_figures, read_items
+from grmpipe.judge.verdict import describe_verdict, get_reward
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
@@ -22,7 +25,7 @@ from grmpipe.observe.eval_recorder import (
     load_eval_judgements,
     load_eval_rollouts,
 )
-from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.journal import decode_what_can_be
 from grmpipe.observe.recorder import (
     RecordedRollout,
     load_group_ends,
@@ -51,6 +54,14 @@ class JudgedSibling:
     sibling: int
     report: JudgeReport
 
+    def __repr__(self) -> str:
+        return f"<JudgedSibling {self.group_id}/{self.sibling}: {describe_verdict(self.report.verdict)}>"
+
+    @property
+    def reward(self) -> float | None:
+        """None: the verdict failed, or the run has no rewards."""
+        return get_reward(self.report.verdict)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeTurn:
@@ -60,6 +71,10 @@ class EpisodeTurn:
     sibling: int
     turn: int
     content: Turn
+
+    def __repr__(self) -> str:
+        num_tokens = self.content.completion.num_tokens
+        return f"<EpisodeTurn {self.group_id}/{self.sibling}, turn {self.turn}: {num_tokens} tokens>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +94,13 @@ class RunTable(Generic[Row]):
 
         schema, records = self._schema(), map(self._record, self._read())
         while batch := list(islice(records, rows)):
-            yield pa.RecordBatch.from_pylist(batch, schema=schema)
+            yield _to_arrow(pa.RecordBatch, batch, schema)
 
     def to_arrow(self) -> pa.Table:
         """All rows as one table; `.to_pandas()` makes a data frame of it."""
         import pyarrow as pa
 
-        schema = self._schema()
-        return pa.Table.from_pylist([self._record(row) for row in self._read()], schema=schema)
+        return _to_arrow(pa.Table, [self._record(row) for row in self._read()], self._schema())
 
     def _schema(self) -> pa.Schema:
         import pyarrow as pa
@@ -97,6 +111,20 @@ class RunTable(Generic[Row]):
             [(name, pa.int64() if name == "step" else types.get(kind) or pa.type_for_alias(kind))
              for name, kind in columns.items()]
         )  # fmt: skip
+
+
+def _to_arrow(kind: Any, records: list[Record], schema: pa.Schema) -> Any:
+    """A table or batch of these rows. Raises ValueError, naming the row, for a number that its column can't hold."""
+    import pyarrow as pa
+
+    try:
+        return kind.from_pylist(records, schema=schema)
+    except (pa.ArrowException, OverflowError) as error:
+        if len(records) > 1:
+            for record in records:
+                _to_arrow(kind, [record], schema)
+        ids = {name: records[0][name] for name in ("step", "group_id", "sibling", "item_id") if name in records[0]}
+        raise ValueError(f"a value of the row {ids} doesn't fit its column ({error})") from error
 
 
 def _names(records: Iterable[Record]) -> set[str]:
@@ -117,7 +145,10 @@ class RunReader:
     def summary(self) -> Mapping[str, Any]:
         """summary.json; empty while the run goes on."""
         path = self.run_dir / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} can't be read ({error})") from error
 
     @property
     def metrics(self) -> RunTable[Mapping[str, float]]:
@@ -195,7 +226,13 @@ class RunReader:
 
 
 def _metric_lines(run_dir: Path) -> Iterator[Mapping[str, float]]:
-    return read_what_can_be(run_dir / "metrics.jsonl")
+    return decode_what_can_be(run_dir / "metrics.jsonl", _metric_line)
+
+
+def _metric_line(record: Record) -> Mapping[str, float]:
+    if "step" not in record:
+        raise ValueError("it has no step")
+    return msgspec.convert(record, dict[str, int | float | None])
 
 
 def _evaluations(lines: Iterable[Mapping[str, float]]) -> Iterator[Mapping[str, float]]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.policy_files import RESULTS
-from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.journal import UNREADABLE, decode_what_can_be, describe_error
 from grmpipe.observe.run_files import JUDGED
 
 
@@ -50,21 +52,33 @@ class EvaluationFigure:
 
 
 def read_items(run_dir: Path) -> Iterator[JudgedLine]:
-    return (_item(line) for line in read_what_can_be(run_dir / JUDGED))
+    """Lines that can't be read are left out, and logged by file and line."""
+    return decode_what_can_be(run_dir / JUDGED, _item)
 
 
 def read_figures(run_dir: Path) -> Iterator[EvaluationFigure]:
-    """Those of policies, then those of judges."""
-    for prompts, policy in _results(run_dir / RESULTS).items():
+    """Those of policies, then those of judges. Raises ValueError, naming the file, if it can't be read."""
+    for path, read in ((run_dir / RESULTS, _policy_figures), (run_dir / JUDGE_RESULTS, _judge_figures)):
+        try:
+            figures = [*read(json.loads(path.read_text(encoding="utf-8")))] if path.exists() else []
+        except UNREADABLE as error:
+            raise ValueError(f"{path}: {describe_error(error)}; evaluate again") from error
+        yield from figures
+
+
+def _policy_figures(policies: Mapping[str, Any]) -> Iterator[EvaluationFigure]:
+    for prompts, policy in policies.items():
         for part, figures in {"": policy["overall"], **policy["by_source"]}.items():
             for figure, one in figures["figures"].items():
                 yield EvaluationFigure(
                     about="policy", name=prompts, part=part, figure=figure, value=one["mean"], low=one["low"],
                     high=one["high"], count=one["num_clusters"],
                 )  # fmt: skip
-    judges = _results(run_dir / JUDGE_RESULTS)
+
+
+def _judge_figures(judges: Mapping[str, Any]) -> Iterator[EvaluationFigure]:
     for name, judge in {"": judges, **judges.get("by_judge", {})}.items():
-        for part, subset in {"": judge["overall"], **judge["subsets"], **judge["sections"]}.items() if judge else ():
+        for part, subset in {"": judge["overall"], **judge["subsets"], **judge["sections"]}.items():
             for figure, one in _accuracies(subset):
                 yield EvaluationFigure(
                     about="judge", name=name, part=part, figure=figure, value=one["accuracy"], low=one["low"],
@@ -79,19 +93,10 @@ def _accuracies(subset: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
     yield from ((f"accuracy_with_meta_rm_at_{k}", one) for k, one in subset["with_meta_rm"].items())
 
 
-def _results(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def _item(line: Mapping[str, Any]) -> JudgedLine:
-    return JudgedLine(
-        item_id=line["item_id"],
-        subset=line["subset"],
-        question=line["prompt"]["messages"][-1]["content"],
-        responses=tuple(line["responses"]),
-        labels=tuple(line["labels"]),
-        outcome=line["outcome"],
-        scores={int(sibling): score for sibling, score in line["scores"].items()},
-        failed={int(sibling): cause for sibling, cause in line["failed"].items()},
-        critiques=tuple(judgement["text"] for judgement in line["judgements"]),
-    )
+    known = {
+        **line,
+        "question": line["prompt"]["messages"][-1]["content"],
+        "critiques": [judgement["text"] for judgement in line["judgements"]],
+    }
+    return msgspec.convert(known, JudgedLine, str_keys=True)

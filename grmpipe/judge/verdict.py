@@ -32,6 +32,13 @@ def get_shown_score(verdict: Verdict | Failed) -> float | None:
     return verdict.score if isinstance(verdict, Verdict) and verdict.rewards else None
 
 
+def describe_verdict(verdict: Verdict | Failed) -> str:
+    """In a few words."""
+    if isinstance(verdict, Failed):
+        return f"failed: {verdict.cause}"
+    return f"reward {verdict.outcome:.4g}" if verdict.rewards else "no reward"
+
+
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:
     """The failure of a judgement; of one that was never requested: 0 attempts."""
     return Failed(stage="judge", cause=cause, attempts=attempts, detail=detail)

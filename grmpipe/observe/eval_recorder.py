@@ -6,11 +6,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.judge.verdict import get_reward
+import msgspec
+
+from grmpipe.judge.verdict import describe_verdict, get_reward
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
 from grmpipe.observe.packed_numbers import pack_numbers
-from grmpipe.observe.records import Record, decode, decode_report, decode_rollout, encode, encode_report, encode_rollout
+from grmpipe.observe.recorder import describe_rollout
+from grmpipe.observe.records import (
+    Record,
+    decode,
+    decode_report,
+    decode_right,
+    decode_rollout,
+    encode,
+    encode_report,
+    encode_rollout,
+)
 from grmpipe.types import JudgeReport, Prompt, Rollout
 
 EVAL_ROLLOUTS, EVAL_JUDGEMENTS = "eval_rollouts.jsonl", "eval_judgements.jsonl"
@@ -33,6 +45,9 @@ class EvalRollout:
     prompt: Prompt
     rollout: Rollout
 
+    def __repr__(self) -> str:
+        return f"<EvalRollout {describe_rollout(self.rollout)}>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalJudgement:
@@ -43,6 +58,14 @@ class EvalJudgement:
     group_id: str
     sibling: int
     report: JudgeReport
+
+    def __repr__(self) -> str:
+        return f"<EvalJudgement {self.group_id}/{self.sibling}: {describe_verdict(self.report.verdict)}>"
+
+    @property
+    def reward(self) -> float | None:
+        """None: the verdict failed, or the run has no rewards."""
+        return get_reward(self.report.verdict)
 
 
 class EvalRecorder:
@@ -140,10 +163,10 @@ def load_eval_judgements(path: Path, *, run_id: str = "") -> Iterator[EvalJudgem
 
 def decode_eval_rollout(record: Record) -> EvalRollout:
     return EvalRollout(
-        prompts=record["prompts"],
-        step=record.get("step"),
-        sample=record["sample"],
-        right=record["right"],
+        prompts=msgspec.convert(record["prompts"], str),
+        step=msgspec.convert(record.get("step"), int | None),
+        sample=msgspec.convert(record["sample"], int | None),
+        right=decode_right(record),
         prompt=decode(record["prompt"], Prompt),
         rollout=decode_rollout(record),
     )
@@ -151,10 +174,10 @@ def decode_eval_rollout(record: Record) -> EvalRollout:
 
 def decode_eval_judgement(record: Record) -> EvalJudgement:
     return EvalJudgement(
-        prompts=record["prompts"],
-        step=record.get("step"),
-        group_id=record["group_id"],
-        sibling=record["sibling"],
+        prompts=msgspec.convert(record["prompts"], str),
+        step=msgspec.convert(record.get("step"), int | None),
+        group_id=msgspec.convert(record["group_id"], str),
+        sibling=msgspec.convert(record["sibling"], int),
         report=decode_report(record),
     )
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.plain_json import json_bytes
 from models.checksum import checksum
@@ -26,6 +28,8 @@ THINNING = "thinning"  # in the first line of a journal that was thinned
 TAIL_BYTES = len(BEGIN) + 16 + len(END)  # of a line: its checksum
 BLOCK_BYTES = 1 << 20
 WAY_OUT = "remove that line to read the rest"
+# What reading a damaged line, or one of another kind, raises.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +142,8 @@ def read_records(
                 num_foreign += 1
                 continue
             decoded = decode(record)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"{describe_place(path, begin)}: not a line of this journal ({error!r}); {WAY_OUT}"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{describe_place(path, begin)}: {error}; {WAY_OUT}") from error
+        except UNREADABLE as error:
+            raise ValueError(f"{describe_place(path, begin)}: {describe_error(error)}; {WAY_OUT}") from error
         yield decoded
     if num_foreign:
         log.warning("%s: %d lines of other runs are left out", path, num_foreign)
@@ -151,13 +151,25 @@ def read_records(
 
 def read_what_can_be(path: Path) -> Iterator[dict[str, Any]]:
     """The readable records, for a reader that can do without the others, which are logged by file and line."""
+    return decode_what_can_be(path, lambda record: record)
+
+
+def decode_what_can_be(path: Path, decode: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """Like `read_what_can_be`, decoded. A record that `decode` can't read is left out, too."""
     for begin, line in read_lines(path):
         try:
-            record, _, _ = parsed(line)
-        except ValueError as error:
-            log.warning("%s: %s; it is left out", describe_place(path, begin), error)
+            decoded = decode(parsed(line)[0])
+        except UNREADABLE as error:
+            log.warning("%s: %s; it is left out", describe_place(path, begin), describe_error(error))
             continue
-        yield record
+        yield decoded
+
+
+def describe_error(error: Exception) -> str:
+    """What is wrong with a line."""
+    if isinstance(error, ValueError) and not isinstance(error, msgspec.ValidationError):
+        return str(error)
+    return f"not a line of this journal ({error!r})"
 
 
 def decode_line(line: bytes, place: str) -> dict[str, Any]:
@@ -211,10 +223,9 @@ def read_thinning(path: Path) -> Thinning:
     if f'"{THINNING}":{{'.encode() not in first:
         return Thinning()
     try:
-        found = parsed(first)[0].get(THINNING, {})
-    except ValueError:  # a damaged line, which readers report
+        return Thinning(**{name: int(value) for name, value in parsed(first)[0].get(THINNING, {}).items()})
+    except UNREADABLE:  # a damaged line, which readers report
         return Thinning()
-    return Thinning(**{name: int(value) for name, value in found.items()})
 
 
 def locate(path: Path, mark: Mark) -> Mark:

@@ -17,6 +17,7 @@ from grmpipe.observe.journal import Journal, read_what_can_be
 from models.types import RequestLog, Usage
 
 JUDGE_REQUESTS = "judge_requests.jsonl"
+TYPES = {"n": int, "model": str, "purpose": str, "prompt": int, "cached": int, "sampled": int}  # of a line's fields
 
 
 @dataclass(slots=True)
@@ -156,6 +157,7 @@ def read_totals(run_dir: Path) -> RequestTotals:
     """The totals of a run's file. Of another writer's, or a damaged one, what can be read counts."""
     totals = RequestTotals()
     for record in read_what_can_be(run_dir / JUDGE_REQUESTS):
-        with suppress(KeyError, TypeError):
-            totals.count(record)
+        if all(type(record[name]) is kind for name, kind in TYPES.items() if name in record):
+            with suppress(KeyError, TypeError):
+                totals.count(record)
     return totals

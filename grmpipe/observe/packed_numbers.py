@@ -22,6 +22,7 @@ from models.types import UNKNOWN_ID
 Record = dict[str, Any]
 PACKED, THINNED, TEACHER = "packed", "thinned", "teacher"
 NUMBERS, TEXT = "numbers", "text"  # what was dropped of a thinned line
+MAX_NUMBERS = 1 << 26  # of a line: more than any has, and less than the memory
 UNKNOWN_LOGPROB = math.nan  # of a thinned line, as it is read: nothing can be trained on it
 IDS, LOGPROBS = ("token_ids", "new_ids", "prompt_ids"), "logprobs"
 NESTED = ("turns", "judgements", "failures", "completion", "failed", "principles")  # none of them is a user's
@@ -53,17 +54,23 @@ def unpack_numbers(record: Record) -> Record:
     """Undo `pack_numbers` in place; a record that isn't packed stays as it is. Numbers that were dropped are unknown
     ones, as many. Raises ValueError if its numbers don't fit.
     """
-    if PACKED not in record:
-        for holder, key in _places(record) if THINNED in record else ():
+    if PACKED not in record and THINNED not in record:
+        return record
+    packed = record.pop(PACKED, None)
+    places = list(_places(record))
+    lengths = [holder[key] for holder, key in places]
+    if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > MAX_NUMBERS:
+        raise ValueError("its packed numbers have no lengths that a line can have")
+    if packed is None:
+        for holder, key in places:
             holder[key] = [UNKNOWN_LOGPROB if key == LOGPROBS else UNKNOWN_ID] * holder[key]
         return record
+    num_logprobs = sum(length for length, (_, key) in zip(lengths, places, strict=True) if key == LOGPROBS)
+    num_ids = sum(lengths) - num_logprobs
     try:
-        plain = zlib.decompress(base64.b64decode(record.pop(PACKED), validate=True))
+        plain = zlib.decompressobj().decompress(base64.b64decode(packed, validate=True), 4 * sum(lengths) + 1)
     except zlib.error as error:
         raise ValueError(f"its packed numbers can't be read ({error})") from error
-    places = list(_places(record))
-    num_ids = sum(holder[key] for holder, key in places if key != LOGPROBS)
-    num_logprobs = sum(holder[key] for holder, key in places if key == LOGPROBS)
     if len(plain) != 4 * (num_ids + num_logprobs):
         raise ValueError(f"its packed numbers are {len(plain) // 4}, not {num_ids} ids and {num_logprobs} log-probs")
     ids = iter(np.frombuffer(plain, "<i4", num_ids).tolist())

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
 from grmpipe.observe.packed_numbers import THINNED, pack_numbers
@@ -11,7 +13,8 @@ from grmpipe.observe.records import (
     Record,
     decode,
     decode_report,
-    decode_rollout,
+    decode_right,
+    decode_sampled,
     encode,
     encode_report,
     encode_rollout,
@@ -130,6 +133,15 @@ class RecordedRollout:
     rollout: Rollout
     thinned: str = ""
 
+    def __repr__(self) -> str:
+        return f"<RecordedRollout {describe_rollout(self.rollout)}>"
+
+
+def describe_rollout(rollout: Rollout) -> str:
+    """In a few words."""
+    size = f"{len(rollout.turns)} turns, {rollout.num_sampled_tokens} tokens"
+    return f"{rollout.group_id}/{rollout.sibling}: {rollout.status}, {size}"
+
 
 def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
     """Rollouts in the order they ended, read lazily: a long run's journal exceeds the memory. Otherwise like
@@ -147,26 +159,34 @@ def load_verdicts(
 
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:
     """The ends of groups in their order. After a resume, ends after the checkpoint are void: the later line counts."""
-    return read_records(path, lambda record: GroupEnd(**record), run_id=run_id, since=since)
+    return read_records(path, decode_group_end, run_id=run_id, since=since)
 
 
 def load_trained(path: Path, *, run_id: str = "") -> Iterator[TrainedRollout]:
     """The trained rollouts, step by step."""
-    return read_records(path, lambda record: TrainedRollout(**record), run_id=run_id)
+    return read_records(path, decode_trained, run_id=run_id)
 
 
 def without_unknown(record: Record) -> Record:
     return {key: value for key, value in record.items() if value is not None}
 
 
+def decode_group_end(record: Record) -> GroupEnd:
+    return msgspec.convert(record, GroupEnd)
+
+
+def decode_trained(record: Record) -> TrainedRollout:
+    return msgspec.convert({**record, "right": decode_right(record)}, TrainedRollout)
+
+
 def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:
-    return (record["group_id"], record["sibling"]), decode_report(record)
+    return msgspec.convert((record["group_id"], record["sibling"]), tuple[str, int]), decode_report(record)
 
 
 def decode_recorded(record: Record) -> RecordedRollout:
     return RecordedRollout(
-        prompt_index=record["prompt_index"],
+        prompt_index=msgspec.convert(record["prompt_index"], int),
         prompt=decode(record["prompt"], Prompt),
-        rollout=decode_rollout(record),
-        thinned=record.get(THINNED, ""),
+        rollout=decode_sampled(record),
+        thinned=msgspec.convert(record.get(THINNED, ""), str),
     )

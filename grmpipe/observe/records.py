@@ -60,7 +60,8 @@ def encode_logprobs(logprobs: Sequence[float]) -> list[float]:
 
 
 def decode_logprobs(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(np.asarray(values, dtype=np.float32).tolist())
+    with np.errstate(over="raise"):  # a number that no float32 is
+        return tuple(np.asarray(values, dtype=np.float32).tolist())
 
 
 def encode(value: object) -> Any:
@@ -140,7 +141,27 @@ def decode_rollout(record: Record) -> Rollout:
     """A rollout, packed or not."""
     record = unpack_numbers(record)
     turns = [{**turn, "completion": with_logprobs(turn)} for turn in record["turns"]]
-    return msgspec.convert({**record, "turns": turns}, Rollout)
+    rollout = msgspec.convert({**record, "turns": turns}, Rollout)
+    if not rollout.turns:
+        raise ValueError("a rollout without turns")
+    for turn in rollout.turns:
+        if len(turn.completion.logprobs) != len(turn.completion.token_ids):
+            raise ValueError(f"{len(turn.completion.logprobs)} log-probs of {len(turn.completion.token_ids)} tokens")
+    return rollout
+
+
+def decode_sampled(record: Record) -> Rollout:
+    """Like `decode_rollout`, for a rollout of a policy in training: each turn says which versions sampled it."""
+    rollout = decode_rollout(record)
+    if not all(turn.completion.versions for turn in rollout.turns):
+        raise ValueError("a turn without the versions that sampled it")
+    return rollout
+
+
+def decode_right(record: Record) -> float | None:
+    """How right an answer is. Runs of earlier versions wrote true and false where a judge was trained on labels."""
+    right = msgspec.convert(record.get("right"), float | bool | None)
+    return None if right is None else float(right)
 
 
 def decode_failed(record: Record) -> Failed:
@@ -184,11 +205,13 @@ def encode_teacher(scores: TeacherScores) -> Record:
 
 
 def decode_teacher(record: Record) -> TeacherScores:
-    return TeacherScores(teacher=record["model"], by_turn=tuple(decode_scores(turn) for turn in record["turns"]))
+    return TeacherScores(
+        teacher=msgspec.convert(record["model"], str), by_turn=tuple(decode_scores(turn) for turn in record["turns"])
+    )
 
 
 def decode_scores(turn: Record) -> TokenScores:
-    plain, num_top = base64.b64decode(turn["scores"], validate=True), turn["top_k"]
+    plain, num_top = base64.b64decode(turn["scores"], validate=True), msgspec.convert(turn["top_k"], int)
     num_tokens = len(plain) // (4 * (1 + 2 * num_top))
     numbers = np.frombuffer(plain, "<f4")
     if not num_top:
@@ -233,7 +256,7 @@ def decode_report(record: Record) -> JudgeReport:
             judgements=tuple(one for judge, one in judgements if name in (None, judge)),
             failures=tuple(one for judge, one in failures if name in (None, judge)),
             principles=decode(own["principles"], Completion) if "principles" in own else None,
-            saved_tokens=own.get("saved_tokens", 0),
+            saved_tokens=msgspec.convert(own.get("saved_tokens", 0), int),
             audit=decode(own["audit"], StopAudit) if "audit" in own else None,
         )
 

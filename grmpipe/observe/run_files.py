@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from grmpipe.observe.eval_recorder import (
     decode_eval_judgement,
     decode_eval_rollout,
 )
-from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.journal import UNREADABLE, read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
@@ -41,6 +40,7 @@ from grmpipe.types import Failed, JudgeReport, Message, Metrics, Prompt, RewardS
 
 END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
+LARGEST = 1e100  # number that is shown
 NEVER_ENDED = "no end recorded"
 JUDGED = "judged.jsonl"  # labelled items, and what a judge said of them
 FIGURES = "figures.txt"  # the tables of task=evaluate
@@ -170,12 +170,9 @@ def find_numbers(record: Mapping[str, object]) -> dict[str, float]:
 
 
 def number(record: Mapping[str, object], name: str) -> float | None:
-    """The number under a name; None if it isn't finite."""
+    """The number under a name; None if it isn't finite, or so large that sums of such numbers aren't."""
     value = record.get(name)
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
 def evaluations_in(metrics: Iterable[Metrics]) -> list[Metrics]:
@@ -444,7 +441,7 @@ def read_ends(path: Path, decode: Callable[[Record], T], num_bytes: int = END_BY
 def decode_lines(lines: bytes, decode: Callable[[Record], T]) -> Iterator[T]:
     """The whole lines that can be read."""
     for line in lines.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+        with contextlib.suppress(*UNREADABLE):
             if line.endswith(b"\n"):
                 yield decode(json.loads(line))
 
@@ -452,7 +449,7 @@ def decode_lines(lines: bytes, decode: Callable[[Record], T]) -> Iterator[T]:
 def read_object(path: Path) -> Record:
     try:
         found = json.loads(read_bytes(path) or b"{}", parse_constant=lambda name: None)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

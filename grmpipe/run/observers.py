@@ -20,13 +20,14 @@ from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.console_metrics import ONE_JUDGE, SEVERAL_JUDGES, describe_run_signal
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.guard import Guard
-from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.journal import decode_what_can_be
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.progress import Progress
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.run_files import find_numbers
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run_dir.begun_rollouts import BegunRollouts
 from grmpipe.run_dir.identity import read_run_id
@@ -177,7 +178,7 @@ class Observers:
         requests to models that judge, and where the files are.
         """
         write_report(run_dir)
-        signal = describe_run_signal(list(read_what_can_be(run_dir / "metrics.jsonl")))
+        signal = describe_run_signal(list(decode_what_can_be(run_dir / "metrics.jsonl", find_numbers)))
         if signal is not None:
             log.info("%s", signal)
         for text in (requests := self.requests.totals.texts):

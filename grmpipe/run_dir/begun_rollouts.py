@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_records
 from grmpipe.observe.packed_numbers import pack_numbers
-from grmpipe.observe.records import Record, decode_rollout, encode_rollout
+from grmpipe.observe.records import Record, decode_sampled, encode_rollout
 from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup
 from grmpipe.types import BegunRollout, Prompt, Rollout
 from models.seeds import first_name
@@ -127,7 +129,7 @@ class BegunRollouts:
 
 
 def decode_line(record: Record) -> tuple[int, Rollout, bytes]:
-    return record["first"], decode_rollout(record), base64.b64decode(record["saved"])
+    return msgspec.convert(record["first"], int), decode_sampled(record), base64.b64decode(record["saved"])
 
 
 def newest_version(rollout: Rollout) -> int:

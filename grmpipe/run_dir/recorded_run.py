@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from grmpipe.config.io.rejudged_config import REJUDGED
-from grmpipe.observe.journal import decode_line, read_thinning
+from grmpipe.observe.journal import UNREADABLE, decode_line, describe_error, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
 from grmpipe.observe.records import Record, decode_report
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Verdict
@@ -41,8 +41,8 @@ class JournalLines:
         record = decode_line(self._file.readline(), f"{self.path}, byte {place}")
         try:
             return decode(record)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path}, byte {place}: not a line of this journal ({error!r})") from error
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path}, byte {place}: {describe_error(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from grmpipe.observe.recorder import (
     ROLLOUTS,
     TRAINED,
     RecordedRollout,
+    decode_group_end,
     decode_judged,
     decode_recorded,
     load_group_ends,
@@ -129,7 +130,7 @@ def void_group_ends(run_dir: Path, pipeline_state: PipelineState, run_id: str = 
         return
     past = [
         record
-        for end, record in read_records(path, lambda record: (GroupEnd(**record), record))
+        for end, record in read_records(path, lambda record: (decode_group_end(record), record))
         if end.prompt_index < pipeline_state.next_prompt_index and end.prompt_index not in pipeline_state.in_flight
     ]
     replace_journal(path, past, run_id=run_id)

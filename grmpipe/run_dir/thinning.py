@@ -18,7 +18,7 @@ import msgspec
 
 from grmpipe.config.journals import JournalsConfig
 from grmpipe.observe.append_file import end_of_last_line
-from grmpipe.observe.journal import Thinning, encode_line, parsed, read_thinning
+from grmpipe.observe.journal import UNREADABLE, Thinning, encode_line, parsed, read_thinning
 from grmpipe.observe.packed_numbers import NUMBERS, TEXT, THINNED, drop_numbers
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS
 from grmpipe.observe.records import Record
@@ -101,9 +101,9 @@ def thin_line(line: bytes, job: ThinningJob, thinning: Thinning | None = None) -
     """thinning: for the first line. A line that can't be read stays as it is."""
     try:
         record, run_id, is_checked = parsed(line)
-    except ValueError:
+        thinned = thin_record(record, job)
+    except UNREADABLE:
         return line
-    thinned = thin_record(record, job)
     if thinned is record and thinning is None:
         return line
     return encode_line(thinned | (thinning.to_record() if thinning is not None else {}), run_id, checked=is_checked)

@@ -12,8 +12,8 @@ from statistics import NormalDist, fmean, variance
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
-from grmpipe.observe.journal import read_journal
-from grmpipe.observe.packed_numbers import unpack_numbers
+from grmpipe.observe.journal import read_records
+from grmpipe.observe.packed_numbers import Record, unpack_numbers
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed, is_drawn
 from models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
@@ -48,14 +48,25 @@ def lengths_in(run_dir: Path) -> dict[str, list[int]]:
     The judgements of a run with one judge name none: they are those of the first one.
     """
     found: defaultdict[str, list[int]] = defaultdict(list)
-    for record in read_journal(run_dir / "rollouts.jsonl"):
-        found[POLICY] += [len(turn["token_ids"]) for turn in unpack_numbers(record)["turns"]]
+    for _, lengths in read_records(run_dir / "rollouts.jsonl", find_turn_lengths):
+        found[POLICY] += lengths
     if (run_dir / "judgements.jsonl").exists():
-        for record in map(unpack_numbers, read_journal(run_dir / "judgements.jsonl")):
-            asked = record["judgements"] + [failed for failed in record["failures"] if "completion" in failed]
-            for judgement in asked:
-                found[judgement.get("judge", JUDGE)].append(len(judgement["completion"]["token_ids"]))
+        for judgements in read_records(run_dir / "judgements.jsonl", find_judgement_lengths):
+            for judge, length in judgements:
+                found[judge].append(length)
     return dict(found)
+
+
+def find_turn_lengths(record: Record) -> tuple[str, list[int]]:
+    """The group of a rollout, and the tokens of its turns."""
+    return str(record.get("group_id")), [len(turn["token_ids"]) for turn in unpack_numbers(record)["turns"]]
+
+
+def find_judgement_lengths(record: Record) -> list[tuple[str, int]]:
+    """The judge and the tokens of each judgement."""
+    record = unpack_numbers(record)
+    asked = record["judgements"] + [failed for failed in record["failures"] if "completion" in failed]
+    return [(str(one.get("judge", JUDGE)), len(one["completion"]["token_ids"])) for one in asked]
 
 
 def correlation_in(run_dir: Path) -> float:
@@ -63,9 +74,8 @@ def correlation_in(run_dir: Path) -> float:
     doi:10.1037/0033-2909.86.2.420, between 0 and 1.
     """
     groups: defaultdict[str, list[float]] = defaultdict(list)
-    for record in map(unpack_numbers, read_journal(run_dir / "rollouts.jsonl")):
-        for turn in record["turns"][:1]:
-            groups[record["group_id"]].append(math.log(1 + len(turn["token_ids"])))
+    for group_id, lengths in read_records(run_dir / "rollouts.jsonl", find_turn_lengths):
+        groups[group_id] += [math.log(1 + length) for length in lengths[:1]]
     several = [group for group in groups.values() if len(group) > 1]
     if len(several) < 2:
         return 0.0

@@ -129,9 +129,9 @@ def num_scores(label: str) -> int:
 def label_rule(parser: Parser, scale: Scale) -> Rule:
     """A rule: whether a judgement, as written, agrees with its label. An unparseable one doesn't."""
 
-    def is_right(text: str, label: str) -> bool:
+    def is_right(text: str, label: str) -> float:
         scores = parser(text, num_scores(label), scale)
-        return not isinstance(scores, str) and judged_right(scores, label)
+        return float(not isinstance(scores, str) and judged_right(scores, label))
 
     return is_right
 

@@ -7,13 +7,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, read_anchor
 from grmpipe.judge.composition.composed_judge import get_members
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import read_records, replace_journal
-from grmpipe.observe.records import decode_rollout, encode_rollout
+from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
@@ -118,8 +120,7 @@ class PeriodicEval(RunFeature):
         self._evaluator.episodes += EnvCounts.restore(state.get("episodes", {}))
         self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
-            answers = read_records(self._start, lambda record: (record["prompt_id"], decode_rollout(record)))
-            self._evaluator.start.update(answers)
+            self._evaluator.start.update(read_records(self._start, decode_answer))
 
     async def _evaluate_at_the_end(self, step: int) -> Metrics:
         self.final = await self._evaluate(step, None)
@@ -159,6 +160,10 @@ class PeriodicEval(RunFeature):
         if alarm is not None and not self.ringing:
             self.new_alarms = [*self.new_alarms, alarm]
         self.ringing = alarm is not None
+
+
+def decode_answer(record: Record) -> tuple[str, Rollout]:
+    return msgspec.convert(record["prompt_id"], str), decode_rollout(record)
 
 
 def select_answers(judged: Sequence[JudgedRollout], anchors: Sequence[Prompt]) -> list[JudgedRollout]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.observe.journal import read_journal, replace_journal
-from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.jsonl_sink import JsonlSink, is_up_to
 from grmpipe.observe.recorder import GROUPS, TRAINED
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
@@ -179,4 +179,4 @@ def void_after(steps_done: int, run_dir: Path, metrics: JsonlSink) -> None:
     metrics.truncate_after(steps_done if steps_done else -1)
     for path in (run_dir / GROUPS, run_dir / TRAINED):
         if path.exists():
-            replace_journal(path, [line for line in read_journal(path) if line["step"] <= steps_done])
+            replace_journal(path, [line for line in read_journal(path) if is_up_to(line.get("step"), steps_done)])

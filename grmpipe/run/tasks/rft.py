@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.kinds.labels import Fate, add_hint, keep_critiques, without_hint
-from grmpipe.observe.journal import Journal, read_journal
-from grmpipe.observe.records import decode_rollout, encode_rollout
+from grmpipe.observe.journal import Journal, read_records
+from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.build.compose_pipeline import compose_push, too_long
 from grmpipe.run.build.make_evaluator import make_evaluator
@@ -42,6 +43,7 @@ from scheduler.run_together import raise_first_failure, run_until
 log = logging.getLogger(__name__)
 
 CRITIQUES = "critiques.jsonl"
+Critiques = tuple[Fate, Sequence[Rollout]]  # what became of a judging task, and what is kept of it
 # With advantage 1 on every token the loss is the plain negative log-likelihood.
 IMITATION = AlgorithmConfig(loss="policy_gradient", correction="none")
 
@@ -130,7 +132,7 @@ class Sampling:
 
     async def run(self) -> list[Rollout]:
         """The critiques to imitate, in the order of the judging tasks."""
-        known = {record["prompt_id"]: record for record in read_journal(self._path)}
+        known = dict(read_records(self._path, decode_critiques))
         judging_tasks = [self._prepared.prompts.at(prompt_index) for prompt_index in range(len(self._prepared.prompts))]
         journal = Journal(self._path, run_id=read_run_id(self._path.parent))
         try:
@@ -140,22 +142,19 @@ class Sampling:
                         tasks.create_task(self._sample(judging_task, journal, known))
         finally:
             journal.close()
-        fates = Counter(record["fate"] for record in known.values())
+        fates = Counter(fate for fate, _ in known.values())
         counts = ", ".join(f"{number} {fate}" for fate, number in fates.most_common())
         log.info("judging tasks: %s", counts)
         self._note(f"judging tasks: {counts}")
-        return [decode_rollout(one) for judging_task in judging_tasks for one in known[judging_task.prompt_id]["kept"]]
+        return [one for judging_task in judging_tasks for one in known[judging_task.prompt_id][1]]
 
-    async def _sample(self, judging_task: Prompt, journal: Journal, known: dict[str, dict[str, object]]) -> None:
+    async def _sample(self, judging_task: Prompt, journal: Journal, known: dict[str, Critiques]) -> None:
         async with self._places:
             fate, kept = await self._fate(judging_task)
-        record: dict[str, object] = {
-            "prompt_id": judging_task.prompt_id,
-            "fate": fate,
-            "kept": [encode_rollout(one) for one in kept],
-        }
-        journal.append(record)
-        known[judging_task.prompt_id] = record
+        journal.append(
+            {"prompt_id": judging_task.prompt_id, "fate": fate, "kept": [encode_rollout(one) for one in kept]}
+        )
+        known[judging_task.prompt_id] = fate, kept
 
     async def _fate(self, judging_task: Prompt) -> tuple[Fate, Sequence[Rollout]]:
         if self._too_long(judging_task):
@@ -183,6 +182,12 @@ class Sampling:
     def _is_right(self, judging_task: Prompt, rollout: Rollout) -> bool:
         assert judging_task.reference is not None
         return rollout.status == "finished" and self._prepared.is_right(rollout.answer, judging_task.reference) == 1
+
+
+def decode_critiques(record: Record) -> tuple[str, Critiques]:
+    kept = tuple(decode_rollout(one) for one in record["kept"])
+    prompt_id, fate = msgspec.convert((record["prompt_id"], record["fate"]), tuple[str, Fate])
+    return prompt_id, (fate, kept)
 
 
 def to_samples(critique: Rollout) -> Sequence[TrainingSample]:

@@ -29,6 +29,18 @@ def test_requests_in_flight_at_a_kill_stay_counted_with_unknown_tokens(tmp_path:
     assert not after.failures
 
 
+def test_lines_of_wrong_types_count_nothing_and_stop_no_request(tmp_path: Path) -> None:
+    good = '{"n":1,"model":"grm","purpose":"training"}\n{"n":1,"prompt":5,"cached":0,"sampled":2}\n'
+    bad = (
+        '{"n":"2","model":"grm","purpose":"training"}\n{"n":[1],"prompt":5}\n{"n":1,"prompt":"5"}\n{"n":3}\n'
+        '{"n":4,"model":7,"purpose":"training"}\n{"n":5,"model":[],"purpose":"training"}\n'
+    )
+    (tmp_path / JUDGE_REQUESTS).write_text(bad + good)
+    journal = RequestJournal(tmp_path)
+    assert journal.totals.of("grm", "training") == RequestCounts(requests=1, prompt_tokens=5, sampled_tokens=2)
+    assert journal.of_model("grm").begin_request(retry=False) == 2
+
+
 def test_a_request_that_never_left_is_taken_off_again(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
     grm = journal.of_model("grm")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -132,12 +134,28 @@ def test_a_torn_packed_line_is_cut_off_by_the_next_process_and_a_damaged_one_is_
         list(read_run(tmp_path).rollouts)
 
 
-@pytest.mark.parametrize("change", [{"packed": "eJw="}, {"packed": "?"}, {"turns": []}])
+BOMB = base64.b64encode(zlib.compress(bytes(1 << 26))).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"packed": "eJw="},
+        {"packed": "?"},
+        {"packed": BOMB},
+        {"turns": []},
+        {"turns": [{"token_ids": 10**12, "logprobs": 3, "new_ids": 3}]},
+        {"turns": [{"token_ids": -1, "logprobs": 3, "new_ids": 3}]},
+        {"turns": [{"token_ids": True, "logprobs": 3, "new_ids": 3}]},
+        {"packed": None, "thinned": "numbers", "turns": [{"token_ids": 10**12, "logprobs": 3, "new_ids": 3}]},
+    ],
+)
 def test_packed_numbers_that_do_not_fit_their_line_are_an_error_that_names_it(tmp_path: Path, change: dict) -> None:
     Recorder(tmp_path, compact=True).rollout(0, PROMPT, rollout("g", 0))
     record = json.loads((tmp_path / ROLLOUTS).read_text())
     del record["xxh3"]  # changed on purpose
-    (tmp_path / ROLLOUTS).write_text(json.dumps(record | change) + "\n")
+    record = {name: value for name, value in (record | change).items() if value is not None}
+    (tmp_path / ROLLOUTS).write_text(json.dumps(record) + "\n")
     with pytest.raises(ValueError, match=r"rollouts\.jsonl:1: "):
         list(read_run(tmp_path).rollouts)
 

@@ -62,12 +62,15 @@ COMPLETIONS = st.builds(
 )
 RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)
-TURNS = st.builds(Turn, new_ids=IDS, completion=COMPLETIONS, replies=MESSAGES)
+SAMPLED = COMPLETIONS.map(
+    lambda one: dataclasses.replace(one, logprobs=(*one.logprobs, *[-0.5] * 6)[: len(one.token_ids)])
+)
+TURNS = st.builds(Turn, new_ids=IDS, completion=SAMPLED, replies=MESSAGES)
 ROLLOUTS = st.builds(
     Rollout,
     group_id=TEXT,
     sibling=COUNTS,
-    turns=st.lists(TURNS, max_size=2).map(tuple),
+    turns=st.lists(TURNS, min_size=1, max_size=2).map(tuple),
     status=st.sampled_from(["finished", "truncated"]),
 )
 JUDGEMENTS = st.builds(
@@ -295,7 +298,7 @@ def test_damaged_line_is_reported_by_file_and_line(tmp_path: Path) -> None:
             list(load_group_ends(path))
     path.write_bytes(b'{"prompt_index":0}\n')
     for load in (load_rollouts, load_verdicts, load_group_ends):
-        with pytest.raises(ValueError, match=r"groups\.jsonl:1: not a line of this journal \((Key|Type)Error"):
+        with pytest.raises(ValueError, match=r"groups\.jsonl:1: not a line of this journal \((Key|Validation)Error"):
             list(load(path))
 
 

@@ -18,7 +18,7 @@ from grmpipe.run_dir.recorded_run import open_recorded
 from grmpipe.run_dir.recovery import find_kept
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.run_dir.stored_groups import open_stored
-from grmpipe.run_dir.thinning import DRAFT, ThinningJob, plan_thinning, thin_journal
+from grmpipe.run_dir.thinning import DRAFT, ThinningJob, plan_thinning, thin_journal, thin_line
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -279,6 +279,14 @@ def test_a_damaged_line_is_kept_to_the_byte_and_still_reported(tmp_path: Path) -
     assert damaged.splitlines()[2] in path.read_bytes().splitlines()
     with pytest.raises(ValueError, match=r"rollouts\.jsonl:3: it is damaged"):
         list(load_rollouts(path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"turns":7,"token_ids":null}\n', b'{"turns":[3]}\n', b'{"by_judge":[]}\n', b'{"completion":{"logprobs":1}}\n'],
+)
+def test_a_line_of_another_kind_is_kept_to_the_byte(line: bytes) -> None:
+    assert thin_line(line, ThinningJob(run_dir="", share=None, seed=0, until={})) == line
 
 
 def test_a_thinned_run_cant_be_trained_again_and_says_why(recorder: Recorder, tmp_path: Path) -> None:
