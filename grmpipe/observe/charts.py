@@ -8,6 +8,7 @@ WIDTH, HEIGHT = 560, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
 MAX_POINTS = 300  # of a curve: more than a screen can show
 MAX_DOTS = 40  # a curve with fewer points shows each as a dot
+SMALLEST_RANGE = 1e-300  # of an axis, so that its steps aren't 0
 NUM_TICKS = 4
 
 Point = tuple[float, float]
@@ -90,10 +91,10 @@ def frame_points(points: Sequence[Point]) -> Frame:
 
 def widen_range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if high > low:
+    if high - low > SMALLEST_RANGE:
         return low, high
     room = abs(low) / 2
-    return (low - room, high + room) if room else (0.0, 1.0)
+    return (low - room, high + room) if room > SMALLEST_RANGE else (0.0, 1.0)
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:

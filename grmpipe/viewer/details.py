@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from grmpipe.observe.journal import decode_line
+from grmpipe.observe.journal import UNREADABLE, decode_line
 from grmpipe.observe.packed_numbers import TEXT, THINNED
 from grmpipe.observe.records import decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
@@ -143,7 +143,7 @@ def read_at(run_dir: Path, key: int | None, read: Callable[[dict[str, Any]], T],
         if record.get(THINNED) == TEXT:
             problems.append(f"{name}: the text of this group was dropped (journals.keep); scores and lengths stay")
         return read(record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+    except (OSError, *UNREADABLE) as error:
         problems.append(f"{name}, at byte {offset}: {error}" if name not in str(error) else str(error))
         return None
 

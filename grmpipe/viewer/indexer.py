@@ -1,5 +1,6 @@
 """The thread that keeps the indexes of the viewed runs up to date."""
 
+import logging
 import sqlite3
 import sys
 import threading
@@ -8,6 +9,8 @@ import time
 from grmpipe.viewer.figures import keep_figures
 from grmpipe.viewer.index import IndexProgress
 from grmpipe.viewer.runs import ViewedRun
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 2.0  # between two looks at the journals
 SAY_EVERY_S = 5.0
@@ -47,6 +50,11 @@ class Indexer:
                     self.problems.pop(run.name, None)
                 except (OSError, sqlite3.Error) as error:
                     self.problems[run.name] = f"the index can't be written: {error}"
+                except Exception as error:  # other runs go on, and this one is tried again
+                    problem = f"its index can't be made: {error!r}"
+                    if self.problems.get(run.name) != problem:
+                        log.error("%s: %s", run.name, problem, exc_info=True)
+                    self.problems[run.name] = problem
             self._wake.wait(PAUSE_S)
 
     def _follow(self, run: ViewedRun) -> None:

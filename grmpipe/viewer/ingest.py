@@ -5,19 +5,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, TRAINED
 from grmpipe.observe.run_files import JUDGED
-from grmpipe.viewer.journal_lines import FailedLine, GroupLine, ItemLine, Line, ReportLine, RolloutLine, TrainedLine
+from grmpipe.viewer.journal_lines import (
+    FailedLine,
+    GroupLine,
+    ItemLine,
+    L,
+    Line,
+    ReportLine,
+    RolloutLine,
+    TrainedLine,
+    read_line,
+)
 
 # A journal's place is its number in the keys.
 WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS, JUDGED)
 HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
 LABELLED = "labelled work"  # an evaluation of the judge: no name of prompts has a space
 KEY = ("evaluation", "round", "group_id", "sibling")
-L = TypeVar("L", bound=Line)
 W = TypeVar("W", RolloutLine, ReportLine)
 
 
@@ -36,18 +43,15 @@ class Ingest:
         self._run = run
         self._held_out = name in HELD_OUT
         self._number = WITH_TEXT.index(name) if name in WITH_TEXT else 0
-        self._decoders = {
-            kind: msgspec.json.Decoder(kind) for kind in (RolloutLine, ReportLine, TrainedLine, GroupLine, ItemLine)
-        }
         self._noted: set[tuple[str, str]] = set()
 
     def lines(self, offset: int, piece: bytes) -> int:
-        """The number of lines that can't be read."""
+        """The number of lines that can't be read. Nothing of them is written: each is read before its first row is."""
         unreadable = 0
         for line in piece.split(b"\n")[:-1]:
             try:
                 self._line(offset * len(WITH_TEXT) + self._number, line)
-            except (msgspec.MsgspecError, UnicodeError):
+            except ValueError:
                 unreadable += 1
             offset += len(line) + 1
         return unreadable
@@ -66,33 +70,33 @@ class Ingest:
 
     def _decode(self, line: bytes, kind: type[L]) -> L | None:
         """The line; None if another run wrote it."""
-        found: L = self._decoders[kind].decode(line)  # type: ignore[assignment, index]
+        found = read_line(line, kind)
         return found if not self._run or found.run in ("", self._run) else None
 
     def _rollout(self, key: int, found: RolloutLine | None) -> None:
         if found is not None:
             row = found.row()
-            id_, before = self._store(self._who(found, found.group_id, found.sibling), {"line": key, **row}, "line")
+            id_, old = self._store(self._who(found, found.group_id, found.sibling), {"line": key, **row}, found)
             self._write("snippets", {"id": id_, **found.snippets()})
             self._note("evaluation", found.prompts if self._held_out else "")
             self._note("source", row["source"])
             self._note("status", row["status"])
             for fault in str(row["faults"]).split():
                 self._note("fault", fault)
-            self._index_words(2 * id_, before, found)
+            self._index_words(2 * id_, old, found)
 
     def _report(self, key: int, found: ReportLine | None) -> None:
         if found is not None:
             of_all, *others = found.outcomes().items()
             who = self._who(found, found.group_id, found.sibling)
-            id_, before = self._store(who, {"report": key, **of_all[1]}, "report")
+            id_, old = self._store(who, {"report": key, **of_all[1]}, found)
             self._note("failure", of_all[1]["failure"])
             for judge, own in others:
                 self._note("judge", judge)
                 self._note("failure", own["failure"])
                 self._write("opinions", {"id": id_, "judge": judge, **own})
             self._failures(id_, found.failures)
-            self._index_words(2 * id_ + 1, before, found)
+            self._index_words(2 * id_ + 1, old, found)
 
     def _item(self, key: int, found: ItemLine | None) -> None:
         """The responses of a labelled item, as the siblings of a group."""
@@ -140,18 +144,27 @@ class Ingest:
         return (line.prompts, line.step or 0, group_id, sibling) if self._held_out else ("", 0, group_id, sibling)
 
     def _store(
-        self, who: tuple[str, int, str, int], row: Mapping[str, object], before: str = "NULL"
-    ) -> tuple[int, int | None]:
-        """Write these fields of a rollout. Its id, and what stood in the field `before`."""
+        self, who: tuple[str, int, str, int], row: Mapping[str, object], line: W | None = None
+    ) -> tuple[int, W | None]:
+        """Write these fields of a rollout, the first of which is the key of the line. Its id, and the line that this
+        one replaces, which is read before anything is written.
+        """
+        before = next(iter(row)) if line is not None else "NULL"
         where = " AND ".join(f"{name} = ?" for name in KEY)
         found = self._connection.execute(f"SELECT id, {before} FROM rollouts WHERE {where}", who).fetchone()
         if found is None:
             names = (*KEY, *row)
             insert = f"INSERT INTO rollouts ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
             return self._connection.execute(insert, (*who, *row.values())).lastrowid or 0, None
+        old = self._read_again(found[1], type(line)) if line is not None and found[1] is not None else None
         changed = ", ".join(f"{name} = ?" for name in row)
         self._connection.execute(f"UPDATE rollouts SET {changed} WHERE id = ?", (*row.values(), found[0]))
-        return found[0], found[1]
+        return found[0], old
+
+    def _read_again(self, key: int, kind: type[W]) -> W:
+        with self._path.open("rb") as file:
+            file.seek(key // len(WITH_TEXT))
+            return read_line(file.readline(), kind)
 
     def _note(self, field: str, value: object) -> None:
         """Offer a value in the form of the table."""
@@ -160,13 +173,9 @@ class Ingest:
             self._noted.add(one)
             self._connection.execute("INSERT OR IGNORE INTO choices VALUES (?, ?)", one)
 
-    def _index_words(self, place: int, before: int | None, found: W) -> None:
-        """before: the key of the line that this one replaces, whose words are forgotten."""
-        if before is not None:
-            with self._path.open("rb") as file:
-                file.seek(before // len(WITH_TEXT))
-                old = self._decode(file.readline(), type(found))
-            assert old is not None  # its words are in the index
+    def _index_words(self, place: int, old: W | None, found: W) -> None:
+        """old: the line that this one replaces, whose words are forgotten."""
+        if old is not None:
             self._connection.execute(
                 "INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", (place, "\n".join(old.texts()))
             )

@@ -1,10 +1,14 @@
 """Lines of a run's journals, as far as the index needs them. Pure; unknown fields are skipped unread, so that token ids
 and log-probs cost nothing.
+
+`read_line` checks all that it returns: the types of all fields, the bounds of numbers, and that lists which belong
+together are of one length. What uses a line needs no check of its own.
 """
 
-import json
+import functools
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -12,24 +16,34 @@ from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.viewer.snippets import snippet
 
 DROPPED = "(text dropped: journals.keep)"
+# Sums over all turns of all lines still fit the 64 bits of an index, and means over them are finite.
+Whole = Annotated[int, msgspec.Meta(ge=-(2**40), le=2**40)]
+Number = Annotated[float, msgspec.Meta(ge=-1e100, le=1e100)]
+# Half of a surrogate pair, which byte-level models sample and msgspec refuses.
+HALF_PAIR = re.compile(rb"(?i)\\ud[89ab]..(?!\\ud[c-f]..)|(?<!\\ud[89ab]..)\\ud[c-f]..")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """run: that wrote it. step: of training, or after which an evaluation was. prompts: those of an evaluation."""
+    """run: that wrote it. step: of training, or after which an evaluation was. prompts: those of an evaluation, whose
+    name is never that of training (empty) or of labelled work (with a space).
+    """
 
     run: str = ""
-    step: int | None = None
-    prompts: str = "held_out"
+    step: Whole | None = None
+    prompts: Annotated[str, msgspec.Meta(pattern=r"\A\S+\Z")] = "held_out"
+
+
+L = TypeVar("L", bound=Line)
 
 
 class Span(msgspec.Struct, frozen=True):
-    version: int = 0
-    start: int = 0
-    end: int = 0
+    version: Whole = 0
+    start: Whole = 0
+    end: Whole = 0
 
 
 class RewardLine(msgspec.Struct, frozen=True):
-    value: float = 0.0
+    value: Number = 0.0
 
 
 class MessageLine(msgspec.Struct, frozen=True):
@@ -39,7 +53,7 @@ class MessageLine(msgspec.Struct, frozen=True):
 
 class ToolCallLine(msgspec.Struct, frozen=True):
     name: str = ""
-    arguments: Any = None
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class PromptLine(msgspec.Struct, frozen=True):
@@ -52,8 +66,8 @@ class PromptLine(msgspec.Struct, frozen=True):
 class CompletionLine(msgspec.Struct, frozen=True):
     text: str = ""
     versions: list[Span] = []
-    unseen_tokens: int = 0
-    thought_chars: int = 0
+    unseen_tokens: Whole = 0
+    thought_chars: Whole = 0
 
     @property
     def num_tokens(self) -> int:
@@ -68,13 +82,13 @@ class TurnLine(CompletionLine, frozen=True):
 
 class RolloutLine(Line, frozen=True, kw_only=True):
     group_id: str
-    sibling: int
+    sibling: Whole
     turns: list[TurnLine]
     prompt: PromptLine = PromptLine()
     status: str = ""
     reason: str = ""
     opening: list[MessageLine] = []
-    right: float | None = None
+    right: Number | bool | None = None
     thinned: str = ""
 
     @property
@@ -95,7 +109,7 @@ class RolloutLine(Line, frozen=True, kw_only=True):
         yield self.prompt.reference or ""
         for turn in self.turns:
             yield turn.text
-            yield from (f"{call.name} {json.dumps(call.arguments)}" for call in turn.tool_calls)
+            yield from (f"{call.name} {bytes(call.arguments).decode('utf-8', 'replace')}" for call in turn.tool_calls)
             yield from (message.content for message in turn.replies)
 
     def snippets(self) -> dict[str, object]:
@@ -119,9 +133,9 @@ class RolloutLine(Line, frozen=True, kw_only=True):
 
 class VerdictLine(msgspec.Struct, frozen=True):
     rewards: list[RewardLine] = []
-    score: float | None = None
-    score_std: float | None = None
-    num_judgements: int = 0
+    score: Number | None = None
+    score_std: Number | None = None
+    num_judgements: Whole = 0
 
     def row(self) -> dict[str, object]:
         if not self.rewards:  # failed, or in a run without rewards
@@ -139,7 +153,7 @@ class FailedLine(msgspec.Struct, frozen=True):
     judge: str = ""
     text: str = ""
     completion: CompletionLine | None = None
-    sibling: int = 0
+    sibling: Whole = 0
 
 
 class JudgementLine(msgspec.Struct, frozen=True):
@@ -160,7 +174,7 @@ class OwnLine(msgspec.Struct, frozen=True):
 
 class ReportLine(Line, frozen=True, kw_only=True):
     group_id: str
-    sibling: int
+    sibling: Whole
     verdict: VerdictLine | None = None
     failed: FailedLine | None = None
     judgements: list[JudgementLine] = []
@@ -186,7 +200,7 @@ class ReportLine(Line, frozen=True, kw_only=True):
 class ScoresLine(Line, frozen=True):
     """The verdicts on the responses to a labelled item, by their places: scores, and causes where there is none."""
 
-    scores: dict[str, float] = {}
+    scores: dict[str, Number] = {}
     failed: dict[str, str] = {}
 
     def describe(self, sibling: int) -> dict[str, object]:
@@ -197,8 +211,8 @@ class ScoresLine(Line, frozen=True):
 class SaidLine(msgspec.Struct, frozen=True):
     """A judgement of a labelled item. siblings: the responses that it is about, in the order of the scores."""
 
-    siblings: list[int] = []
-    scores: list[float] = []
+    siblings: list[Whole] = []
+    scores: list[Number] = []
     text: str = ""
     judge: str = ""
 
@@ -211,10 +225,14 @@ class ItemLine(ScoresLine, frozen=True, kw_only=True):
     outcome: str = ""
     prompt: PromptLine = PromptLine()
     responses: list[str] = []
-    labels: list[float] = []
+    labels: list[Number] = []
     by_judge: dict[str, ScoresLine] = {}
     judgements: list[SaidLine] = []
     failures: list[FailedLine] = []
+
+    def __post_init__(self) -> None:
+        if len(self.labels) != len(self.responses):
+            raise ValueError(f"{len(self.labels)} labels for {len(self.responses)} responses")
 
     def row(self, sibling: int) -> dict[str, object]:
         return {
@@ -248,9 +266,27 @@ class GroupLine(Line, frozen=True, kw_only=True):
 
 class TrainedLine(Line, frozen=True, kw_only=True):
     group_id: str
-    sibling: int
-    advantage: float | None = None
-    right: float | None = None
+    sibling: Whole
+    advantage: Number | None = None
+    right: Number | bool | None = None
 
     def row(self) -> dict[str, object]:
         return {"step": self.step, "advantage": self.advantage, "truth": self.right}
+
+
+@functools.cache
+def make_decoder(kind: type[L]) -> msgspec.json.Decoder[L]:
+    return msgspec.json.Decoder(kind)
+
+
+def read_line(line: bytes, kind: type[L]) -> L:
+    """A line, checked. Raises ValueError."""
+    try:
+        try:
+            return make_decoder(kind).decode(line)
+        except msgspec.DecodeError:
+            if not HALF_PAIR.search(line):
+                raise
+            return make_decoder(kind).decode(HALF_PAIR.sub(rb"\\ufffd", line))
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error

@@ -5,6 +5,7 @@ scripts.
 """
 
 import contextlib
+import html
 from collections.abc import Callable, Mapping
 from urllib.parse import quote, urlencode
 
@@ -46,7 +47,7 @@ def make_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": show_text, "short": format_known, "percent": percent}
+    environment.filters |= {"sent": escape_sent, "shown": show_text, "short": format_known, "percent": percent}
     environment.globals |= {"link": link, "means_rows": MEANS_ROWS}
     return environment
 
@@ -58,6 +59,11 @@ def show_text(text: object) -> str:
         half, left_out = MAX_CHARS // 2, len(whole) - MAX_CHARS
         whole = f"{whole[:half]}\n\n[… {left_out:,} characters left out …]\n\n{whole[-half:]}"
     return replace_controls(whole)
+
+
+def escape_sent(text: object) -> str:
+    """The HTML of an attribute that a form sends back as it is: control characters stand there by their numbers."""
+    return "".join(char if char.isprintable() else f"&#{ord(char)};" for char in html.escape(str(text)))
 
 
 def format_known(value: float | None) -> str:

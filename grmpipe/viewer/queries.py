@@ -12,6 +12,7 @@ from grmpipe.viewer.snippets import match_expression
 
 PAGE_ROWS = 50
 COUNTED = 1000  # more are not counted
+LARGEST = 2**40  # whole number that is asked for
 HIGH = 0.5  # from this reward on, or this truth, an answer counts as good
 # Value of `truth` -> condition; {of}: the table that has the judge's reward.
 AGREEMENTS = {
@@ -154,9 +155,12 @@ class Filter:
 
 def parse_number(name: str, text: str, kind: type[int] | type[float]) -> float:
     try:
-        return kind(text)
+        number = kind(text)
     except ValueError:
         raise ValueError(f"{name}: {text!r} is no {'whole ' if kind is int else ''}number") from None
+    if kind is int and abs(number) > LARGEST:
+        raise ValueError(f"{name}: {text} is more than any run has")
+    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,8 @@ from grmpipe.run_dir.directory import holds_run
 from grmpipe.types import Metrics
 from grmpipe.viewer.index import JOURNALS, RunIndex
 
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+SHOWN_KEYS = 6  # that tell runs apart
 MAX_DEPTH = 4  # of runs below the folder: runs/<experiment>/<date>, runs/sweeps/<date>/<number>
 NOT_RUNS = {"checkpoints", "policy", "grm", "policy_versions"}
 
@@ -131,7 +133,7 @@ def find_runs(folder: Path) -> dict[str, ViewedRun]:
         raise ConfigError(
             f"run_dir: {folder} is no folder; type run_dir=runs/<experiment_name>/latest, or run_dir=runs"
         )
-    found = [folder.resolve()] if is_run(folder) else [*runs_below(folder.resolve(), MAX_DEPTH)]
+    found = [folder.resolve()] if is_run(folder) else find_runs_below(folder.resolve())
     if not found:
         raise ConfigError(
             f"run_dir: {folder} holds no run; type run_dir=runs/<experiment_name>/latest, or run_dir=runs"
@@ -141,17 +143,27 @@ def find_runs(folder: Path) -> dict[str, ViewedRun]:
     return {name: ViewedRun(name=name, run_dir=path, index=RunIndex(path)) for path, name in names.items()}
 
 
-def runs_below(folder: Path, depth: int) -> list[Path]:
-    try:
-        inside = sorted(Path(entry) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return []
-    found: list[Path] = []
-    for path in inside:
-        if is_run(path):
-            found.append(path)
-        elif depth > 1 and path.name not in NOT_RUNS:
-            found += runs_below(path, depth - 1)
+def find_runs_below(folder: Path) -> list[Path]:
+    """The runs in folders, then those that only a link leads to. A link is followed to a run, and no further."""
+    found, links = list[Path](), list[Path]()
+
+    def look(folder: Path, depth: int) -> None:
+        try:
+            inside = sorted(Path(entry) for entry in os.scandir(folder) if entry.is_dir())
+        except OSError:
+            return
+        for path in inside:
+            if is_run(path):
+                (links if path.is_symlink() else found).append(path)
+            elif depth > 1 and path.name not in NOT_RUNS and not path.is_symlink():
+                look(path, depth - 1)
+
+    look(folder, MAX_DEPTH)
+    known = set(found)
+    for link in links:
+        if (run_dir := link.resolve()) not in known:
+            known.add(run_dir)
+            found.append(link)
     return found
 
 
@@ -175,11 +187,18 @@ def check_readable(runs: Mapping[str, ViewedRun]) -> None:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def flat_config(run: ViewedRun) -> dict[str, str]:
-    """Dotted key -> value as text. Empty if config.yaml isn't there or no YAML."""
+def flat_config(run: ViewedRun) -> Mapping[str, str]:
+    """Dotted key -> value as text, without secrets. Empty if config.yaml isn't there or no YAML."""
+    path = run.run_dir / "config.yaml"
+    return read_flat_config(path, *read_stamp(path))
+
+
+@functools.lru_cache(maxsize=1024)
+def read_flat_config(path: Path, size: int, changed_ns: int) -> Mapping[str, str]:
+    """size, changed_ns: of the file, to read it again once it changed."""
     try:
-        return dict(flatten_fields("", yaml.safe_load(run.config) or {}))
-    except yaml.YAMLError:
+        return dict(flatten_fields("", yaml.load(config_text(read_bytes(path), environment_secrets()), LOADER) or {}))
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
 
 
@@ -189,6 +208,25 @@ def flatten_fields(prefix: str, value: object) -> list[tuple[str, str]]:
             one for key, own in value.items() for one in flatten_fields(f"{prefix}.{key}" if prefix else str(key), own)
         ]
     return [(prefix, "null" if value is None else str(value))]
+
+
+def tell_apart(runs: Mapping[str, ViewedRun]) -> dict[str, str]:
+    """Run -> the keys and values that not all runs of the same experiment and task in its folder have: what a sweep
+    varied.
+    """
+    alike: dict[tuple[object, ...], dict[str, Mapping[str, str]]] = {}
+    for name, run in runs.items():
+        config = flat_config(run)
+        who = run.run_dir.parent, config.get("experiment_name"), config.get("task")
+        alike.setdefault(who, {})[name] = config
+    found = {}
+    for configs in alike.values():
+        keys = sorted({key for config in configs.values() for key in config} - {"run_dir", "resume"})
+        varied = [key for key in keys if len({config.get(key) for config in configs.values()}) > 1]
+        for name, config in configs.items():
+            shown = [f"{key}={config.get(key)}" for key in varied[:SHOWN_KEYS]]
+            found[name] = " ".join([*shown, *["…"] * (len(varied) > SHOWN_KEYS)])
+    return found
 
 
 def config_differences(a: ViewedRun, b: ViewedRun) -> list[tuple[str, str | None, str | None]]:

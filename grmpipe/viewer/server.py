@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 from grmpipe.viewer import pages
 from grmpipe.viewer.access import make_guard
 from grmpipe.viewer.indexer import Indexer
-from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs
+from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs, tell_apart
 
 LOOPBACK = "127.0.0.1"
 PORT = 8707  # if it is free: a tunnel to it keeps working
@@ -92,8 +92,11 @@ class Viewer:
             return self._message(404, str(error))
         except ValueError as error:  # of a query that was typed
             return self._message(400, str(error))
+        except RecursionError:
+            return self._message(400, "a file of this run is nested too deeply")
         except sqlite3.OperationalError:  # the index is being made, or made anew
-            return self._page("waiting", {}, status=503)
+            run = self._runs.get(request.match_info.get("run", ""))
+            return self._page("waiting", {"run": run}, status=503)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -108,7 +111,8 @@ class Viewer:
         if len(self._runs) == 1:
             raise web.HTTPSeeOther(pages.link("run", next(iter(self._runs))))
         states = await asyncio.to_thread(pages.states, self._runs)
-        return self._page("runs", {"folder": str(self._folder), "states": states})
+        varied = await asyncio.to_thread(tell_apart, self._runs)
+        return self._page("runs", {"folder": str(self._folder), "states": states, "varied": varied})
 
     async def _compare_page(self, request: web.Request) -> web.StreamResponse:
         a, b = (self._run(request.query.get(name, "")) for name in ("a", "b"))

@@ -22,6 +22,7 @@ def match_expression(words: str) -> str:
     """
     wanted: list[str] = []
     unwanted: list[str] = []
+    words = words.replace("\0", " ")  # where SQLite takes an expression to end
     for minus, phrase, minus_of_word, word in PIECE.findall(words):
         text = phrase or word.rstrip("*").lstrip('"')
         if not re.search(r"\w", text):

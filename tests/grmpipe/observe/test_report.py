@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from journal_mutations import collect_records, mutate_line
 
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
-from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.report import REPORT, render, write_report
 from grmpipe.observe.run_files import NEVER_ENDED, config_text, read_ends, read_run, show_turns
 from grmpipe.observe.summary import (
     CascadeSummary,
@@ -442,6 +444,27 @@ def test_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": "one"}\n{"step": null}\n{"step": 2, "time/step_s": "fast"}\n')
     assert [line["step"] for line in read_run(tmp_path).metrics] == [2]
     assert write_report(tmp_path)
+
+
+@pytest.mark.parametrize("num_runs", [4, pytest.param(150, marks=pytest.mark.long)])
+def test_a_report_is_written_whatever_the_journals_hold(tmp_path: Path, num_runs: int) -> None:
+    records, rng = collect_records(tmp_path), random.Random(17)
+    records |= {
+        "judge_requests.jsonl": [
+            {"n": 1, "model": "grm", "purpose": "held_out"},
+            {"n": 1, "prompt": 812, "cached": 640, "sampled": 233},
+        ],
+        "changes.jsonl": [{"step": 1, "key": "train.lr", "old": 1e-4, "new": 1e-5}],
+    }
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text("[" * 100_000)
+    for _ in range(num_runs):
+        for name, own in records.items():
+            lines = [mutate_line(rng.choice(own), rng) for _ in range(3)]
+            lines += [json.dumps(one).encode() + b"\n" for one in own]
+            (run_dir / name).write_bytes(b"".join(lines))
+        assert render(read_run(run_dir)).endswith("</html>")
 
 
 def turn_of(text: str, *replies: Message, rewritten: bool = False) -> Turn:

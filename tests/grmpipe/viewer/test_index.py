@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import sqlite3
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from journal_mutations import collect_records, mutate_line
 from viewed_run import SCRIPT, answer, by_judges, evaluate, judge_labelled_work, report, write_run
 
-from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.recorder import Recorder, load_trained
 from grmpipe.types import Prompt
 from grmpipe.viewer import queries
 from grmpipe.viewer.figures import (
@@ -135,6 +137,74 @@ def test_a_line_that_cannot_be_read_is_counted_and_the_next_ones_are_there(tmp_p
     index = RunIndex(run_dir)
     assert follow(index).unreadable == 2
     assert found(index, words="after") == [("g3", 0)]
+
+
+@pytest.mark.parametrize(
+    ("journal", "wrong"),
+    [
+        ("rollouts.jsonl", {"sibling": 2**63}),
+        ("rollouts.jsonl", {"turns": [{"versions": [{"version": 2**63 - 1}] * 2}]}),
+        ("groups.jsonl", {"step": 2**70}),
+        ("trained.jsonl", {"advantage": 1e308}),
+        ("judgements.jsonl", {"verdict": {"rewards": [{"value": 1e308}]}}),
+        ("judgements.jsonl", {"by_judge": {"strict": {"verdict": {"num_judgements": "many"}}}}),
+        ("judged.jsonl", {"labels": [0]}),
+        ("judged.jsonl", {"labels": [0, 1, 2**70]}),
+        ("eval_rollouts.jsonl", {"prompts": ""}),
+        ("eval_rollouts.jsonl", {"prompts": LABELLED}),
+    ],
+)
+def test_a_line_with_impossible_values_is_counted_and_changes_nothing(
+    tmp_path: Path, journal: str, wrong: dict[str, object]
+) -> None:
+    records = collect_records(tmp_path)
+    clean, run_dir = tmp_path / "clean", tmp_path / "run"
+    for folder in (clean, run_dir):
+        folder.mkdir()
+        for name, own in records.items():
+            (folder / name).write_text("".join(json.dumps(one) + "\n" for one in own))
+    with (run_dir / journal).open("a") as file:
+        file.write(json.dumps({**records[journal][0], **wrong}) + "\n")
+    before, after = RunIndex(clean), RunIndex(run_dir)
+    assert (follow(before).unreadable, follow(after).unreadable) == (0, 1)
+    for evaluation in ("", "held_out", LABELLED):
+        assert rows(after, evaluation=evaluation) == rows(before, evaluation=evaluation)
+
+
+@pytest.mark.parametrize("num_lines", [250, pytest.param(5000, marks=pytest.mark.long)])
+def test_no_line_of_any_journal_ends_the_index(tmp_path: Path, num_lines: int) -> None:
+    records, rng = collect_records(tmp_path), random.Random(7)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name, own in records.items():
+        (run_dir / name).write_bytes(b"".join(mutate_line(rng.choice(own), rng) for _ in range(num_lines)))
+    add_rollout(run_dir, "after all of them")
+    index = RunIndex(run_dir)
+    progress = follow(index)
+    assert progress.share == 1
+    assert num_lines < progress.unreadable < 7 * num_lines
+    assert found(index, words='"after all of them"') == [("g3", 0)]
+    with contextlib.closing(sqlite3.connect(index.path)) as connection:
+        connection.execute("INSERT INTO words (words) VALUES ('integrity-check')")
+
+
+def test_a_truth_that_was_written_as_true_is_1(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    path = run_dir / "trained.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "right": bool(line["right"])}) + "\n" for line in lines))
+    index = RunIndex(run_dir)
+    assert follow(index).unreadable == 0
+    assert [row.truth for row in rows(index, sort="oldest")[:2]] == [0.0, 1.0]
+    assert [line.right for line in load_trained(path)] == [0.0, 1.0]
+
+
+def test_half_of_a_character_is_shown_as_unknown(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    add_rollout(run_dir, "half \ud83d of it, whole \U0001f600")
+    index = RunIndex(run_dir)
+    assert follow(index).unreadable == 0
+    assert rows(index, words="half")[0].answer == "half \ufffd of it, whole \U0001f600"
 
 
 def test_journal_that_was_cut_and_rewritten_is_read_again(tmp_path: Path) -> None:

@@ -85,3 +85,32 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
         wait_until(lambda: "the index can't be written" in indexer.problems.get("run", ""))
     finally:
         indexer.stop()
+
+
+def test_what_escapes_for_one_run_is_shown_there_and_the_others_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(indexer_module, "PAUSE_S", 0.01)
+    for name in ("bad", "good"):
+        write_run(tmp_path / "runs" / name)
+    runs = find_runs(tmp_path / "runs")
+    follow, broken = RunIndex.follow, True
+
+    def follow_all_but_one(index: RunIndex) -> Iterator[IndexProgress]:
+        if broken and index.run_dir.name == "bad":
+            raise ZeroDivisionError("of this run")
+        return follow(index)
+
+    monkeypatch.setattr(RunIndex, "follow", follow_all_but_one)
+    indexer = Indexer()
+    indexer.start()
+    try:
+        indexer.watch(runs["good"])
+        indexer.watch(runs["bad"])
+        wait_until(lambda: "good" in indexer.progress and indexer.progress["good"].share == 1)
+        assert indexer.problems == {"bad": "its index can't be made: ZeroDivisionError('of this run')"}
+        broken = False
+        wait_until(lambda: "bad" in indexer.progress and not indexer.problems)
+    finally:
+        indexer.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,18 +13,28 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import fields
 from http.cookies import SimpleCookie
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from configs import run_config
 from html_rules import Page, colour_schemes, contrast
-from viewed_run import SCRIPT, evaluate, judge_jointly, judge_labelled_work, make_old, thin_run, write_run
+from journal_mutations import collect_records, mutate_line, write_all_journals
+from viewed_run import SCRIPT, answer, evaluate, judge_jointly, judge_labelled_work, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.recorder import Recorder
 from grmpipe.run.tasks.view_task import view_runs
+from grmpipe.types import Prompt
+from grmpipe.viewer.index import RunIndex
+from grmpipe.viewer.pages import link
+from grmpipe.viewer.queries import Filter
 from grmpipe.viewer.runs import find_runs
+from models.types import Message
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
@@ -270,6 +281,31 @@ def test_the_run_that_changed_last_comes_first_with_its_last_evaluation(tmp_path
     assert "1971-01-01" in page
 
 
+def test_a_folder_of_links_to_runs_shows_each_run_once(tmp_path: Path) -> None:
+    first, second = (write_run(tmp_path / "elsewhere" / name) for name in ("first", "second"))
+    folder = tmp_path / "chosen"
+    folder.mkdir()
+    (folder / "a").symlink_to(first)
+    (folder / "b").symlink_to(second)
+    (folder / "again").symlink_to(second)
+    (folder / "round").symlink_to(folder)
+    assert list(find_runs(folder)) == ["a", "again"]
+    (tmp_path / "elsewhere" / "latest").symlink_to("second")
+    assert list(find_runs(tmp_path / "elsewhere")) == ["first", "second"]
+    (page,) = fetch(folder, "/")
+    assert 'href="/run/again"' in page
+
+
+def test_the_list_of_runs_says_what_a_sweep_varied(tmp_path: Path) -> None:
+    for name, lr in (("one", 1e-4), ("two", 3e-4)):
+        write_run(tmp_path / "runs" / "mine" / name, lr=lr)
+    write_run(tmp_path / "runs" / "alone" / "only", experiment="alone", lr=5e-4)
+    (page,) = fetch(tmp_path / "runs", "/")
+    text = visible(page)
+    assert "mine, one, train.lr=0.0001 " in text and "mine, two, train.lr=0.0003 " in text
+    assert "train.lr=0.0005" not in text
+
+
 PAGES = ("/run/run", "/rollouts/run?sort=oldest", "/group/run?group=g1", "/group/run?group=g2", "/failures/run")
 
 
@@ -311,6 +347,82 @@ def test_a_wrong_url_is_answered_with_the_reason(tmp_path: Path) -> None:
     assert "score_from: &#39;x&#39; is no number" in fetch(run_dir, "/rollouts/run?score_from=x", status=400)[0]
     assert "no group &#39;g9&#39; in this run" in fetch(run_dir, "/group/run?group=g9", status=404)[0]
     assert "no run &#39;other&#39; here" in fetch(run_dir, "/run/other", status=404)[0]
+
+
+ASKED = (
+    "", "0", "1", "-1", "9" * 20, "9" * 4400, "1e400", "nan", "-inf", "held_out", "labelled work", "g1", "g2", "i1",
+    "p1", "any", "timeout", "strict", "fooled", "newest", "\0", "a\0b", "\ud800", "\u202e", '"', '" OR', "a*", "-a",
+    "(((", "x:y", "NEAR(a b)", "a " * 1300, '"a" ' * 450, "; DROP TABLE words", "é😀", "2", str(2**63 - 1), str(2**63),
+)  # fmt: skip
+ASKED_PAGES = ("/", "/run/run", "/rollouts/run", "/group/run", "/failures/run", "/compare", "/state/run", "/run/%00")
+
+
+def ask(rng: random.Random) -> URL:
+    """A page with any values of its parameters, and of some that it doesn't have."""
+    page = rng.choice(ASKED_PAGES)
+    names = (*(field.name for field in fields(Filter)), "group", "round", "sibling", "since", "metrics", "other")
+    asked = [(name, rng.choice(ASKED)) for name in rng.choices(names, k=rng.randint(0, 3))]
+    asked += [("group", rng.choice(("g1", "g2", "i1")))] if page == "/group/run" else []
+    asked += [("a", "run"), ("b", "run")] if page == "/compare" else []
+    query = "&".join(f"{name}={quote(value.encode('utf-8', 'surrogatepass'))}" for name, value in asked)
+    return URL(f"{page}?{query}", encoded=True)
+
+
+@pytest.mark.parametrize("num_queries", [200, pytest.param(5000, marks=pytest.mark.long)])
+def test_whatever_is_asked_is_answered(tmp_path: Path, num_queries: int) -> None:
+    run_dir = write_all_journals(tmp_path).rename(tmp_path / "run")
+    (run_dir / "summary.json").write_text("[" * 100_000)
+    rng = random.Random(5)
+    urls = [URL(f"/rollouts/run?{name}={2**63}") for name in ("page", "step_from", "tokens_to")]
+    urls += [URL("/rollouts/run?words=a%00b", encoded=True), URL(f"/run/run?since={2**63}")]
+    urls += [ask(rng) for _ in range(num_queries)]
+
+    async def run() -> Counter[int]:
+        found = Counter[int]()
+        async with opened(run_dir) as (client, _):
+            for url in urls:
+                answer = await client.get(url)
+                assert answer.status in (200, 400, 404), (answer.status, url)
+                found[answer.status] += 1
+        return found
+
+    assert min(asyncio.run(run()).values()) > num_queries / 50
+
+
+@pytest.mark.parametrize("num_lines", [40, pytest.param(1000, marks=pytest.mark.long)])
+def test_every_page_is_shown_whatever_the_journals_hold(tmp_path: Path, num_lines: int) -> None:
+    records, rng = collect_records(tmp_path), random.Random(11)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name, own in records.items():
+        (run_dir / name).write_bytes(b"".join(mutate_line(rng.choice(own), rng) for _ in range(num_lines)))
+    list(RunIndex(run_dir).follow())
+    with contextlib.closing(RunIndex(run_dir).read()) as index:
+        groups = [dict(zip(("group", "evaluation", "round"), row, strict=True)) for row in index.execute(
+            "SELECT DISTINCT group_id, evaluation, round FROM rollouts WHERE line IS NOT NULL")]  # fmt: skip
+    evaluations = sorted({str(one["evaluation"]) for one in groups})
+    paths = [
+        "/run/run?since=1&metrics=a",
+        *(link("failures", "run", cause=cause) for cause in ("unparseable", "timeout")),
+    ]
+    paths += [link("rollouts", "run", evaluation=one) for one in evaluations]
+    paths += [link("group", "run", **one) for one in groups]
+    assert len(groups) > 3
+    fetch(run_dir, *paths)
+
+
+def test_no_page_holds_a_character_that_reorders_text(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", experiment="mi\u202ene")
+    recorder = Recorder(run_dir)
+    prompt = Prompt(prompt_id="p\u202e", messages=(Message(role="user", content="\u202e"),), source="so\u202eurce")
+    recorder.rollout(5, prompt, answer("g\u202e9", 0, "\u202e"))
+    recorder.close()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "judge/failed_\u202ecause": 1}\n')
+    group = "/group/run?group=g%E2%80%AE9"
+    pages = fetch(run_dir, "/run/run?metrics=%E2%80%AE", "/rollouts/run?words=%E2%80%AE&source=so%E2%80%AEurce", group)
+    assert not any("\u202e" in page for page in pages)
+    assert '<option value="so&#8238;urce" selected>so\ufffdurce</option>' in pages[1]
 
 
 def test_a_line_that_was_damaged_is_said_where_it_would_be(tmp_path: Path) -> None:
