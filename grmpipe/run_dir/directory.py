@@ -163,7 +163,7 @@ def read_status(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     try:
         return str(json.loads(summary.read_text(encoding="utf-8"))["status"]), ()
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None, (f"{summary} can't be read; the run finishes again from its last checkpoint",)
 
 

@@ -46,7 +46,7 @@ def read_identity(run_dir: Path) -> RunIdentity | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return RunIdentity(run_id=str(values["run_id"]), inputs=dict(values["inputs"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"resume: {path} can't be read ({error!r}); restore it, remove it to continue without its checks, or "
             f"{NEW_RUN}"

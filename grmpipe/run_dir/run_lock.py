@@ -31,6 +31,7 @@ from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, r
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
+FILES = (".json", ".jsonl", ".yaml", ".log", ".html")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
 OWNER_ONLY = 0o700  # of a run's directory: it holds prompts and answers
 
@@ -97,6 +98,11 @@ class RunLock(ExitStack):
             raise ConfigError(
                 f"run_dir: {run_dir} holds checkpoints without their config.yaml; type another run_dir, or remove them"
             )
+        if folders := sorted(path.name for path in run_dir.iterdir() if path.suffix in FILES and path.is_dir()):
+            raise ConfigError(
+                f"run_dir: {run_dir} has folders in the places of files: {', '.join(folders)}; remove them, or type "
+                "another run_dir"
+            )
         if holds_run(run_dir):  # another process began it since `locate_run`
             raise refusal(run_dir, self._config.task)
         write_config(run_dir, self._config)
@@ -139,7 +145,13 @@ def hold_lock(run_dir: Path) -> Iterator[None]:
     """Hold the lock until the end of the block, or of the process in any way. Raises ConfigError that names the
     holder.
     """
-    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir: {run_dir} can't be locked ({error}); make {LOCK_FILE} there a file that can be written, or type "
+            "another run_dir"
+        ) from error
     try:
         take(descriptor, run_dir)
         yield

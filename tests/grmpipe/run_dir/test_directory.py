@@ -234,6 +234,15 @@ def test_run_does_not_begin_next_to_checkpoints_of_a_run_whose_files_are_gone() 
     assert "run_dir: mine holds checkpoints without their config.yaml" in str(refused.value)
 
 
+@pytest.mark.parametrize("name", [".lock", "run.json", "metrics.jsonl", "summary.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_start(name: str) -> None:
+    (Path("mine") / name).mkdir(parents=True)
+    with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock, pytest.raises(ConfigError) as refused:
+        lock.open()
+    assert str(refused.value).startswith("run_dir: mine ") and name in str(refused.value)
+    assert str(refused.value).endswith("type another run_dir")
+
+
 def test_a_directory_that_was_deleted_or_replaced_is_noticed() -> None:
     with RunLock(dataclasses.replace(CONFIG, run_dir="mine")) as lock:
         run_dir = lock.open()
