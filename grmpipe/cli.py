@@ -14,6 +14,7 @@ Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint k
 """
 
 import functools
+import io
 import math
 import os
 import sys
@@ -198,8 +199,15 @@ def run_in_sweep(run: Callable[[], float | None], key: str) -> float | None:
     return objective
 
 
+def escape_what_stdout_lacks() -> None:
+    """Print characters that the encoding of standard output lacks by their numbers, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | None:
     """The objective. Raises ConfigError, RunFailed or RunInterrupted."""
+    escape_what_stdout_lacks()
     if config.task == "doctor":  # works without the other imports
         from grmpipe.run.doctor.doctor import doctor
 
@@ -261,6 +269,7 @@ def holds_secret(key: str, value: object) -> bool:
 
 def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without it Hydra prints a report and exits 1 before we explain the error
+    escape_what_stdout_lacks()
     try:
         import_from_project()
         keep_secret(sys.argv)
