@@ -17,6 +17,7 @@ from typing import Literal
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
+from grmpipe.config.keys.user_code import UserCodeError, describe_code, describe_error, format_value
 from grmpipe.judge.verdict_forms import Form
 from grmpipe.types import DataCause
 from models.chat.thinking import KNOWN_MARKERS
@@ -63,26 +64,50 @@ def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | 
     match = next(filter(None, map(pattern.fullmatch, find_ends(text, form))), None)
     if match is None:
         return "unparseable"
-    scores = check_scores(form.scores_of(match.groups(), scale), num_scores)
+    with blame(form.scores_of):
+        found = form.scores_of(match.groups(), scale)
+    scores = check_scores(found, num_scores, form)
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
-def check_scores(found: object, num_scores: int) -> Scores:
-    """The scores that a form made. ValueError if a form of the user's own made anything else."""
+class FormError(UserCodeError, ValueError):
+    """A form of the user's can't be used. The text names its code."""
+
+
+@contextlib.contextmanager
+def blame(code: object) -> Iterator[None]:
+    """Context: code of a form, which may be the user's. Whatever it raises becomes a FormError."""
+    try:
+        yield
+    except Exception as error:
+        raise FormError(f"judge.parser: {describe_code(code)} raised {describe_error(error)}") from error
+
+
+def check_scores(found: object, num_scores: int, form: Form) -> Scores:
+    """The scores that a form made. Raises FormError if a form of the user's own made anything else."""
     if isinstance(found, tuple) and len(found) == num_scores:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             scores = tuple(map(float, found))
             if all(map(math.isfinite, scores)):
                 return scores
-    raise ValueError(
-        f"judge.parser: scores_of of its Form returned {repr(found)[:80]}; return a tuple of {num_scores} numbers"
+    raise FormError(
+        f"judge.parser: {describe_code(form.scores_of)} returned {format_value(found)}; return a tuple of {num_scores} "
+        f"numbers, from the groups of the pattern of {describe_code(form.line)}"
     )
 
 
 @functools.lru_cache(maxsize=256)
 def compile_pattern(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
+    """Raises FormError, which names the user's code, for a form whose pattern can't be made or has no group."""
     number = DECIMALS if form.decimals else HALVES if form.halves else NUMBER
-    return re.compile(form.whole_line(number, scale, num_scores))
+    with blame(form.line):
+        pattern = re.compile(form.whole_line(number, scale, num_scores))
+    if not pattern.groups:
+        raise FormError(
+            f"judge.parser: the pattern of {describe_code(form.line)} has no group to read a score from; use `number`, "
+            "which it is given"
+        )
+    return pattern
 
 
 def find_ends(text: str, form: Form) -> Iterator[str]:

@@ -10,6 +10,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.judgement_patterns import judgement_pattern
+from grmpipe.judge.parse import compile_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.verdict_forms import Form
 from grmpipe.types import Prompt
@@ -198,7 +199,8 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
-        PARSERS.find_object(judge.parser, Form)
+        form = PARSERS.find_object(judge.parser, Form)
+        compile_pattern(form, judge.scale, form.num_scores or (1 if judge.protocol_kind.gives_one_score else 2))
         if judge.format.structured:
             judgement_pattern(judge.parser, judge.scale)
     return template

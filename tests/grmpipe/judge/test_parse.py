@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
-from grmpipe.judge.parse import Parser, parse_scores, parser_named, scores_in
+from grmpipe.config.keys.user_code import note_owner
+from grmpipe.judge.parse import FormError, Parser, parse_scores, parser_named, scores_in
 from grmpipe.judge.prompt_injection import fence_text
 from grmpipe.judge.verdict_forms import Form
 from models.types import Completion, FinishReason, VersionSpan
@@ -310,8 +311,27 @@ def test_custom_form_must_return_as_many_numbers_as_asked(
     made: Any,
 ) -> None:
     form = Form(line=lambda number, scale, num_scores: f"{number}", scores_of=lambda found, scale: made)
-    with pytest.raises(ValueError, match=r"^judge\.parser: scores_of .* returned .*; return a tuple of 2 numbers"):
+    with pytest.raises(ValueError, match=r"^judge\.parser: .*test_parse.*returned .*; return a tuple of 2 numbers"):
         scores_in(form, "7", 2, Scale())
+
+
+def test_a_form_that_fails_names_its_own_file_and_no_other_code_of_the_users() -> None:
+    def fail(*args: object) -> Any:
+        raise KeyError("mine")
+
+    forms = {
+        r"^judge\.parser: .*fail \(.*test_parse\.py:\d+\) raised KeyError: 'mine' \(.*test_parse\.py:\d+\)$": (
+            Form(line=lambda number, scale, num_scores: number, scores_of=fail),
+            Form(line=fail),
+        ),
+        r"^judge\.parser: .*test_parse\.py:\d+\) raised error: missing \)": (Form(line=lambda number, *rest: "("),),
+        r"^judge\.parser: the pattern of .*test_parse\.py:\d+\) has no group": (Form(line=lambda *given: "7"),),
+    }
+    for words, failing in forms.items():
+        for form in failing:
+            with pytest.raises(FormError, match=words) as raised, note_owner("judge.protocol: mine.Protocol"):
+                scores_in(form, "7", 1, Scale())
+            assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_scale_spans_rewards_from_0_to_1() -> None:

@@ -8,8 +8,14 @@ import pytest
 from configs import in_blocks
 
 from grmpipe.config.io.yaml_io import build_config
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.verdict_forms import Form
+from grmpipe.validate.context_limits import check_template
 from grmpipe.validate.prepare import Prepared, prepare
+
+JUDGE_TEMPLATES = Path(__file__).parents[3] / "grmpipe" / "judge" / "templates"
+WITHOUT_GROUP = Form(line=lambda number, scale, num_scores: "Score: [0-9]", num_scores=1)
 
 ROLES = {role: {"pool": "all"} for role in ("policy", "learner", "grm")}
 PLACES = {"pools": {"all": {"slots": 1}}, "roles": ROLES}
@@ -104,3 +110,11 @@ def test_an_endpoint_has_its_own_budget() -> None:
         match=r"^judge\.thinking\.budget_tokens: an endpoint .* type judge\.thinking\.budget_tokens=null .*ext",
     ):
         prepared({"engine": "openai", "path": "judge", "engine_options": {"api_key_env": ""}})
+
+
+def test_a_form_whose_pattern_holds_no_score_is_refused_before_the_start(tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text((JUDGE_TEMPLATES / "tiny.jinja").read_text())
+    judge = JudgeConfig(template=str(template), parser=f"{__name__}.WITHOUT_GROUP")
+    with pytest.raises(ConfigError, match=r"^judge\.parser: the pattern of .*test_context_limits\.py.* has no group"):
+        check_template(judge, [])
