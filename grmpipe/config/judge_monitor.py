@@ -42,7 +42,8 @@ LIMITS_OF_COMPARING = {
 class JudgeMonitorConfig(Bounded):
     """Monitoring of the judge during a run. These judgements enter no training and no count of judgements."""
 
-    # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
+    # [prompts] How many of the held-out prompts (data.eval_path) an evaluation during a run asks, whether or not their
+    # truth is known; the first and the last evaluation use all of them.
     anchors: int = at_least(1, 64)
     # [steps] Interval of checks with canaries and adversarial replies, the first before step 1; 0: no such checks.
     every: int = at_least(0, 20)

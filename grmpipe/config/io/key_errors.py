@@ -18,7 +18,7 @@ from grmpipe.config.run_sections import RunSections
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 # Sections of earlier versions -> those that have their values; a name behind one stays where {} is.
 MOVED = {"grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train"}
-# What verl, TRL, slime, AReaL and prime-rl call a key, without its section.
+# What verl, TRL, slime, AReaL and prime-rl call a key: its name, with as much of its sections as tells it from others.
 ELSEWHERE = {
     "n": "train.group_size",
     "num_generations": "train.group_size",
@@ -59,6 +59,63 @@ ELSEWHERE = {
     "ppo_mini_batch_size": "algorithm.updates_per_batch",
     "steps_per_generation": "algorithm.updates_per_batch",
     "reward_funcs": "judge.function",
+    "custom_reward_function.path": "judge.function",
+    "custom_reward_function.name": "judge.function",
+    "custom_rm_path": "judge.function",
+    "rm_type": "judge.kind",
+    "reward_weights": "reward.mix",
+    "reward_model.model.path": "grm.path",
+    "model.path": "policy.path",
+    "model.name": "policy.path",
+    "actor.path": "policy.path",
+    "hf_checkpoint": "policy.path",
+    "lora_rank": "policy.lora.rank",
+    "lora_r": "policy.lora.rank",
+    "lora_alpha": "policy.lora.alpha",
+    "optim.lr": "train.lr",
+    "grad_clip": "train.max_grad_norm",
+    "lr_scheduler_type": "train.schedule",
+    "warmup_ratio": "train.warmup_steps",
+    "ppo_max_token_len_per_gpu": "train.micro_batch_tokens",
+    "max_tokens_per_gpu": "train.micro_batch_tokens",
+    "ulysses_sequence_parallel_size": "train.parallel.cp",
+    "ckpt.interval": "train.checkpoint_every",
+    "save_interval": "train.checkpoint_every",
+    "gconfig.n_samples": "train.group_size",
+    "train_dataset.batch_size": "train.groups_per_batch",
+    "train_dataset.path": "data.path",
+    "num_epoch": "data.max_epochs",
+    "gconfig.max_new_tokens": "rollout.max_new_tokens",
+    "mask_truncated_completions": "rollout.truncated",
+    "rollout.name": "engine.kind",
+    "max_model_len": "engine.vllm.max_context_tokens",
+    "advantage_estimator": "algorithm.estimator",
+    "kl_coef": "algorithm.kl_coefficient",
+    "kl_ctl": "algorithm.kl_coefficient",
+    "use_kl_loss": "algorithm.kl_coefficient",
+    "kl_loss_type": "algorithm.kl_estimator",
+    "entropy_coeff": "algorithm.entropy_coefficient",
+    "entropy_coef": "algorithm.entropy_coefficient",
+    "clip_ratio": "algorithm.clip_low",
+    "clip_ratio_low": "algorithm.clip_low",
+    "eps_clip": "algorithm.clip_low",
+    "epsilon": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "eps_clip_high": "algorithm.clip_high",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_c": "algorithm.dual_clip.ratio",
+    "delta": "algorithm.dual_clip.ratio",
+    "loss_agg_mode": "algorithm.aggregation",
+    "norm_adv_by_std_in_grpo": "algorithm.std",
+    "scale_rewards": "algorithm.std",
+    "filter_groups.enable": "algorithm.dynamic_sampling_batches",
+    "lam": "algorithm.gae_lambda",
+    "n_gpus_per_node": "placement.pools",
+    "nnodes": "placement.pools",
+    "project_name": "tracking.wandb.project",
+    "default_local_dir": "run_dir",
+    "output_dir": "run_dir",
+    "resume_mode": "resume",
 }
 OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
@@ -131,9 +188,13 @@ def nearest(key: str, known: Sequence[str]) -> list[str]:
         return [in_block]
     section, _, leaf = key.rpartition(".")
     by_likeness = sorted(known, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
+    parts = key.split(".")
+    foreign = next(filter(None, (ELSEWHERE.get(".".join(parts[first:])) for first in range(len(parts)))), None)
+    if foreign is not None and len(parts) > 1 and foreign != ELSEWHERE.get(leaf):  # its section says what is meant
+        return [foreign]
     # The right leaf in the wrong section is the most common mistake.
     same_leaf = [other for other in by_likeness if name_leaf(other) == leaf]
-    if meant := [*filter(None, [ELSEWHERE.get(leaf)]), *same_leaf]:
+    if meant := [*filter(None, [foreign]), *same_leaf]:
         return meant[:3]
     beside = [name_leaf(other) for other in known if other.rpartition(".")[0] == section]
     close = [name for name in difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6) if shares_words(leaf, name)]

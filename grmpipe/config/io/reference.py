@@ -100,7 +100,8 @@ def elsewhere_text() -> str:
         f"- {', '.join(f'`{name}`' for name, ours in ELSEWHERE.items() if ours == key)}: `{key}`"
         for key in dict.fromkeys(ELSEWHERE.values())
     ]
-    head = "## Names in other frameworks\n\nIn verl, TRL, slime, AReaL and prime-rl, without their sections:\n"
+    known = "In verl, TRL, slime, AReaL and prime-rl, with sections only where those tell them apart"
+    head = f"## Names in other frameworks\n\n{known}:\n"
     return "\n".join([head, *lines, ""])
 
 

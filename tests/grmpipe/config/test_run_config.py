@@ -203,6 +203,17 @@ def test_a_judgement_of_every_shipped_judge_times_out_before_its_group(conf: Non
 
 def test_what_other_frameworks_call_a_key_leads_to_one_that_there_is() -> None:
     assert set(ELSEWHERE.values()) <= {*list_keys()}
+    for typed, ours in {
+        "custom_reward_function.path": "judge.function",
+        "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coefficient",
+        "actor_rollout_ref.model.path": "policy.path",
+        "reward_model.model.path": "grm.path",
+        "actor_rollout_ref.rollout.name": "engine.kind",
+        "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
+        "gconfig.n_samples": "train.group_size",
+        "model.name": "policy.path",
+    }.items():
+        assert unknown_key(typed, list_keys(typed)) == f"unknown key {typed!r}; did you mean {ours}?"
 
 
 def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:
