@@ -91,7 +91,7 @@ def render(run: RunFiles) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"readable": readable, "shown": show_text, "short": short, "percent": percent}
+    environment.filters |= {"readable": replace_controls, "shown": show_text, "short": short, "percent": percent}
     environment.filters["failures"] = failures_text
     template = environment.get_template("report.html.jinja")
     return template.render(run=run, never_ended=NEVER_ENDED, **make_sections(run))
