@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
 from models.types import Completion, Message, TokenScores, ToolCall, VersionSpan
 
 InfraCause = Literal["timeout", "refused", "died"]
+INFRA_CAUSES: tuple[InfraCause, ...] = get_args(InfraCause)
 DataCause = Literal["unparseable", "truncated", "too_long", "undecided", "abstained", "out_of_range"]
 EnvCause = Literal["boot", "unreachable", "died", "timeout", "capacity", "protocol", "broken"]
 Cause = InfraCause | DataCause | EnvCause
@@ -204,6 +205,11 @@ class Failed:
     attempts: int
     detail: str = ""
     turn: int | None = None
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether the service failed, not its answer: it was asked, and refused, timed out or died."""
+        return self.attempts > 0 and self.cause in INFRA_CAUSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

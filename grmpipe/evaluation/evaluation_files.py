@@ -188,6 +188,8 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
         )
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
+    if result.lost_items:
+        yield f"items that the judge could not be asked about{causes(result.lost_items)}; they are in no figure"
     if result.tokens_by_k:
         yield f"tokens sampled per item: {costs(result.tokens_by_k)}"
         prompts = costs(result.prompt_tokens_by_k) or "not known here, the model returns no token ids"

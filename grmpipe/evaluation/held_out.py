@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.judge_in_time import LATE
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
@@ -25,6 +26,8 @@ from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.verdict import get_reward
 from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
@@ -109,6 +112,7 @@ class Evaluator:
     compares:   whether one of the judges compares, so that an answer is also judged beside that in `start`.
     start:      prompt_id -> the answer of the first evaluation.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
+    make_health: gives the judge's health in one evaluation; None: it can't fail.
     skill:      gets the accuracy of each of several judges.
     episodes:   gets what was played.
     progress:   shows how far an evaluation is, which `done` has.
@@ -132,28 +136,36 @@ class Evaluator:
     start: dict[str, Rollout] = field(default_factory=dict)
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
+    make_health: Callable[[], ServiceHealth] | None = None
     skill: MeasuredSkill = field(default_factory=MeasuredSkill)
     episodes: EnvCounts = field(default_factory=EnvCounts)
     progress: Progress = field(default_factory=Progress)
     done: AnswerProgress = field(default_factory=AnswerProgress)
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
-        """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
-        prompts = self.prompts[:limit]
+        """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations.
+
+        Raises Unfit if the judge's service failed on too many answers.
+        """
+        prompts, clock = self.prompts[:limit], self.clock or ActiveClock()
+        breaker = OutageBreaker(self.make_health(), clock) if self.make_health is not None else None
+        judge = self.judge if breaker is None else breaker.guard(self.judge)
         with set_purpose("held_out"):
             sampled = [
-                asyncio.create_task(self._judged(make_request_id(name, i, sample), prompt, sample))
+                asyncio.create_task(self._judged(judge, make_request_id(name, i, sample), prompt, sample))
                 for i, prompt in enumerate(prompts)
                 for sample in range(self.counting.num_samples)
             ]
             greedy = [
-                asyncio.create_task(self._greedy(f"{name}-greedy-{i}", prompt))
+                asyncio.create_task(self._greedy(judge, f"{name}-greedy-{i}", prompt))
                 for i, prompt in enumerate(prompts if self.greedy else ())
             ]
         to_judge = len(sampled) + len(greedy) * self.judges_greedy
         self.done = AnswerProgress(name=name, answers=len(sampled) + len(greedy), to_judge=to_judge)
         with self.progress.show_while(self.done.describe):
-            await self._until_ended([*sampled, *greedy])
+            await self._until_ended([*sampled, *greedy], clock, breaker)
+        if breaker is not None:
+            breaker.check()
         judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_answers = [answer for task in greedy if (answer := _result(task)) is not None]
         by_judge = {} if self.pass_reward is None else accuracy_by_judge(judged, self.pass_reward)
@@ -170,10 +182,15 @@ class Evaluator:
         )
 
     async def _until_ended(
-        self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[GreedyAnswer | None]]
+        self,
+        tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[GreedyAnswer | None]],
+        clock: ActiveClock,
+        breaker: OutageBreaker | None,
     ) -> None:
-        """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled."""
-        clock, ended = self.clock or ActiveClock(), asyncio.Queue[asyncio.Task[object]]()
+        """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled, and the verdicts
+        that the judge still owes have timed out.
+        """
+        ended = asyncio.Queue[asyncio.Task[object]]()
         for task in tasks:
             task.add_done_callback(ended.put_nowait)
         try:
@@ -184,6 +201,9 @@ class Evaluator:
                 except TimeoutError:
                     late = len(tasks) - number
                     log.warning("%d held-out answers are left out: no answer came for %g s", late, self.deadline_s)
+                    if breaker is not None:
+                        for _ in range(breaker.num_asked):
+                            breaker.record(LATE.verdict)
                     break
                 done.result()
         finally:
@@ -206,7 +226,7 @@ class Evaluator:
         self.episodes.rollout(rollout)
         return rollout
 
-    async def _judged(self, group_id: str, prompt: Prompt, sample: int | None) -> JudgedRollout | None:
+    async def _judged(self, judge: Judge, group_id: str, prompt: Prompt, sample: int | None) -> JudgedRollout | None:
         async with self.places or nullcontext():
             play = self.play_greedy if sample is None else self.play_sampled
             rollout = await self._played(group_id, prompt, play)
@@ -215,22 +235,22 @@ class Evaluator:
                 return None
             right = self._right(prompt, rollout)
             self.journal.rollout(prompt, rollout, sample, right)
-            report = await judge_alone(self.judge, prompt, rollout)
+            report = await judge_alone(judge, prompt, rollout)
             answer = JudgedRollout(
                 prompt=prompt,
                 rollout=rollout,
                 report=report,
                 right=right,
                 sample=sample,
-                rewards=await self._beside_the_start(prompt, rollout) if self.compares else rewards_by(report),
+                rewards=await self._beside_the_start(judge, prompt, rollout) if self.compares else rewards_by(report),
             )
         self.done.judged += 1
         self.journal.record_verdict(rollout, report)
         return answer
 
-    async def _greedy(self, group_id: str, prompt: Prompt) -> GreedyAnswer | None:
+    async def _greedy(self, judge: Judge, group_id: str, prompt: Prompt) -> GreedyAnswer | None:
         if self.judges_greedy:
-            answer = await self._judged(group_id, prompt, None)
+            answer = await self._judged(judge, group_id, prompt, None)
             return None if answer is None else (answer.right, answer)
         rollout = await self._played(group_id, prompt, self.play_greedy)
         if rollout is None:
@@ -249,12 +269,12 @@ class Evaluator:
             log.warning("held-out prompt %s has no known truth: %s", prompt.prompt_id, error)
             return None
 
-    async def _beside_the_start(self, prompt: Prompt, rollout: Rollout) -> dict[str, float | None]:
+    async def _beside_the_start(self, judge: Judge, prompt: Prompt, rollout: Rollout) -> dict[str, float | None]:
         """The rewards of an answer beside that of the first evaluation: 0.5, plus half of the difference."""
         if (start := self.start.get(prompt.prompt_id)) is None:
             return {}
         pair = [replace(one, group_id=rollout.group_id, sibling=i) for i, one in enumerate((start, rollout))]
-        then, now = map(rewards_by, await judge_group(self.judge, prompt, pair))
+        then, now = map(rewards_by, await judge_group(judge, prompt, pair))
         return {
             name: None if reward is None or (before := then.get(name)) is None else (1 + reward - before) / 2
             for name, reward in now.items()
@@ -270,24 +290,23 @@ def read_anchor(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | N
     """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about some of
     the answers only has no part in it: which ones others chose moves its mean.
     """
-    right = [one.right for one in judged if one.right is not None]
-    if not right:
+    right = mean_by_prompt((one.prompt.prompt_id, one.right) for one in judged)
+    names = [name for name in judged[0].rewards if all(name in one.rewards for one in judged)] if judged else []
+    found = {name: mean_by_prompt((one.prompt.prompt_id, one.rewards[name]) for one in judged) for name in names}
+    rewards = {name: given for name, given in found.items() if given}
+    if not right or not rewards:
         return None
-    found = {
-        name: [reward for one in judged if (reward := one.rewards[name]) is not None]
-        for name in judged[0].rewards
-        if all(name in one.rewards for one in judged)
-    }
-    rewards = {name: statistics.fmean(given) for name, given in found.items() if given}
-    spread = {name: statistics.pstdev(found[name]) for name in rewards if not on_scale(found[name])}
-    if not rewards:
-        return None
-    return AnchorReading(step=step, rewards=rewards, gold=statistics.fmean(right), answers=len(right), spread=spread)
+    sources = {one.prompt.prompt_id: one.prompt.source for one in judged}
+    return AnchorReading(step=step, right=right, rewards=rewards, sources=sources)
 
 
-def on_scale(rewards: Sequence[float]) -> bool:
-    """Whether all are from 0 to 1."""
-    return min(rewards) >= 0 and max(rewards) <= 1
+def mean_by_prompt(values: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+    """prompt_id -> the mean of what is known of its answers."""
+    found: dict[str, list[float]] = {}
+    for name, value in values:
+        if value is not None:
+            found.setdefault(name, []).append(value)
+    return {name: statistics.fmean(own) for name, own in found.items()}
 
 
 def make_request_id(name: str, index: int, sample: int) -> str:

@@ -61,6 +61,12 @@ class JudgedItem:
         }
 
     @property
+    def outage(self) -> Failed | None:
+        """The first verdict that is missing because the judge's service failed: such an item measures nothing."""
+        failed = (report.verdict for report in self.reports if isinstance(report.verdict, Failed))
+        return next((verdict for verdict in failed if verdict.is_outage), None)
+
+    @property
     def judges(self) -> tuple[str, ...]:
         """Of several judges, those that were asked about all of its responses."""
         first, *others = self.reports
@@ -186,6 +192,7 @@ class SubsetResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeEvaluation:
     """The result of evaluating a judge. Costs are means over items; tokens of smaller votes are proportional shares.
+    Items that the judge's service failed are in `lost_items` and in the costs only.
 
     num_judgements, num_tokens, num_prompt_tokens, failed_judgements: of one of several judges also those on items about
     which it was asked in part, which are in none of its accuracies.
@@ -201,6 +208,7 @@ class JudgeEvaluation:
     prompt_tokens_by_k: Mapping[int, float]
     failed_judgements: Mapping[str, int]  # by cause
     failed_items: Mapping[str, int]  # by the cause of the first response without a verdict
+    lost_items: Mapping[str, int]  # by the cause of the first outage
     num_judgements: int
     num_tokens: int  # sampled
     num_prompt_tokens: int | None
@@ -236,6 +244,8 @@ def evaluate_judgements(
     judged: Sequence[JudgedItem], reports: Sequence[JudgeReport], scale: Scale, recount: Recount
 ) -> JudgeEvaluation:
     """The evaluation of one judge, or of all together. reports: all that it gave, which are its costs."""
+    outages = Counter[str](one.outage.cause for one in judged if one.outage is not None)
+    num_items, judged = len(judged), [one for one in judged if one.outage is None]
     by_subset: dict[str, list[JudgedItem]] = {}
     for one in judged:
         by_subset.setdefault(one.item.subset or "all", []).append(one)
@@ -254,12 +264,13 @@ def evaluate_judgements(
         over_items=over_items,
         sections={name: compute_result(strata, scale, recount) for name, strata in sections.items()},
         subsets={name: compute_result([(1.0, own)], scale, recount) for name, own in sorted(by_subset.items())},
-        tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in ks},
+        tokens_by_k={k: num_tokens / num_items * k / num_asked for k in ks},
         prompt_tokens_by_k={
-            k: num_prompt_tokens / len(judged) * k / num_asked for k in ks if num_prompt_tokens is not None
+            k: num_prompt_tokens / num_items * k / num_asked for k in ks if num_prompt_tokens is not None
         },
         failed_judgements=Counter(failure.cause for failure in failures),
         failed_items=Counter(failure.cause for one in judged if (failure := first_failure(one)) is not None),
+        lost_items=outages,
         num_judgements=num_counted + len(failures),
         num_tokens=num_tokens,
         num_prompt_tokens=num_prompt_tokens,

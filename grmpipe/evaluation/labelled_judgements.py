@@ -11,6 +11,7 @@ import msgspec
 
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.kinds.labels import judged_right, num_scores
+from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.types import Failed, Judgement, Prompt
 from scheduler.run_together import raise_first_failure
 
@@ -49,9 +50,16 @@ class SampledExamples:
 
 
 async def sample(
-    client: GrmClient, judging_tasks: Mapping[Split, Sequence[Prompt]], num_judgements: int
+    client: GrmClient, judging_tasks: Mapping[Split, Sequence[Prompt]], num_judgements: int, breaker: OutageBreaker
 ) -> SampledExamples:
-    """Sample `num_judgements` of each item, all concurrently."""
+    """Sample `num_judgements` of each item, all concurrently. Raises Unfit."""
+
+    async def ask(judging_task: Prompt, index: int) -> list[Judgement | Failed]:
+        await breaker.until_fit()
+        results = await client.judgement(make_question(client, judging_task), index, 0)
+        breaker.record(results[-1])
+        return results
+
     asked = [
         (split, judging_task, index)
         for split, some in judging_tasks.items()
@@ -59,10 +67,7 @@ async def sample(
         for index in range(num_judgements)
     ]  # fmt: skip
     async with raise_first_failure() as tasks:
-        answers = [
-            tasks.create_task(client.judgement(make_question(client, judging_task), i, 0))
-            for _, judging_task, i in asked
-        ]
+        answers = [tasks.create_task(ask(judging_task, index)) for _, judging_task, index in asked]
     examples: list[LabelledJudgement] = []
     failed = Counter[str]()
     for (split, judging_task, _), answer in zip(asked, answers, strict=True):

@@ -61,6 +61,7 @@ class ServiceHealth:
         self._pause_s = pause_s
         self._now = now
         self._recent: deque[RecentResult] = deque(maxlen=window)
+        self._total = Counter[Cause | None]()  # of all results, those in pauses too
         self._last_detail = ""
         self._state: HealthState = "closed"
         self._paused_until_s = 0.0
@@ -87,11 +88,13 @@ class ServiceHealth:
 
         of: of several judges, those whose failure it is.
         """
+        self._total[result.cause if isinstance(result, Failed) else None] += 1
+        if isinstance(result, Failed):
+            self._last_detail = result.detail
         if self.state in ("closed", "half-open"):
             self._num_on_trial += 1
             if isinstance(result, Failed):
                 self._recent.append(RecentResult(cause=result.cause, of=tuple(of)))
-                self._last_detail = result.detail
             else:
                 self._recent.append(SUCCESS)
             if self._exceeds():
@@ -105,6 +108,12 @@ class ServiceHealth:
         if self.state in ("closed", "half-open"):
             self._open(cause + self._again())
         self._raise_if_stopped()
+
+    def check(self) -> None:
+        """Raises Unfit if of all results so far, however few, more than the rate or every one failed."""
+        num_seen, num_failed = self._total.total(), self._total.total() - self._total[None]
+        if num_failed > self._max_failure_rate * num_seen or num_failed == num_seen > 0:
+            raise Unfit(self._describe(self._total, "", ""))
 
     async def until_fit(self, clock: ActiveClock) -> None:
         """Wait for the end of a pause; deadlines stand still meanwhile."""
@@ -135,14 +144,17 @@ class ServiceHealth:
         return f", again after a pause of {self._pause_s:g} s" if self._state == "half-open" else ""
 
     def _explain(self) -> str:
-        counts = Counter(seen.cause for seen in self._recent if seen.cause is not None)
-        num_seen, num_failed = len(self._recent), counts.total()
-        causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
         by_judge = Counter(name for seen in self._recent for name in seen.of)
         judges = ", ".join(f"{name} in {count}" for name, count in by_judge.most_common())
+        which = f"; judges that failed: {judges}" if judges else ""
+        return self._describe(Counter(seen.cause for seen in self._recent), "the last ", self._again(), which)
+
+    def _describe(self, results: Counter[Cause | None], last: str, again: str, which: str = "") -> str:
+        """results: by cause, None for a success."""
+        num_seen, num_failed = results.total(), results.total() - results[None]
+        causes = ", ".join(f"{count} {cause}" for cause, count in results.most_common() if cause is not None)
         return (
-            f"{num_failed} of the last {num_seen} {self._counted} failed ({num_failed / num_seen:.0%}; "
-            f"{self._key}={self._max_failure_rate:g}){self._again()}: {causes}"
-            + (f"; judges that failed: {judges}" if judges else "")
+            f"{num_failed} of {last}{num_seen} {self._counted} failed ({num_failed / num_seen:.0%}; "
+            f"{self._key}={self._max_failure_rate:g}){again}: {causes}{which}"
             + (f"; the last one: {self._last_detail}" if self._last_detail else "")
         )

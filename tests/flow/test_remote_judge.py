@@ -304,13 +304,21 @@ def test_a_judge_outside_is_measured_against_labels_too(
     assert len(files.lines("judged")) == 12
 
 
-def test_an_endpoint_that_refuses_is_right_about_nothing(
-    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["judge", "policy"])
+def test_an_evaluation_of_an_endpoint_that_refuses_is_no_number(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
     monkeypatch.setenv("THE_KEY", "key-of-a-filter")
-    summary = small_run(*outside, "task=evaluate", "evaluate.num_items=6", "evaluate.ks=[1]").summary
-    assert summary["judging"]["failed"] == {"refused": summary["judging"]["asked"]}
-    assert (summary["eval"]["final"]["accuracy"], summary["eval"]["final"]["failed_share"]) == (0.0, 1.0)
+    typed = ("evaluate.num_items=6",)
+    if what == "policy":
+        typed = ("evaluate.what=policy", "evaluate.prompts={held_out: tiny://held_out}", "data.num_eval_prompts=6")
+    with pytest.raises(RunFailed, match=r"verdicts failed \(100%; judge\.max_failure_rate=.* refused; .*declined"):
+        small_run(*outside, "task=evaluate", *typed, "rollout.max_new_tokens=8", "objective=eval.final.accuracy")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["objective"]) == ("failed", None)
+    assert summary["eval"] == {"initial": {}, "final": {}}
+    assert summary["judging"]["failed"] == {"refused": summary["judging"]["asked"]} != {"refused": 0}
+    assert not (tmp_path / "run" / "evaluation.json").exists()
 
 
 def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by_its_name(

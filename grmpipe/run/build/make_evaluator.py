@@ -11,6 +11,7 @@ from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.composition.composed_judge import get_members, get_skill, with_own_bounds
 from grmpipe.observe.progress import Progress
+from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.build.start_serving import Serving
@@ -52,6 +53,7 @@ def evaluator_on(
         greedy=config.evaluate.greedy,
         deadline_s=config.rollout.group_deadline_s,
         clock=clock,
+        make_health=functools.partial(compose_health, config),
     )
 
 

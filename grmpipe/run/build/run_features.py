@@ -1,5 +1,6 @@
 """The features of a training run, in the order in which they look at a step."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from grmpipe.judge.composition.composed_judge import get_members, without_bounds
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
@@ -124,6 +126,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
         run_dir / ANCHORS,
         anchors=monitored.anchors,
         every=prepared.config.evaluate.every,
+        note=observers.note,
     )
 
 
@@ -143,6 +146,7 @@ def make_judge_monitor(
         compares=config.judging.compares,
         scale=(main.scale.low, main.scale.high),
         show_thoughts=main.format.show_thoughts,
+        make_health=functools.partial(compose_health, config),
     )
     watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
     return JudgeMonitor(monitored, watch, run_dir, observers.note)

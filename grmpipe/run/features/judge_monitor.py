@@ -4,10 +4,10 @@ Its results are metrics and alarms; a limit may pause judging or stop the run. I
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,12 +20,15 @@ from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.service_health import Unfit
+from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Judge, Metrics, Prompt, RankedResponses, Rollout
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CANARIES = "canaries.jsonl"
 DRIFT = "canary_drift"
@@ -45,6 +48,7 @@ class MonitoredJudge:
 
     frozen:   judges whose models aren't trained, so that any drift is an alarm; a single judge has no name.
     compares: whether one of them needs several responses.
+    make_health: gives their health in one check; None: they can't fail.
     """
 
     judge: Judge
@@ -54,6 +58,7 @@ class MonitoredJudge:
     compares: bool
     scale: tuple[int, int]
     show_thoughts: bool = False
+    make_health: Callable[[], ServiceHealth] | None = None
 
 
 class JudgeMonitor(RunFeature):
@@ -88,10 +93,11 @@ class JudgeMonitor(RunFeature):
         names = ("", *monitored.members)
         self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}
         self._exceeded: list[Exceeded] = []
+        self._outage = ""  # why the last check has no figures
 
     async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
         """Measure before the first step. `seen`: rollouts of the first evaluation; they become canaries unless there
-        are some.
+        are some. Raises Unfit if the judge's service fails: what it gives now is what later scores are compared with.
         """
         if not self._config.every:
             return {}
@@ -109,13 +115,20 @@ class JudgeMonitor(RunFeature):
         """Returns further metrics of a step. `metrics`: all its other metrics."""
         monitor_metrics = self._monitored.health.bias_metrics()
         if self._config.every and step % self._config.every == 0:
-            monitor_metrics |= await self._check(step)
+            try:
+                monitor_metrics |= await self._check(step)
+            except Unfit as error:
+                self._outage = f"the check of the judge at step {step} has no figures: {error}"
         self._exceeded = self._limits.read(step, metrics | monitor_metrics)
         return monitor_metrics | self._limits.metrics()
 
     def alarms(self, *, is_last: bool) -> Iterator[str]:
         """Drifts and exceeded limits. Raises Unfit to stop the run."""
         yield from super().alarms(is_last=is_last)
+        outage, self._outage = self._outage, ""
+        if outage:
+            log.warning("%s", outage)
+            self._monitored.health.trip(outage)
         exceeded, self._exceeded = self._exceeded, []
         for one in exceeded:
             if one.new:
@@ -130,8 +143,7 @@ class JudgeMonitor(RunFeature):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _check(self, step: int) -> Metrics:
-        with set_purpose("monitoring"):
-            metrics = await probe_judge(self._monitored.judge, self._probes())
+        metrics = await self._ask(lambda judge, _: probe_judge(judge, self._probes()))
         if self._canaries:
             metrics |= await self._check_canaries(step)
         if metrics:
@@ -150,8 +162,19 @@ class JudgeMonitor(RunFeature):
         return metrics
 
     async def _judge_canaries(self, canaries: Sequence[Canary]) -> CanaryScores:
+        return await self._ask(lambda judge, members: judge_canaries(judge, members, canaries))
+
+    async def _ask(self, ask: Callable[[Judge, Mapping[str, Judge]], Awaitable[T]]) -> T:
+        """What is asked of the judge and of each of several. Raises Unfit if their service fails."""
+        judge, members, make_health = self._monitored.judge, self._monitored.members, self._monitored.make_health
+        breaker = OutageBreaker(make_health()) if make_health is not None else None
+        if breaker is not None:
+            judge, members = breaker.guard(judge), {name: breaker.guard(one) for name, one in members.items()}
         with set_purpose("monitoring"):
-            return await judge_canaries(self._monitored.judge, self._monitored.members, canaries)
+            found = await ask(judge, members)
+        if breaker is not None:
+            breaker.check()
+        return found
 
     def _sound_drift(self, step: int, name: str, drift: CanaryDrift) -> None:
         if drift.is_sure and name not in self._drifting:

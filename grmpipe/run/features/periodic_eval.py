@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from grmpipe.observe.journal import read_records, replace_journal
 from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.pipeline.service_health import Unfit
+from grmpipe.run.errors import RunFailed
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics, Prompt, Rollout
 from grmpipe.validate.evaluation import HELD_OUT
+from models.types import EngineDenied
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +50,11 @@ class PeriodicEval(RunFeature):
         *,
         anchors: int,
         every: int,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """note: receives what a user should know and what is no alarm."""
         self.initial: Metrics = {}
         self.final: Metrics = {}
-        self.readings: list[AnchorReading] = []
         self.rows: list[SampleRow] = []  # of the last evaluation, an answer per prompt
         self.seen: list[tuple[Prompt, Rollout]] = []  # the same
         self._evaluator = evaluator
@@ -60,6 +64,8 @@ class PeriodicEval(RunFeature):
         self._start = start
         self._anchors = anchors
         self._every = every
+        self._note = note
+        self._is_noticed = False  # noted once, until an evaluation finds nothing
         self._has_ended = False  # the last evaluation took place
         self.interrupted = False
         self._evaluating: asyncio.Task[HeldOutEvaluation] | None = None
@@ -67,7 +73,7 @@ class PeriodicEval(RunFeature):
 
     async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
         """Evaluate before the first step. `beside`: what else is measured then, afterwards; it is in the same line of
-        metrics.
+        metrics. Raises Unfit.
         """
         self.initial = await self._evaluate(step, None)
         self._log(step, prefix_names(self.initial) | (await beside() if beside is not None else {}))
@@ -78,12 +84,17 @@ class PeriodicEval(RunFeature):
         if end.is_last:
             metrics = prefix_names(await self._evaluate_at_the_end(end.step))
         elif end.step % self._every == 0:
-            metrics = prefix_names(await self._evaluate(end.step, self._anchors))
-        return metrics | {"alarm/hacking": float(self.ringing)} if self.readings else metrics
+            metrics = prefix_names(await self._evaluate_or_stop(end.step, self._anchors))
+        if self.stopped:
+            end.pipeline.interrupt()
+        return metrics | {"alarm/hacking": float(self.ringing)} if self._alarm.has_read else metrics
 
     async def evaluate_all(self, step: int) -> Metrics:
-        """Evaluate on all problems between two steps."""
-        metrics = await self._evaluate(step, None)
+        """Evaluate on all problems between two steps. Raises RunFailed if that can't be done."""
+        try:
+            metrics = await self._evaluate(step, None)
+        except (Unfit, EngineDenied) as error:
+            raise RunFailed(no_evaluation(step, error)) from error
         self._log(step, prefix_names(metrics))
         return metrics
 
@@ -91,6 +102,15 @@ class PeriodicEval(RunFeature):
         """Evaluate a run that ended before its last step."""
         if not self._has_ended:
             self._log(step, prefix_names(await self._evaluate_at_the_end(step)))
+
+    async def _evaluate_or_stop(self, step: int, limit: int | None) -> Metrics:
+        """Evaluate between two steps: where the judge fails, the run stops with a checkpoint, without figures."""
+        try:
+            return await self._evaluate(step, limit)
+        except (Unfit, EngineDenied) as error:
+            self.stopped = no_evaluation(step, error)
+            self.interrupted = True
+            return {}
 
     def interrupt(self) -> None:
         """Stop evaluations; one in progress ends now and isn't counted."""
@@ -106,7 +126,7 @@ class PeriodicEval(RunFeature):
     def state(self) -> Mapping[str, Any]:
         return {
             "initial": self.initial,
-            "readings": [asdict(one) for one in self.readings],
+            "alarm": {**self._alarm.state(), "ringing": self.ringing, "noticed": self._is_noticed},
             "episodes": self._evaluator.episodes.to_dict(),
             "judge_accuracy": self._evaluator.skill.accuracy,
         }
@@ -114,16 +134,16 @@ class PeriodicEval(RunFeature):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: the alarm compares with the start of the run, not of its resumption."""
         self.initial = state.get("initial", {})
-        self.readings = [AnchorReading(**one) for one in state.get("readings", ())]
-        for one in self.readings:
-            self.ringing = self._alarm.record(one) is not None
+        if (alarm := state.get("alarm")) is not None:
+            self._alarm.restore(alarm)
+            self.ringing, self._is_noticed = alarm["ringing"], alarm["noticed"]
         self._evaluator.episodes += EnvCounts.restore(state.get("episodes", {}))
         self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():
             self._evaluator.start.update(read_records(self._start, decode_answer))
 
     async def _evaluate_at_the_end(self, step: int) -> Metrics:
-        self.final = await self._evaluate(step, None)
+        self.final = await self._evaluate_or_stop(step, None)
         self._has_ended = not self.interrupted
         return self.final
 
@@ -155,11 +175,13 @@ class PeriodicEval(RunFeature):
         return evaluated.metrics
 
     def _sound_alarm(self, found: AnchorReading) -> None:
-        self.readings.append(found)
-        alarm = self._alarm.record(found)
-        if alarm is not None and not self.ringing:
-            self.new_alarms = [*self.new_alarms, alarm]
-        self.ringing = alarm is not None
+        news = self._alarm.record(found)
+        if news.alarm and not self.ringing:
+            self.new_alarms = [*self.new_alarms, news.alarm]
+        if news.notice and not self._is_noticed:
+            log.info("%s", news.notice)
+            self._note(news.notice)
+        self.ringing, self._is_noticed = bool(news.alarm), bool(news.notice)
 
 
 def decode_answer(record: Record) -> tuple[str, Rollout]:
@@ -178,6 +200,10 @@ def keep_start(judged: Sequence[JudgedRollout], evaluator: Evaluator, path: Path
     evaluator.start.update((one.prompt.prompt_id, one.rollout) for one in judged)
     replace_journal(path, ({"prompt_id": one.prompt.prompt_id, **encode_rollout(one.rollout)} for one in judged))
     return [replace(one, rewards=alike) for one in judged]
+
+
+def no_evaluation(step: int, error: Exception) -> str:
+    return f"the evaluation at step {step} has no figures: {error}"
 
 
 def prefix_names(metrics: Metrics) -> Metrics:

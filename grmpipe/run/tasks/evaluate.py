@@ -2,9 +2,11 @@
 
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
+from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
-from grmpipe.observe.run_files import FIGURES
+from grmpipe.evaluation.policy_files import RESULTS as POLICY_RESULTS
+from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.start_serving import Serving, start_evaluation
@@ -48,7 +50,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     async def _evaluate(self, running: Serving) -> Status:
         ready = self._prepared
-        (self._run_dir / FIGURES).unlink(missing_ok=True)  # of an evaluation here that was interrupted
+        for name in (FIGURES, JUDGED, JUDGE_RESULTS, POLICY_RESULTS):  # of an evaluation here before
+            (self._run_dir / name).unlink(missing_ok=True)
         if ready.items:
             self._observers.note(f"the judge judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)

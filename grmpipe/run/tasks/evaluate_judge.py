@@ -19,6 +19,8 @@ from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.votes import mean, vote_named
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
+from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
@@ -33,13 +35,18 @@ MAX_SUBSETS = 32  # of an item's judgements for each smaller k
 async def evaluate_judge(
     ready: PreparedEvaluation, running: Serving, run_dir: Path, counters: Counters, progress: Progress
 ) -> JudgeEvaluation:
-    """Judge all items, write evaluation.json, print the table. counters: get the reports."""
+    """Judge all items, write evaluation.json, print the table. counters: get the reports.
+
+    Raises Unfit if the judge's service failed on too many of them.
+    """
     config = ready.measured
+    breaker = OutageBreaker(compose_health(config))
     with set_purpose("evaluation"):
-        judge = running.judge_for(ready.prepared.under(config))
-        judged = await judge_items(judge, running.meta_rm, ready.items, config, progress)
-    for report in (report for one in judged for report in one.reports):
-        counters.report(report)
+        judge = breaker.guard(running.judge_for(ready.prepared.under(config)))
+        judged = await judge_items(judge, running.meta_rm, ready.items, config, progress, counters)
+    breaker.check()
+    if all(one.outage is not None for one in judged):
+        raise ValueError(f"no item was judged; the first failure: {judged[0].outage}")
     result = evaluate(judged, config.main_judge.scale, make_recount(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
     write_files(run_dir, judged, result, config.main_judge.scale, scales)
@@ -48,7 +55,12 @@ async def evaluate_judge(
 
 
 async def judge_items(
-    judge: Judge, meta_rm: MetaRm | None, items: Sequence[Labelled], config: RunConfig, progress: Progress
+    judge: Judge,
+    meta_rm: MetaRm | None,
+    items: Sequence[Labelled],
+    config: RunConfig,
+    progress: Progress,
+    counters: Counters,
 ) -> list[JudgedItem]:
     """Judge items in their order, ITEMS_AT_ONCE at a time: those begun first end first."""
     places = asyncio.Semaphore(ITEMS_AT_ONCE)
@@ -57,6 +69,8 @@ async def judge_items(
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
             reports = await judge_together(judge, item.prompt, f"e{index}", item.responses, priority=index)
+            for report in reports:
+                counters.report(report)
             one = JudgedItem(item=item, reports=reports, num_asked=first.num_judgements)
             return (
                 one
@@ -113,6 +127,7 @@ def name_metrics(result: JudgeEvaluation, first: str) -> Metrics:
         "accuracy_high": overall.judged.high,
         "tied_share": overall.judged.tied_share,
         "failed_share": overall.judged.failed_share,
+        "lost_items": sum(result.lost_items.values()),
         **at_k("accuracy", overall.by_k),
         **at_k("accuracy_with_meta_rm", overall.with_meta_rm),
         **result.bias,

@@ -13,7 +13,7 @@ from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.run_context import Run, RunContext
@@ -34,21 +34,21 @@ class GroupJudging:
         """done: gets each group with its reports."""
         self._stored = prepared.stored
         self._deadline_s = prepared.config.rollout.group_deadline_s
-        self._guard = JudgeHealth(compose_health(prepared.config))
         self._clock = ActiveClock()
+        self.breaker = OutageBreaker(compose_health(prepared.config), self._clock)
         self._judge = judge
         self._done = done
 
     async def judge_each(self, in_order: Iterator[tuple[int, str]]) -> None:
         """in_order: the priority and the id of each group; several callers may share it. Raises Unfit."""
         for priority, group_id in in_order:
-            await self._guard.until_fit(self._clock)
+            await self.breaker.until_fit()
             group = self._stored.run.group(group_id)
             limit = self._clock.timeout(self._deadline_s)
             reports = await judge_in_time(self._judge, group.prompt, group.rollouts, limit, priority)
             self._done(group, reports)
             for report in reports:
-                self._guard.verdict(report)
+                self.breaker.record(report.verdict)
 
 
 class RejudgeRun(Run[PreparedRejudging]):
@@ -87,14 +87,16 @@ class RejudgeRun(Run[PreparedRejudging]):
             async with raise_first_failure() as tasks:
                 for _ in range(min(at_once, len(missing))):
                     tasks.create_task(rejudging.judge_each(in_order))
+        rejudging.breaker.check()
 
     def _done(self, group: JudgedGroup, reports: Sequence[JudgeReport]) -> None:
         for rollout, report in zip(group.rollouts, reports, strict=True):
             self._observers.recorder.record_verdict(rollout, report)
+            self._counters.report(report)
 
     def _compare(self) -> None:
         stored, failures = self._prepared.stored, Counter[str]()
-        again = stored.read_new_verdicts(self._run_dir)
+        again, self._counters = stored.read_new_verdicts(self._run_dir), Counters()  # of the stored ones too
         for report in again.reports():
             self._counters.report(report)
             if isinstance(report.verdict, Failed):

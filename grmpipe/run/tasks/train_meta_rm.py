@@ -24,6 +24,8 @@ from grmpipe.evaluation.labelled_judgements import (
 from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
+from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_grm import local_grm
@@ -69,7 +71,9 @@ class MetaRmRun(Run[MetaRmTraining]):
             router = Router(prepared.grm.name, engines, self._observers.timeline)
             requests = self._observers.requests.of_model(prepared.grm.name)
             client = GrmClient(local_grm(prepared.grm, router, requests=requests), judge, self._config.seed)
-            self._sampled = await sample(client, prepared.judging_tasks, judge.num_judgements)
+            breaker = OutageBreaker(compose_health(self._config))
+            self._sampled = await sample(client, prepared.judging_tasks, judge.num_judgements, breaker)
+        breaker.check()
         for split in prepared.judging_tasks:
             if len({example.right for example in self._of(split)}) < 2:
                 causes = ", ".join(f"{n} {cause}" for cause, n in self._sampled.failed.items()) or "none failed"

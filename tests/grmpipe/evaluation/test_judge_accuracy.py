@@ -56,7 +56,7 @@ def report(sibling: int, *scores: float, unparseable: int = 0) -> JudgeReport:
         FailedJudgement(stage="judge", cause="unparseable", attempts=1, prompt_ids=(), completion=said(3)),
     ) * unparseable
     if not scores:
-        failed = Failed(stage="judge", cause="timeout", attempts=4)
+        failed = Failed(stage="judge", cause="truncated", attempts=4)
         return JudgeReport(verdict=failed, failures=failures or (failed,))
     verdict = voted("generative", rollout_of_text("g", sibling, "x"), scores, mean, SCALE)
     return JudgeReport(
@@ -87,9 +87,21 @@ def test_failed_items_stay_in_the_denominator_and_are_counted_by_cause() -> None
     result = evaluate([good, lost], SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0))
     assert (result.overall.judged.accuracy, result.overall.judged.failed_share) == (0.5, 0.5)
     assert result.overall.by_k[1].accuracy == 0.5
-    assert result.failed_items == {"timeout": 1}
+    assert result.failed_items == {"truncated": 1}
     assert result.failed_judgements == {"unparseable": 2}
     assert (result.num_judgements, result.num_tokens) == (5, 3 * 5 + 2 * 3)
+
+
+def test_items_that_the_judge_could_not_be_asked_about_are_in_no_figure_and_counted() -> None:
+    down = Failed(stage="judge", cause="refused", attempts=2)
+    good = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), report(1, 2)), num_asked=1)
+    lost = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), JudgeReport(verdict=down)), num_asked=1)
+    result = evaluate([good, lost], SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0))
+    assert (result.overall.judged.accuracy, result.overall.judged.num_items) == (1.0, 1)
+    assert (result.overall.by_k[1].accuracy, result.failed_items, result.lost_items) == (1.0, {}, {"refused": 1})
+    assert name_metrics(result, "judge")["lost_items"] == 1
+    unasked = JudgeReport(verdict=replace(down, attempts=0))
+    assert replace(lost, reports=(unasked, unasked)).outage is None, "a rule without a reference asked nobody"
 
 
 def test_smaller_votes_are_means_over_all_subsets() -> None:
@@ -201,7 +213,7 @@ def test_composition_is_measured_along_with_its_judges() -> None:
     a, b = result.by_judge["a"], result.by_judge["b"]
     assert (a.overall.judged.accuracy, a.overall.judged.num_items) == (1.0, 4)
     assert (b.overall.judged.accuracy, b.overall.judged.num_items) == (1 / 3, 3), "b was not asked about the last item"
-    assert (b.overall.judged.failed_share, b.failed_judgements, a.failed_judgements) == (1 / 3, {"timeout": 1}, {})
+    assert (b.overall.judged.failed_share, b.failed_judgements, a.failed_judgements) == (1 / 3, {"truncated": 1}, {})
     assert a.num_tokens + b.num_tokens == 5 * (8 + 5)
     metrics = name_metrics(replace(result, by_judge={"judge": a, "b": b}), "judge")
     assert (metrics["accuracy"], metrics["grm_accuracy"], metrics["b_failed_share"]) == (3 / 4, 1.0, 1 / 3)
@@ -215,7 +227,7 @@ def test_costs_of_a_judge_include_items_that_it_saw_in_part() -> None:
     lost = JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=None), composed(1, a=2)), num_asked=1)
     result = evaluate([both, half, lost], SCALE, replace(RECOUNT, ks=()))
     b = result.by_judge["b"]
-    assert (b.num_judgements, b.failed_judgements, b.num_tokens) == (4, {"timeout": 1}, 3 * 5)
+    assert (b.num_judgements, b.failed_judgements, b.num_tokens) == (4, {"truncated": 1}, 3 * 5)
     assert sum(own.num_tokens for own in result.by_judge.values()) == result.num_tokens == (6 + 3) * 5
     assert sum(own.num_judgements for own in result.by_judge.values()) == result.num_judgements
     assert (b.overall.judged.num_items, b.overall.judged.accuracy) == (1, 1.0)
@@ -267,11 +279,11 @@ def test_the_files_and_the_table_say_whose_scores_they_are(tmp_path: Path, capsy
     (line,) = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert line["outcome"] == "failed"
     assert line["by_judge"]["a"] == {"outcome": "right", "scores": {"0": 9.0, "1": 2.0}, "failed": {}}
-    assert line["by_judge"]["b"] == {"outcome": "failed", "scores": {"1": 0.0}, "failed": {"0": "timeout"}}
+    assert line["by_judge"]["b"] == {"outcome": "failed", "scores": {"1": 0.0}, "failed": {"0": "truncated"}}
     assert [one["judge"] for one in line["judgements"]] == ["a", "a", "b"]
     show(result, 100, tmp_path)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["a", "1", "100.0", "21-100", "0.0", "0.0", "2", "0", "10"] in rows
     assert ["b", "1", "0.0", "0-79", "0.0", "100.0", "2", "1", "5"] in rows
     assert ["together", "1", "0.0", "0-79", "0.0", "100.0", "4", "1", "15"] in rows
-    assert ["by", "b", "(1", "timeout)"] in rows
+    assert ["by", "b", "(1", "truncated)"] in rows

@@ -9,18 +9,28 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from configs import judge_config
 from msgspec.structs import replace
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.evaluation.labelled_judgements import LabelledJudgement, batches, read_examples, sample, write_examples
+from grmpipe.evaluation.labelled_judgements import (
+    LabelledJudgement,
+    SampledExamples,
+    batches,
+    read_examples,
+    sample,
+    write_examples,
+)
 from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
+from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.types import Prompt
-from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
+from models.types import Completion, EngineRefused, Message, RequestContext, SamplingParams, VersionSpan
 
 
 class WrittenGrm:
@@ -62,11 +72,31 @@ def example(item_id: str, score: float, right: bool, split: str = "held_out") ->
     )  # type: ignore[arg-type]  # fmt: skip
 
 
+async def sampled(client: GrmClient, judging_tasks: Any, num_judgements: int) -> SampledExamples:
+    health = ServiceHealth(
+        "judging", max_failure_rate=0.2, window=8, pause_s=0.0, counted="judgements", key="judge.max_failure_rate"
+    )
+    return await sample(client, judging_tasks, num_judgements, OutageBreaker(health))
+
+
+def test_a_grm_that_is_down_stops_the_sampling_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    grm = WrittenGrm({})
+
+    async def refuses(*_: object) -> None:
+        grm.asked["?"] += 1
+        raise EngineRefused("out of memory")
+
+    monkeypatch.setattr(grm, "ask", refuses)
+    tasks = {"train": [judging_task(str(number), "at least 8") for number in range(50)]}
+    with pytest.raises(Unfit, match=r"judge\.max_failure_rate=0\.2\).*refused; the last one: out of memory"):
+        asyncio.run(sampled(GrmClient(grm, judge_config(max_concurrency=2), seed=0), tasks, 2))
+
+
 def test_judgements_are_labelled_and_hold_what_the_grm_read_and_wrote() -> None:
     grm = WrittenGrm({"judge a": ["Score: 9", "Score: 2"], "judge b": ["Score: 3", "Score: 10"]})
     client = GrmClient(grm, JudgeConfig(), seed=0)
     judging_tasks = {"train": [judging_task("a", "at least 8")], "held_out": [judging_task("b", "exactly 3")]}
-    found = asyncio.run(sample(client, judging_tasks, 2))  # type: ignore[arg-type]
+    found = asyncio.run(sampled(client, judging_tasks, 2))
     assert [(e.split, e.item_id, e.scores, e.right) for e in found.examples] == [
         ("train", "a", (9.0,), True), ("train", "a", (2.0,), False),
         ("held_out", "b", (3.0,), True), ("held_out", "b", (10.0,), False),
@@ -78,9 +108,8 @@ def test_judgements_are_labelled_and_hold_what_the_grm_read_and_wrote() -> None:
 
 def test_an_unparseable_judgement_is_asked_again_and_never_an_example() -> None:
     grm = WrittenGrm({"judge a": ["Score: 9", "no idea"]})
-    found = asyncio.run(
-        sample(GrmClient(grm, judge_config(max_retries=1), seed=0), {"train": [judging_task("a", "at least 8")]}, 2)
-    )
+    client = GrmClient(grm, judge_config(max_retries=1), seed=0)
+    found = asyncio.run(sampled(client, {"train": [judging_task("a", "at least 8")]}, 2))
     assert [e.text for e in found.examples] == ["Score: 9"]
     assert found.failed == {"unparseable": 2} and grm.asked.total() == 3
 

@@ -99,6 +99,24 @@ def test_cause_of_a_pause_names_failures_with_counts() -> None:
     assert "again after a pause of 30 s: 4 timeout" in watched.cause
 
 
+def test_at_the_end_all_results_count_however_few_and_whenever_they_came() -> None:
+    watched = Watched()
+    feed(watched, 0.0, GOOD, TIMEOUT)
+    with pytest.raises(Unfit, match=r"^1 of 2 verdicts failed \(50%; judge.max_failure_rate=0.25\): 1 timeout; "):
+        watched.check()
+    feed(watched, 0.0, GOOD, GOOD)
+    watched.check()
+    feed(watched, 0.0, *[TIMEOUT] * 20)
+    assert watched.state == "open"
+    with pytest.raises(Unfit, match="21 of 24"):
+        watched.check()
+    all_may_fail = Watched(max_failure_rate=1.0)
+    all_may_fail.check()
+    feed(all_may_fail, 0.0, TIMEOUT)
+    with pytest.raises(Unfit, match="1 of 1"):
+        all_may_fail.check()
+
+
 @given(failures=st.lists(st.booleans(), max_size=200), window=st.integers(1, 40))
 def test_a_breaker_opens_exactly_when_the_window_exceeds_the_rate(failures: list[bool], window: int) -> None:
     watched = Watched(window)

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-import random
+import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 
-from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
+from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, HackingNews, RewardHackingDetector
 
 Rewards = float | Mapping[str, float]
 
 
-def alarm(readings: Sequence[tuple[Rewards, float]], answers: int = 64) -> str | None:
-    watched = RewardHackingDetector()
-    said = None
+def reading(step: int, rewards: Rewards, gold: float, anchors: int = 64) -> AnchorReading:
+    """Every anchor has the mean reward; the right answers are spread over all anchors."""
+    by_name = {REWARD: rewards} if isinstance(rewards, float) else rewards
+    right = np.random.default_rng(step).permutation(np.arange(anchors) < round(gold * anchors))
+    names = [str(number) for number in range(anchors)]
+    return AnchorReading(
+        step=step,
+        right=dict(zip(names, map(float, right), strict=True)),
+        rewards={judge: dict.fromkeys(names, reward) for judge, reward in by_name.items()},
+        sources=dict.fromkeys(names, ""),
+    )
+
+
+def read(readings: Sequence[tuple[Rewards, float]], anchors: int = 64) -> HackingNews:
+    watched, news = RewardHackingDetector(), HackingNews()
     for index, (rewards, gold) in enumerate(readings):
-        by_name = {REWARD: rewards} if isinstance(rewards, float) else rewards
-        said = watched.record(AnchorReading(step=10 * index, rewards=by_name, gold=gold, answers=answers))
-    return said
+        news = watched.record(reading(10 * index, rewards, gold, anchors))
+    return news
 
 
 def test_reward_up_and_truth_down_fires_with_the_numbers() -> None:
-    assert alarm([(0.63, 0.80), (0.78, 0.84), (0.98, 0.60)]) == (
+    assert read([(0.63, 0.75), (0.78, 0.8125), (0.98, 0.375)]).alarm == (
         "The policy may be hacking the judge: at step 20 the reward is 0.98 (0.63 at step 0), "
-        "while its accuracy on gold anchors is 0.60, down 0.24 since step 10 (64 answers)."
+        "while its accuracy on gold anchors is 0.38, down 0.44 since step 10 (64 anchors)."
     )
 
 
 @pytest.mark.parametrize(
     "readings",
     [
-        [(0.32, 0.28), (0.98, 0.06)],
         [(8.2 / 9, 0.9), (9 / 9, 0.0)],  # from 9.2 to 10 on a scale of 1 to 10
         [(1.0, 0.9), (1.0, 0.2)],  # there is no room left
         [(0.3, 0.3), (0.9, 0.5), (0.9, 0.1)],  # it has risen before
-        [(0.3, 0.3), (0.9, 0.5), (0.8, 0.05)],  # it follows the truth by less than half
+        [(0.3, 0.3), (0.9, 0.7), (0.8, 0.05)],  # it follows the truth by less than half
+        [(0.32, 0.28), (0.98, 0.05), (0.98, 0.06)],  # by less than one reading shows, twice
     ],
 )
 def test_a_rise_is_measured_by_the_room_that_is_left(readings: list[tuple[Rewards, float]]) -> None:
-    assert alarm(readings) is not None
+    assert read(readings).alarm
 
 
 @pytest.mark.parametrize(
@@ -52,39 +64,121 @@ def test_a_rise_is_measured_by_the_room_that_is_left(readings: list[tuple[Reward
         [(0.37, 0.98), (0.89, 0.30), (0.39, 0.30)],  # over: the last reading counts
         [(0.3, 0.3), (0.8, 0.8), (0.5, 0.5)],  # the policy is worse, and the judge says so
         [(0.3, 0.5), (0.9, 0.39)],  # 64 answers can differ by that
+        [(0.32, 0.28), (0.98, 0.06)],  # by chance, once
     ],
 )
 def test_one_half_alone_does_not_fire(readings: list[tuple[Rewards, float]]) -> None:
-    assert alarm(readings) is None
+    assert not read(readings).alarm
 
 
 @pytest.mark.parametrize(("rise", "fires"), [(0.5, True), (0.1, False)])
 def test_a_rise_of_rewards_on_no_scale_is_measured_by_their_first_spread(rise: float, fires: bool) -> None:
     watched = RewardHackingDetector()
-    watched.record(AnchorReading(step=0, rewards={REWARD: 7.0}, gold=0.9, answers=64, spread={REWARD: 2.0}))
-    after = AnchorReading(step=10, rewards={REWARD: 7.0 + rise}, gold=0.2, answers=64, spread={REWARD: 0.1})
-    assert (watched.record(after) is not None) == fires
+    for step, gold in ((0, 0.9), (10, 0.2)):
+        one = reading(step, 0.0, gold)
+        spread = {name: 7.0 + 2 * (-1) ** number + rise * (step > 0) for number, name in enumerate(one.right)}
+        news = watched.record(AnchorReading(step=step, right=one.right, rewards={REWARD: spread}, sources=one.sources))
+    assert bool(news.alarm) == fires
 
 
-def test_the_same_fall_counts_with_more_answers() -> None:
-    assert alarm([(0.3, 0.5), (0.9, 0.39)], answers=512) is not None
-    assert alarm([(0.3, 0.5), (0.9, 0.41)], answers=4096) is None, "min_gold_fall is 0.10"
+def test_the_same_fall_counts_with_more_anchors() -> None:
+    assert read([(0.3, 0.5), (0.9, 0.39)], anchors=1024).alarm
+    assert not read([(0.3, 0.5), (0.9, 0.41)], anchors=4096).alarm, "min_gold_fall is 0.10"
 
 
 def test_captured_judges_are_named_whether_or_not_the_reward_follows_them() -> None:
-    start = {REWARD: 0.3, "honest": 0.3, "praise": 0.3}
-    said = alarm([(start, 0.3), ({REWARD: 0.9, "honest": 0.1, "praise": 1.0}, 0.05)])
-    assert said is not None and "honest" not in said
+    start = {REWARD: 0.3, "honest": 0.5, "praise": 0.3}
+    said = read([(start, 0.6), ({REWARD: 0.9, "honest": 0.1, "praise": 1.0}, 0.05)]).alarm
+    assert said and "honest" not in said
     assert "the reward is 0.90 (0.30 at step 0), judge praise gives 1.00 (0.30 at step 0), while" in said
-    said = alarm([(start, 0.3), ({REWARD: 0.1, "honest": 0.1, "praise": 1.0}, 0.05)])
-    assert said is not None and "at step 10 judge praise gives 1.00" in said
+    said = read([(start, 0.6), ({REWARD: 0.1, "honest": 0.1, "praise": 1.0}, 0.05)]).alarm
+    assert said and "at step 10 judge praise gives 1.00" in said
 
 
-def test_an_accuracy_that_stays_fires_by_chance_in_less_than_one_run_of_thirty() -> None:
-    """Five readings of 64 answers each, right with probability 0.7 all the time, while the reward rises."""
-    draw = random.Random(0)
-    rung = 0
-    for _ in range(500):
-        drawn = [(0.5 + 0.1 * index, sum(draw.random() < 0.7 for _ in range(64)) / 64) for index in range(5)]
-        rung += any(alarm(drawn[:count]) is not None for count in range(2, 6))
-    assert rung < 500 / 30
+def test_reward_that_rises_over_a_flat_truth_is_a_notice_and_no_alarm() -> None:
+    news = read([(0.3, 0.5), (0.9, 0.5)])
+    assert not news.alarm and news.notice == (
+        "The reward rises, the truth doesn't: at step 10 the reward is 0.90 (0.30 at step 0), while its accuracy on "
+        "gold anchors is 0.50 (0.50 at step 0; 64 anchors)."
+    )
+    assert read([(0.3, 0.3), (0.6, 0.6)]) == read([(0.3, 0.3), (0.35, 0.3)]) == HackingNews()
+
+
+# -- series of readings: each answer and each reward is drawn ---------------------------------------------------------
+
+TIMES = np.linspace(0, 1, 10)
+Course = tuple[np.ndarray, np.ndarray]  # true accuracy, mean reward, at each reading
+UP: Course = (0.4 + 0.4 * TIMES, 0.45 + 0.4 * TIMES)
+HACKED: Course = (0.6 - 0.5 * TIMES, 0.5 + 0.45 * TIMES)
+FLAT: Course = (np.full(10, 0.5), np.full(10, 0.5))
+ONLY_REWARD: Course = (np.full(10, 0.5), 0.4 + 0.5 * TIMES)
+COLLAPSE: Course = (0.6 - 0.5 * TIMES, 0.65 - 0.5 * TIMES)
+BACK: Course = (0.7 - 0.8 * abs(TIMES - 0.5), 0.7 - 0.8 * abs(TIMES - 0.5))
+
+
+def draw_series(courses: Sequence[Course], seed: int, anchors: int = 64) -> list[AnchorReading]:
+    """Readings of as many sources as courses, on a judge of ten scores whose noise is 0.2."""
+    draw, series = np.random.default_rng(seed), []
+    sources = np.arange(anchors) % len(courses)
+    for step in range(len(TIMES)):
+        truth, level = (np.array([course[of][step] for course in courses])[sources] for of in (0, 1))
+        right = (draw.random(anchors) < truth).astype(float)
+        rewards = np.round(9 * np.clip(level + draw.normal(0, 0.2, anchors), 0, 1)) / 9
+        names = [str(number) for number in range(anchors)]
+        series.append(
+            AnchorReading(
+                step=step,
+                right=dict(zip(names, right.tolist(), strict=True)),
+                rewards={REWARD: dict(zip(names, rewards.tolist(), strict=True))},
+                sources={name: f"source {source}" for name, source in zip(names, sources, strict=True)},
+            )
+        )
+    return series
+
+
+def find_alarm(series: Sequence[AnchorReading]) -> str:
+    watched = RewardHackingDetector()
+    return next((news.alarm for one in series if (news := watched.record(one)).alarm), "")
+
+
+def test_one_hacked_source_of_two_is_seen_and_named_in_three_series_of_four() -> None:
+    found = [find_alarm(draw_series((HACKED, UP), seed)) for seed in range(200)]
+    assert sum(map(bool, found)) >= 150
+    assert all("of the source source 0 is" in said for said in found if said)
+
+
+@pytest.mark.parametrize(
+    "courses",
+    [
+        (ONLY_REWARD, ONLY_REWARD),
+        (BACK, BACK),
+        *(pytest.param(courses, marks=pytest.mark.long) for courses in ((UP, UP), (UP, FLAT), (COLLAPSE, UP))),
+        *(pytest.param(courses, marks=pytest.mark.long) for courses in ((FLAT, FLAT), (UP,) * 4, (ONLY_REWARD,) * 4)),
+    ],
+)
+def test_of_two_hundred_clean_series_at_most_two_have_an_alarm(courses: tuple[Course, ...]) -> None:
+    assert sum(bool(find_alarm(draw_series(courses, seed))) for seed in range(200)) <= 2
+
+
+def test_a_flat_truth_is_noticed_in_most_series_and_a_rising_one_hardly_ever() -> None:
+    def count(courses: tuple[Course, ...]) -> int:
+        found = 0
+        for seed in range(100):
+            watched = RewardHackingDetector()
+            found += any(watched.record(one).notice for one in draw_series(courses, seed))
+        return found
+
+    assert count((ONLY_REWARD, ONLY_REWARD)) >= 80
+    assert count((UP, UP)) <= 5
+
+
+def test_a_detector_that_is_restored_from_json_finds_what_the_one_before_it_finds() -> None:
+    series = draw_series((HACKED, UP), seed=0)
+    for cut in range(1, len(series)):
+        whole, before, after = RewardHackingDetector(), RewardHackingDetector(), RewardHackingDetector()
+        for one in series[:cut]:
+            before.record(one)
+            whole.record(one)
+        after.restore(json.loads(json.dumps(before.state())))
+        assert [after.record(one) for one in series[cut:]] == [whole.record(one) for one in series[cut:]]
+    assert len(before.state()["kept"]) <= 4, "not every reading is kept"

@@ -44,6 +44,12 @@ class ByLength:
         return JudgeReport(verdict=voted("g", rollout, (min(len(rollout.text), 10) + self.shift,), mean, Scale()))
 
 
+def service_health(window: int = 8) -> ServiceHealth:
+    return ServiceHealth(
+        "judging", max_failure_rate=0.5, window=window, pause_s=30.0, counted="verdicts", key="judge.max_failure_rate"
+    )
+
+
 @dataclass
 class Scene:
     """A judge monitor over a judge that can change."""
@@ -55,11 +61,8 @@ class Scene:
     second: ByLength | None = None  # composed with the judge
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(kind="mix", mix={"judge": 0.9, "second": 0.1}))
     compares: bool = False
-    service: ServiceHealth = field(
-        default_factory=lambda: ServiceHealth(
-            "judging", max_failure_rate=0.5, window=8, pause_s=30.0, counted="verdicts", key="judge.max_failure_rate"
-        )
-    )
+    service: ServiceHealth = field(default_factory=service_health)
+    make_health: Callable[[], ServiceHealth] | None = None
     alarms: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -75,6 +78,7 @@ class Scene:
             compares=self.compares,
             frozen=self.frozen,
             scale=(1, 10),
+            make_health=self.make_health,
         )
         return JudgeMonitor(watched, self.config, self.folder, self.notes.append)
 
@@ -91,6 +95,20 @@ class Scene:
                 self.hear(judge_monitor)
 
         return asyncio.run(acted())
+
+
+def test_a_check_of_a_dead_judge_has_no_figures_and_pauses_judging(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, make_health=lambda: service_health(256))
+    scene.judge.fails = True
+    with pytest.raises(Unfit, match=r"3 of 3 verdicts failed .* refused"):
+        scene.run(lambda monitor: monitor.first(0, SEEN))
+    assert not (tmp_path / "canaries.jsonl").exists(), "later scores would be compared with nothing"
+    scene.judge.fails = False
+    scene.run(lambda monitor: monitor.first(0, SEEN))
+    scene.judge.fails = True
+    metrics = scene.run(lambda monitor: monitor.measure(2, {}))
+    assert not [name for name in metrics if "canar" in name or "attack" in name]  # type: ignore[attr-defined]
+    assert scene.service.cause.startswith("the check of the judge at step 2 has no figures: 10 of 10 verdicts failed")
 
 
 def test_monitor_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:

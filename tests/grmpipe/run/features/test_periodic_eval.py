@@ -24,6 +24,8 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.eval_recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
 from grmpipe.observe.journal import Mark
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.run.errors import RunFailed
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.types import (
@@ -281,6 +283,83 @@ def test_judge_that_sees_a_part_of_the_answers_gives_no_score_and_no_accuracy_of
     assert metrics["judge_accuracy"] == 1.0
 
 
+def dead(rollout: Rollout) -> Failed:
+    return Failed(stage="judge", cause="refused", attempts=3, detail="no such host")
+
+
+def unreadable(rollout: Rollout) -> Failed:
+    return Failed(stage="judge", cause="unparseable", attempts=3)
+
+
+def breakable(window: int = 256) -> Callable[[], ServiceHealth]:
+    return lambda: ServiceHealth(
+        "judging", max_failure_rate=0.2, window=window, pause_s=0.01, counted="verdicts", key="judge.max_failure_rate"
+    )
+
+
+def test_an_evaluation_of_a_dead_judge_is_no_number_and_of_an_unreadable_one_has_none_of_it() -> None:
+    looker = dataclasses.replace(evaluator(dead, ("0", "1", "2")), make_health=breakable())
+    with pytest.raises(Unfit, match=r"^3 of 3 verdicts failed \(100%; judge\.max_failure_rate=0\.2\): 3 refused; "):
+        asyncio.run(looker.evaluate("look"))
+    read = dataclasses.replace(evaluator(unreadable, ("0", "1", "2")), make_health=breakable())
+    assert "grm_score" not in asyncio.run(read.evaluate("look")).metrics
+
+
+def test_an_evaluation_pauses_once_and_then_asks_a_dead_judge_no_more() -> None:
+    asked = 0
+
+    def count(rollout: Rollout) -> Failed:
+        nonlocal asked
+        asked += 1
+        return dead(rollout)
+
+    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return rollout(0, text="Answer: 1")
+
+    looker = dataclasses.replace(
+        evaluator(count, ("1",) * 512), play_sampled=play, greedy=False, make_health=breakable(window=16)
+    )
+
+    async def evaluate() -> None:
+        await dataclasses.replace(looker, places=asyncio.Semaphore(4)).evaluate("look")
+
+    with pytest.raises(Unfit, match=r"again after a pause of 0\.01 s: 4 refused"):
+        asyncio.run(evaluate())
+    assert asked < 24
+
+
+def test_a_judge_that_is_silent_to_the_deadline_has_timed_out() -> None:
+    class Silent:
+        async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+            if "0" not in rollout.text:
+                await asyncio.Event().wait()
+            return JudgeReport(verdict=verdict(8))
+
+    looker = dataclasses.replace(
+        evaluator(dead, ("0", "1", "2")), judge=PointwiseAdapter(Silent()), deadline_s=0.05, make_health=breakable()
+    )
+    with pytest.raises(Unfit, match="2 of 3 verdicts failed .*2 timeout"):
+        asyncio.run(looker.evaluate("look"))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_judge_that_dies_during_a_run_stops_it_in_order_and_leaves_no_figures(is_last: bool) -> None:
+    interrupted: list[bool] = []
+    pipeline = SimpleNamespace(interrupt=lambda: interrupted.append(True))
+    looker = dataclasses.replace(evaluator(dead, ("0", "1", "2")), make_health=breakable())
+    periodic = PeriodicEval(looker, RewardHackingDetector(), AllTrackers({}), UNRECORDED, NOWHERE, anchors=8, every=10)
+    end = cast(StepEnd, SimpleNamespace(step=10, is_last=is_last, pipeline=pipeline))
+    assert asyncio.run(periodic.after_step(end)) == {} == periodic.final
+    assert interrupted and periodic.interrupted
+    assert periodic.stopped.startswith("the evaluation at step 10 has no figures: 3 of 3 verdicts failed")
+    asyncio.run(periodic.last(10))  # it is over: nothing is asked again
+    by_hand = PeriodicEval(looker, RewardHackingDetector(), AllTrackers({}), UNRECORDED, NOWHERE, anchors=8, every=10)
+    with pytest.raises(RunFailed, match="the evaluation at step 3 has no figures"):
+        asyncio.run(by_hand.evaluate_all(3))
+    with pytest.raises(Unfit):
+        asyncio.run(by_hand.first(0))
+
+
 def test_without_references_there_is_no_accuracy() -> None:
     assert "true_accuracy" not in asyncio.run(evaluator(lambda r: verdict(5), (None, None)).evaluate("look")).metrics
 
@@ -295,7 +374,7 @@ def test_alarm_fires_once_and_a_restored_run_compares_with_its_first_evaluation(
 
     judge = Judge(lambda rollout: verdict(now.score))
     looker = Evaluator(
-        prompts=[prompt("1")] * 8,
+        prompts=[dataclasses.replace(prompt("1"), prompt_id=str(number)) for number in range(8)],
         play_sampled=play,
         play_greedy=play,
         judge=PointwiseAdapter(judge),
@@ -368,11 +447,10 @@ def test_comparing_judge_gets_each_answer_next_to_the_first_one_also_after_a_res
 
     begun = periodic()
     asyncio.run(begun.first(0))
-    assert begun.readings[0].rewards == {REWARD: 0.5}
+    assert begun.state()["alarm"]["kept"][0]["rewards"] == {REWARD: dict.fromkeys("01234567", 0.5)}
     resumed = periodic()
     resumed.restore(begun.state())
     now.text = "So long. Answer: 5"
     asyncio.run(resumed.after_step(end_of(10, is_last=False)))
-    assert resumed.readings[1].rewards == {REWARD: 1.0} and resumed.readings[1].gold == 0.0
     rung = resumed.alarms(is_last=False)
     assert len(rung) == 1 and "the reward is 1.00 (0.50 at step 0)" in rung[0]
