@@ -8,6 +8,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import OF_JUDGE, OF_POLICY
 
 OF_PLAYING = ("policy", "data", "rollout")  # sections that only an evaluation of a policy reads
+PAUSE = "rollout.pause_s"  # of judging, whatever is evaluated
 OF_TRUTH = f"{JUDGE}.rule"  # says what is right, whoever judges
 
 
@@ -64,5 +65,5 @@ def check_typed_judges(config: RunConfig, typed: Sequence[str], read_by_others: 
 
 def is_of_playing(key: str, reads: EvaluationReads) -> bool:
     section, _, name = key.partition(".")
-    asked = (section == "policy" and reads.by_policy) or name.startswith("labels")
+    asked = (section == "policy" and reads.by_policy) or name.startswith("labels") or key == PAUSE
     return bool(name) and section in OF_PLAYING and not asked and key not in reads.read_by_others

@@ -82,13 +82,13 @@ class JudgeMonitor(RunFeature):
         self._note = note
         self._why_unchecked = ""
         self._canaries = read_canaries(self._path)
-        defaults = LIMITS_OF_COMPARING if monitored.compares else {}
-        known = {**defaults, **config.limits}
+        known = {**(LIMITS_OF_COMPARING if monitored.compares else {}), **config.limits}
+        typed = config.typed_limits
         self._limits = Limits(
-            config.limits,
+            typed,
             exceeded=[name for name in known if was_ringing(past, name)],
             read_before=[name for name in known if any(f"alarm/{name}" in line for line in past)],
-            defaults=defaults,
+            defaults={name: limit for name, limit in known.items() if name not in typed},
         )
         names = ("", *monitored.members)
         self._drifting = {name for name in names if was_ringing(past, drift_alarm(name))}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.cli import compose
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
+from grmpipe.config.judge_monitor import OUR_LIMITS, JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
@@ -391,10 +392,14 @@ def test_a_judge_that_compares_has_limits_on_its_position_bias_unless_the_user_h
     assert [alarm.split(":")[0] for alarm in scene.alarms] == [f"judge_monitor.limits.{name}" for name in rung]
 
 
-def test_default_limits_that_are_never_read_are_not_reported(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, JudgeMonitorConfig(every=0), compares=True)
+@pytest.mark.parametrize("every", [0, 2])
+def test_limits_that_nobody_typed_are_silent_without_their_metric(tmp_path: Path, every: int) -> None:
+    config = compose().judge_monitor
+    assert dict(config.limits) == OUR_LIMITS
+    scene = Scene(tmp_path, replace(config, every=every), compares=True)
 
     async def watch(judge_monitor: JudgeMonitor) -> None:
+        await judge_monitor.first(0, [])
         assert await judge_monitor.measure(1, {}) == {}
         scene.hear(judge_monitor, is_last=True)
 
