@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Z = 1.96  # standard errors on each side
+ADDED = 2  # clusters of zeros, and as many of ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,9 @@ Clusters = Mapping[K, Sequence[float]]  # values by cluster, at least one each
 def estimate_clustered(clusters: Clusters[K]) -> Estimate:
     """The mean of all values. Those of a cluster aren't independent of each other: the interval is over clusters.
 
-    On [0, 1] it is Wilson's with the effective number of values, p (1 - p) / SE^2, where SE is the standard error over
-    clusters (Korn and Graubard 1998); without spread, the number of clusters. Elsewhere it is mean +- 1.96 SE.
+    On [0, 1] it is Agresti's and Coull's (1998, doi:10.1080/00031305.1998.10480550) for clusters: two of zeros and two
+    of ones are added. So few clusters that happen to be alike, or all near 0 or 1, don't pass for certain: whatever the
+    values within clusters are, another one may be wrong altogether. Elsewhere it is mean +- 1.96 SE.
     """
     return estimate_stratified([(1.0, clusters)])
 
@@ -49,34 +51,35 @@ def estimate_stratified(strata: Sequence[tuple[float, Clusters[K]]]) -> Estimate
     if not known:
         return NOTHING
     total = math.fsum(weight for weight, _ in known)
-    mean = even_error = 0.0  # even_error: squared, of the strata without spread
+    mean = added = 0.0  # added: to the squared error, by the added clusters of each stratum
     residuals: defaultdict[K, float] = defaultdict(float)
     for weight, clusters in known:
         values = [value for own in clusters.values() for value in own]
         share, own_mean = weight / total, math.fsum(values) / len(values)
         mean += share * own_mean
-        for name, own in clusters.items():
-            residuals[name] += share * math.fsum(value - own_mean for value in own) / len(values)
-        if len(known) > 1 and min(values) == max(values):
-            even_error += (share * wilson(own_mean, 0.0, len(clusters)).error) ** 2
-    square_error = even_error + math.fsum(residual**2 for residual in residuals.values())
-    in_reach = all(0 <= value <= 1 for _, clusters in known for own in clusters.values() for value in own)
-    return (wilson if in_reach else normal)(mean, square_error, len(residuals))
+        own_residuals = [math.fsum(value - own_mean for value in own) / len(values) for own in clusters.values()]
+        for name, residual in zip(clusters, own_residuals, strict=True):
+            residuals[name] += share * residual
+        squared = math.fsum(residual**2 for residual in own_residuals)
+        added += share**2 * max(0.0, with_added_clusters(own_mean, squared, len(clusters)) - squared)
+    num_clusters, squared = len(residuals), math.fsum(residual**2 for residual in residuals.values())
+    if all(0 <= value <= 1 for _, clusters in known for own in clusters.values() for value in own):
+        mean, middle = min(1.0, max(0.0, mean)), add_clusters(mean, num_clusters)
+        half = Z * math.sqrt(squared + added)
+        low, high = max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half))
+    else:
+        half = Z * math.sqrt(squared * num_clusters / max(1, num_clusters - 1))
+        low, high = mean - half, mean + half
+    return Estimate(mean=mean, low=low, high=high, num_clusters=num_clusters)
 
 
-def wilson(mean: float, square_error: float, num_clusters: int) -> Estimate:
-    """Wilson's interval of a mean on [0, 1] with this squared standard error."""
-    mean = min(1.0, max(0.0, mean))
-    spread = mean * (1 - mean)
-    count = spread / square_error if square_error > 0 and spread > 0 else num_clusters
-    middle = (mean + Z**2 / (2 * count)) / (1 + Z**2 / count)
-    half = Z * math.sqrt(spread / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
-    return Estimate(
-        mean=mean, low=max(0.0, min(mean, middle - half)), high=min(1.0, max(mean, middle + half)),
-        num_clusters=num_clusters,
-    )  # fmt: skip
+def add_clusters(mean: float, num_clusters: int) -> float:
+    """The mean with ADDED clusters of zeros and as many of ones."""
+    return (num_clusters * mean + ADDED) / (num_clusters + 2 * ADDED)
 
 
-def normal(mean: float, square_error: float, num_clusters: int) -> Estimate:
-    half = Z * math.sqrt(square_error * num_clusters / max(1, num_clusters - 1))
-    return Estimate(mean=mean, low=mean - half, high=mean + half, num_clusters=num_clusters)
+def with_added_clusters(mean: float, squared: float, num_clusters: int) -> float:
+    """The squared standard error of `add_clusters`. squared: that of the mean."""
+    middle = add_clusters(mean, num_clusters)
+    own = num_clusters**2 * squared + num_clusters * (mean - middle) ** 2
+    return (own + ADDED * (middle**2 + (1 - middle) ** 2)) / (num_clusters + 2 * ADDED) ** 2

@@ -11,6 +11,8 @@ from grmpipe.evaluation.intervals import Estimate, estimate_clustered
 
 MIN_SEGMENT = 5  # steps on each side of the step from which two series part
 SURE = 5.0  # standard errors of the difference of both sides; the best split of pure noise stays below
+MAX_AUTOCORRELATION = 0.97
+NUM_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,10 +208,18 @@ def find_parting_step(steps: Sequence[int], reward: Sequence[float], reference: 
         return None
     numbers, rewards, references = zip(*known, strict=True)
     gaps = [one - other for one, other in zip(standardize(rewards), standardize(references), strict=True)]
-    split = min(range(MIN_SEGMENT, len(gaps) - MIN_SEGMENT + 1), key=lambda at: scatter(gaps[:at]) + scatter(gaps[at:]))
+    sums, squares = ([0.0, *itertools.accumulate(values)] for values in (gaps, [gap**2 for gap in gaps]))
+
+    def scatter(start: int, end: int) -> float:
+        """The sum of squared distances from the mean."""
+        return squares[end] - squares[start] - (sums[end] - sums[start]) ** 2 / (end - start)
+
+    splits = range(MIN_SEGMENT, len(gaps) - MIN_SEGMENT + 1)
+    split = min(splits, key=lambda at: scatter(0, at) + scatter(at, len(gaps)))
     rises = statistics.fmean(rewards[split:]) > statistics.fmean(rewards[:split])
     follows = statistics.fmean(references[split:]) > statistics.fmean(references[:split])
-    return numbers[split] if rises and not follows and is_sure(gaps[:split], gaps[split:]) else None
+    parts = is_sure(gaps[:split], gaps[split:]) or any(drifts(gaps[len(gaps) * k // 4 :]) for k in range(3))
+    return numbers[split] if rises and not follows and parts else None
 
 
 def standardize(values: Sequence[float]) -> list[float]:
@@ -217,12 +227,29 @@ def standardize(values: Sequence[float]) -> list[float]:
     return [(value - statistics.fmean(values)) / spread for value in values]
 
 
-def scatter(values: Sequence[float]) -> float:
-    """The sum of squared distances from the mean."""
-    return statistics.pvariance(values) * len(values)
-
-
 def is_sure(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether the mean has risen by more than SURE standard errors."""
-    square_error = statistics.variance(before) / len(before) + statistics.variance(after) / len(after)
-    return statistics.fmean(after) - statistics.fmean(before) > SURE * math.sqrt(square_error)
+    """Whether the mean has risen by more than SURE standard errors.
+
+    A step is near the one before it, and two series that only wander part by chance. So the squared error grows by
+    (1 + r) / (1 - r), with the autocorrelation r of neighbouring steps on each side (Bayley and Hammersley 1946), which
+    short series show too low by (1 + 3r) / n (Kendall 1954).
+    """
+    sides = [[value - statistics.fmean(side) for value in side] for side in (before, after)]
+    count, total = len(before) + len(after), math.fsum(value**2 for side in sides for value in side)
+    found = math.fsum(one * other for side in sides for one, other in itertools.pairwise(side)) / (total or 1.0)
+    found = min(MAX_AUTOCORRELATION, max(0.0, found + 2 * (1 + 3 * found) / count))  # a side has half of the steps
+    square_error = math.fsum(math.fsum(value**2 for value in side) / len(side) / (len(side) - 1) for side in sides)
+    rise = statistics.fmean(after) - statistics.fmean(before)
+    return rise > SURE * math.sqrt(square_error * (1 + found) / (1 - found))
+
+
+def drifts(values: Sequence[float]) -> bool:
+    """Whether the means of NUM_BLOCKS successive blocks rise evenly, by SURE standard errors of their rises: what only
+    wanders doesn't.
+    """
+    if len(values) < 2 * NUM_BLOCKS:
+        return False
+    ends = [len(values) * number // NUM_BLOCKS for number in range(NUM_BLOCKS + 1)]
+    means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(ends)]
+    rises = [after - before for before, after in itertools.pairwise(means)]
+    return statistics.fmean(rises) > SURE * statistics.stdev(rises) / math.sqrt(len(rises))
