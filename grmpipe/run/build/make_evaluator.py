@@ -1,6 +1,7 @@
 """Started components -> the evaluations on held-out prompts."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progres
     config, judge = prepared.config, running.judge
     sampling = read_sampling(config.evaluate, default=1)
     return replace(
-        evaluator_on(prepared.held_out, prepared, running, with_own_bounds(judge), sampling),
+        evaluator_on(take_sources_in_turn(prepared.held_out), prepared, running, with_own_bounds(judge), sampling),
         first=first_of_all_answers(config, judge, prepared.held_out),
         pass_reward=compute_pass_reward(config),
         by_model=config.judging.by_model,
@@ -33,6 +34,14 @@ def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progres
         skill=get_skill(judge),
         progress=progress,
     )
+
+
+def take_sources_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, one of each source after the other: the first ones, which are the anchors, are of all sources."""
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    return [prompt for turn in itertools.zip_longest(*by_source.values()) for prompt in turn if prompt is not None]
 
 
 def evaluator_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, compare, find_parting_step
@@ -35,7 +36,7 @@ def test_flips_are_pairs_that_both_judges_order_and_not_alike() -> None:
     assert found.mean == pytest.approx(1 / 2)  # of three pairs the run's judge ties one
     many = [group(f"g{n}", (0.1, 0.2), (0.2, 0.1) if n < 20 else (0.2, 0.3)) for n in range(100)]
     found = compare(many).overall.flips
-    assert found.mean == pytest.approx(0.2) and 0.12 < found.low < 0.15 and 0.27 < found.high < 0.31  # Wilson
+    assert found.mean == pytest.approx(0.2) and 0.12 < found.low < 0.15 and 0.27 < found.high < 0.31
 
 
 def test_a_failed_verdict_is_left_out_of_everything() -> None:
@@ -85,6 +86,31 @@ def test_a_reward_parts_from_the_truth_where_only_it_rises(first: int) -> None:
     assert found is not None and first <= found <= first + 5
     on_another_scale = [10 * value - 3 for value in reward]
     assert find_parting_step(STEPS, on_another_scale, truth) == found
+
+
+@pytest.mark.parametrize("begins", [0, 20])
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_a_reward_that_leaves_the_truth_slowly_is_found_too(begins: int, noise: float) -> None:
+    """Half of the noisy ones: what moves by less than its noise may as well have wandered."""
+    away = [max(0, step - begins) / (len(STEPS) - begins) for step in STEPS]
+    found = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        together = [0.4 + 0.01 * min(step, 20) for step in STEPS]
+        reward = [level + 0.4 * part + draw.gauss(0, noise) for level, part in zip(together, away, strict=True)]
+        truth = [level - 0.6 * part + draw.gauss(0, noise) for level, part in zip(together, away, strict=True)]
+        found += find_parting_step(STEPS, reward, truth) is not None
+    assert found >= (18 if noise < 0.1 else 10)
+
+
+@pytest.mark.parametrize("num_steps", [20, 50, pytest.param(150, marks=pytest.mark.long)])
+def test_of_two_hundred_pairs_of_random_walks_at_most_ten_part(num_steps: int) -> None:
+    parted = 0
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        walks = [draw.normal(size=num_steps).cumsum().tolist() for _ in range(2)]
+        parted += find_parting_step(range(num_steps), *walks) is not None
+    assert parted <= 10
 
 
 def test_series_that_rise_together_and_noise_part_nowhere() -> None:

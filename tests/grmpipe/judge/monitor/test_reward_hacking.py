@@ -104,81 +104,21 @@ def test_reward_that_rises_over_a_flat_truth_is_a_notice_and_no_alarm() -> None:
     assert read([(0.3, 0.3), (0.6, 0.6)]) == read([(0.3, 0.3), (0.35, 0.3)]) == HackingNews()
 
 
-# -- series of readings: each answer and each reward is drawn ---------------------------------------------------------
-
-TIMES = np.linspace(0, 1, 10)
-Course = tuple[np.ndarray, np.ndarray]  # true accuracy, mean reward, at each reading
-UP: Course = (0.4 + 0.4 * TIMES, 0.45 + 0.4 * TIMES)
-HACKED: Course = (0.6 - 0.5 * TIMES, 0.5 + 0.45 * TIMES)
-FLAT: Course = (np.full(10, 0.5), np.full(10, 0.5))
-ONLY_REWARD: Course = (np.full(10, 0.5), 0.4 + 0.5 * TIMES)
-COLLAPSE: Course = (0.6 - 0.5 * TIMES, 0.65 - 0.5 * TIMES)
-BACK: Course = (0.7 - 0.8 * abs(TIMES - 0.5), 0.7 - 0.8 * abs(TIMES - 0.5))
-
-
-def draw_series(courses: Sequence[Course], seed: int, anchors: int = 64) -> list[AnchorReading]:
-    """Readings of as many sources as courses, on a judge of ten scores whose noise is 0.2."""
-    draw, series = np.random.default_rng(seed), []
-    sources = np.arange(anchors) % len(courses)
-    for step in range(len(TIMES)):
-        truth, level = (np.array([course[of][step] for course in courses])[sources] for of in (0, 1))
-        right = (draw.random(anchors) < truth).astype(float)
-        rewards = np.round(9 * np.clip(level + draw.normal(0, 0.2, anchors), 0, 1)) / 9
-        names = [str(number) for number in range(anchors)]
-        series.append(
-            AnchorReading(
-                step=step,
-                right=dict(zip(names, right.tolist(), strict=True)),
-                rewards={REWARD: dict(zip(names, rewards.tolist(), strict=True))},
-                sources={name: f"source {source}" for name, source in zip(names, sources, strict=True)},
-            )
-        )
-    return series
-
-
-def find_alarm(series: Sequence[AnchorReading]) -> str:
-    watched = RewardHackingDetector()
-    return next((news.alarm for one in series if (news := watched.record(one)).alarm), "")
-
-
-def test_one_hacked_source_of_two_is_seen_and_named_in_three_series_of_four() -> None:
-    found = [find_alarm(draw_series((HACKED, UP), seed)) for seed in range(200)]
-    assert sum(map(bool, found)) >= 150
-    assert all("of the source source 0 is" in said for said in found if said)
-
-
-@pytest.mark.parametrize(
-    "courses",
-    [
-        (ONLY_REWARD, ONLY_REWARD),
-        (BACK, BACK),
-        *(pytest.param(courses, marks=pytest.mark.long) for courses in ((UP, UP), (UP, FLAT), (COLLAPSE, UP))),
-        *(pytest.param(courses, marks=pytest.mark.long) for courses in ((FLAT, FLAT), (UP,) * 4, (ONLY_REWARD,) * 4)),
-    ],
-)
-def test_of_two_hundred_clean_series_at_most_two_have_an_alarm(courses: tuple[Course, ...]) -> None:
-    assert sum(bool(find_alarm(draw_series(courses, seed))) for seed in range(200)) <= 2
-
-
-def test_a_flat_truth_is_noticed_in_most_series_and_a_rising_one_hardly_ever() -> None:
-    def count(courses: tuple[Course, ...]) -> int:
-        found = 0
-        for seed in range(100):
-            watched = RewardHackingDetector()
-            found += any(watched.record(one).notice for one in draw_series(courses, seed))
-        return found
-
-    assert count((ONLY_REWARD, ONLY_REWARD)) >= 80
-    assert count((UP, UP)) <= 5
-
-
-def test_a_detector_that_is_restored_from_json_finds_what_the_one_before_it_finds() -> None:
-    series = draw_series((HACKED, UP), seed=0)
-    for cut in range(1, len(series)):
-        whole, before, after = RewardHackingDetector(), RewardHackingDetector(), RewardHackingDetector()
-        for one in series[:cut]:
-            before.record(one)
-            whole.record(one)
-        after.restore(json.loads(json.dumps(before.state())))
-        assert [after.record(one) for one in series[cut:]] == [whole.record(one) for one in series[cut:]]
-    assert len(before.state()["kept"]) <= 4, "not every reading is kept"
+def test_a_source_is_read_by_itself_and_a_detector_restored_from_json_goes_on() -> None:
+    """The source b is hacked while a improves: all anchors together look as before."""
+    rewards = {"a": (0.4, 0.6, 0.8), "b": (0.4, 0.9, 0.95)}
+    gold = {"a": (0.3, 0.6, 0.9), "b": (0.7, 0.3, 0.0)}
+    whole, before = RewardHackingDetector(), RewardHackingDetector()
+    for step in range(3):
+        parts = {source: reading(10 * step, rewards[source][step], gold[source][step], anchors=32) for source in "ab"}
+        right = {f"{source}{name}": one for source, part in parts.items() for name, one in part.right.items()}
+        rewarded = {f"{source}{name}": rewards[source][step] for source, part in parts.items() for name in part.right}
+        sources = {name: name[0] for name in right}
+        one = AnchorReading(step=10 * step, right=right, rewards={REWARD: rewarded}, sources=sources)
+        news, state = whole.record(one), json.loads(json.dumps(before.state()))
+        before = RewardHackingDetector()
+        before.restore(state)
+        assert before.record(one) == news
+    assert "of the source b is 0.00, down 0.69 since step 0 (32 anchors)" in news.alarm
+    assert "the reward is 0.95 (0.40 at step 0)" in news.alarm and "of the source a" not in news.alarm
+    assert len(before.state()["kept"]) < 3, "not every reading is kept"

@@ -15,7 +15,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.composed_session import ComposedJudge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.run.build.make_evaluator import compute_pass_reward, first_of_all_answers
+from grmpipe.run.build.make_evaluator import compute_pass_reward, first_of_all_answers, take_sources_in_turn
 from grmpipe.types import Judge, Prompt
 
 MATH, CHAT = (Prompt(prompt_id=source, messages=(), source=source) for source in ("math", "chat"))
@@ -69,3 +69,8 @@ def test_a_lone_judge_with_a_name_passes_answers_on_its_own_scale() -> None:
     mixed = RewardConfig(kind="mix", mix={"five": 1.0})
     (config, judge) = judged_by(mixed, five=five)
     assert isinstance(judge, ComposedJudge) and judge.scale == five.scale
+
+
+def test_the_first_prompts_are_of_all_sources_in_turn() -> None:
+    prompts = [Prompt(prompt_id=f"{source}{n}", messages=(), source=source) for source in "abc" for n in range(3)][:7]
+    assert [one.prompt_id for one in take_sources_in_turn(prompts)] == ["a0", "b0", "c0", "a1", "b1", "a2", "b2"]
