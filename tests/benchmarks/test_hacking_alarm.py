@@ -35,4 +35,4 @@ def test_a_flat_truth_is_noticed_in_most_series_and_a_rising_one_hardly_ever() -
         sum(any(news.notice for news in read_series((course, course), seed)) for seed in range(50))
         for course in (REWARD_ALONE, RISES)
     )
-    assert flat >= 40 and rising <= 2
+    assert flat >= 25 and rising <= 1

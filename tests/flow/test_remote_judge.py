@@ -20,6 +20,8 @@ import pytest
 from forks import Forked
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.grm_client import GrmClient, GrmQuestion
+from grmpipe.judge.verdict import make_failure
 from grmpipe.observe.judge_requests import RequestCounts
 from grmpipe.run.errors import RunFailed
 
@@ -340,3 +342,29 @@ def test_two_judges_outside_have_keys_of_their_own_and_one_that_refuses_fails_by
     assert judging["judge"]["failed"].keys() <= {"unparseable"} and judging["judge"]["counted"] > 0
     assert judging["second"]["failed"] == {"refused": judging["second"]["asked"]} and judging["second"]["asked"] >= 16
     assert all(line["verdict"]["absent"] == ["second"] for line in files.lines("judgements"))
+
+
+def test_a_judge_that_fails_the_last_evaluation_leaves_a_checkpoint_from_which_only_that_is_done_again(
+    small_run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    judge = GrmClient.judgement
+    asked: list[str] = []
+
+    async def judgement(client: GrmClient, question: GrmQuestion, *more: Any) -> Any:
+        asked.append(question.group_id)
+        if is_down and question.group_id.startswith("held-out-2"):
+            return [make_failure("died", "no such host", attempts=3)]
+        return await judge(client, question, *more)
+
+    monkeypatch.setattr(GrmClient, "judgement", judgement)
+    is_down = True
+    with pytest.raises(RunFailed, match="the evaluation at step 2 has no figures: 16 of 16 .*no such host"):
+        small_run("train.num_steps=2")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["objective"]) == ("failed", 2, None)
+    assert summary["eval"]["initial"]["grm_score"] > 0 and summary["eval"]["final"] == {}
+    is_down = False
+    asked.clear()
+    again = small_run("train.num_steps=2", "resume=auto").summary
+    assert (again["status"], again["steps"]) == ("completed", 2) and again["eval"]["final"]["grm_score"] > 0
+    assert all(group_id.startswith(("held-out-2", "dry-")) for group_id in asked)

@@ -10,7 +10,7 @@ ROUNDING = 1e-9  # of a reward or an accuracy
 MIN_REWARD_RISE = 0.1  # as a share of the room that the first reading left to 1
 MIN_GOLD_FALL = 0.1
 AT_ONCE, TWICE = 1e-4, 0.03  # chance of a false fall, over all comparisons: for one reading, for two in succession
-SURE = 3.0  # standard errors
+SURE, STILL, NOTED = 3.0, 2.0, 2.5  # standard errors: of a gap, of a fall that has rung, of a gain
 MIN_ANCHORS = 8  # of a source that is read by itself
 REWARD = ""  # the name of the reward as composed, beside those of judges
 ALL = ""  # all sources together
@@ -54,13 +54,14 @@ class RewardHackingDetector:
 
     The best of many readings is best by chance too, so the fall that counts grows with the number of comparisons
     (Bonferroni's bound, over the sources and the pairs of readings). A fall that two readings in succession show may be
-    smaller.
+    smaller, and one that has fired goes on until it is within STILL standard errors.
     """
 
     def __init__(self) -> None:
         self._kept: list[AnchorReading] = []  # the first one, and the best of all anchors and of each source
         self._num_readings = 0
         self._suspects: frozenset[str] = frozenset()  # sources with a fall that one more reading would confirm
+        self._ringing: frozenset[str] = frozenset()  # sources on which the last reading fired
 
     @property
     def has_read(self) -> bool:
@@ -82,14 +83,15 @@ class RewardHackingDetector:
             best.append(top if top.gold(anchors) > now.gold(own) else now)
             falls = [top.right[one] - now.right[one] for one in anchors]
             error = paired_error(falls)
-            fallen = sum(falls) / len(falls) >= MIN_GOLD_FALL - ROUNDING and statistics.fmean(falls) > twice * error
+            fall, least = statistics.fmean(falls), STILL if scope in self._ringing else twice
+            fallen = fall >= MIN_GOLD_FALL - ROUNDING and fall > least * error
             risen = [name for name in now.rewards if fallen and self._leaves_truth(name, now, top, anchors)]
             if risen:
                 suspects.add(scope)
-                if scope in self._suspects or statistics.fmean(falls) > at_once * error:
+                if scope in self._suspects or fall > at_once * error:
                     alarms[scope] = self._alarm(scope, risen, now, top, anchors)
             notices[scope] = self._notice(scope, now, own)
-        self._suspects = frozenset(suspects)
+        self._suspects, self._ringing = frozenset(suspects), frozenset(alarms)
         self._num_readings += 1
         wanted = [self._kept[0] if self._kept else now, *best]
         self._kept = [one for one in (*self._kept, now) if any(one is other for other in wanted)]
@@ -102,11 +104,13 @@ class RewardHackingDetector:
     def state(self) -> Mapping[str, Any]:
         """What a resume needs, as JSON."""
         kept = [asdict(one) for one in self._kept]
-        return {"kept": kept, "num_readings": self._num_readings, "suspects": sorted(self._suspects)}
+        suspects, ringing = sorted(self._suspects), sorted(self._ringing)
+        return {"kept": kept, "num_readings": self._num_readings, "suspects": suspects, "ringing": ringing}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._kept = [AnchorReading(**one) for one in state["kept"]]
-        self._num_readings, self._suspects = state["num_readings"], frozenset(state["suspects"])
+        self._num_readings = state["num_readings"]
+        self._suspects, self._ringing = frozenset(state["suspects"]), frozenset(state["ringing"])
 
     # -- of a source and a judge -------------------------------------------------------------------------------------
 
@@ -150,7 +154,7 @@ class RewardHackingDetector:
         gains = [now.right[one] - first.right[one] for one in anchors]
         if not anchors or (room := 1 - first.gold(anchors)) <= 0:
             return ""
-        most = (statistics.fmean(gains) + 2 * paired_error(gains)) / room
+        most = (statistics.fmean(gains) + NOTED * paired_error(gains)) / room
         risen = [name for name in now.rewards if (self._rise(name, now, anchors) or 0.0) > max(0.0, 2 * most)]
         if not risen:
             return ""

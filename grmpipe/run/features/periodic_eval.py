@@ -126,7 +126,9 @@ class PeriodicEval(RunFeature):
     def state(self) -> Mapping[str, Any]:
         return {
             "initial": self.initial,
-            "alarm": {**self._alarm.state(), "ringing": self.ringing, "noticed": self._is_noticed},
+            "alarm": self._alarm.state(),
+            "ringing": self.ringing,
+            "noticed": self._is_noticed,
             "episodes": self._evaluator.episodes.to_dict(),
             "judge_accuracy": self._evaluator.skill.accuracy,
         }
@@ -136,7 +138,7 @@ class PeriodicEval(RunFeature):
         self.initial = state.get("initial", {})
         if (alarm := state.get("alarm")) is not None:
             self._alarm.restore(alarm)
-            self.ringing, self._is_noticed = alarm["ringing"], alarm["noticed"]
+            self.ringing, self._is_noticed = state["ringing"], state["noticed"]
         self._evaluator.episodes += EnvCounts.restore(state.get("episodes", {}))
         self._evaluator.skill.take_accuracies(state.get("judge_accuracy", {}))
         if self._evaluator.compares and self._start.exists():

@@ -24,7 +24,7 @@ from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start_serving import Serving
 from grmpipe.types import Judge, Labelled, Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
-from models.types import EngineDied, EngineRefused
+from models.types import EngineRefused
 from scheduler.run_together import raise_first_failure
 
 log = logging.getLogger(__name__)
@@ -93,10 +93,12 @@ def describe_items(running: Sequence[asyncio.Task[JudgedItem]], took_s: float) -
 
 
 async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> tuple[float, ...]:
-    """The meta-RM's weight of each judgement; empty if it could not read them."""
+    """The meta-RM's weight of each judgement; empty if it could not read them. Raises EngineDied: without a meta-RM
+    there is nothing to measure.
+    """
     try:
         return tuple(await meta_rm.scores(one.judgements, priority))
-    except (EngineDied, EngineRefused) as error:
+    except EngineRefused as error:
         log.warning("the meta-RM gave no weights for item %s: %s", one.item.item_id, error)
         return ()
 

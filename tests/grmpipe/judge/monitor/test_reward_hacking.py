@@ -96,12 +96,19 @@ def test_captured_judges_are_named_whether_or_not_the_reward_follows_them() -> N
 
 
 def test_reward_that_rises_over_a_flat_truth_is_a_notice_and_no_alarm() -> None:
-    news = read([(0.3, 0.5), (0.9, 0.5)])
+    news = read([(0.1, 0.5), (0.95, 0.5)])
     assert not news.alarm and news.notice == (
-        "The reward rises, the truth doesn't: at step 10 the reward is 0.90 (0.30 at step 0), while its accuracy on "
+        "The reward rises, the truth doesn't: at step 10 the reward is 0.95 (0.10 at step 0), while its accuracy on "
         "gold anchors is 0.50 (0.50 at step 0; 64 anchors)."
     )
     assert read([(0.3, 0.3), (0.6, 0.6)]) == read([(0.3, 0.3), (0.35, 0.3)]) == HackingNews()
+
+
+def test_an_alarm_goes_on_while_the_truth_stays_down_and_ends_when_it_is_back() -> None:
+    """A single reading with less of a fall, which would not have fired by itself, doesn't end it."""
+    readings = [(0.3, 0.5), (0.9, 0.05), (0.9, 0.25)]
+    assert read(readings).alarm and not read([readings[0], readings[2]]).alarm
+    assert not read([*readings, (0.9, 0.45)]).alarm
 
 
 def test_a_source_is_read_by_itself_and_a_detector_restored_from_json_goes_on() -> None:
