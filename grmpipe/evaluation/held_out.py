@@ -112,7 +112,7 @@ class Evaluator:
     compares:   whether one of the judges compares, so that an answer is also judged beside that in `start`.
     start:      prompt_id -> the answer of the first evaluation.
     deadline_s: results that come later than this after the last answer, on `clock`, are left out.
-    make_health: gives the judge's health in one evaluation; None: it can't fail.
+    make_health: gives the judge's health for one evaluation; None: any number of verdicts may fail.
     skill:      gets the accuracy of each of several judges.
     episodes:   gets what was played.
     progress:   shows how far an evaluation is, which `done` has.

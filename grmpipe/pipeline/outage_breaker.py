@@ -27,7 +27,11 @@ class OutageBreaker:
 
     def record(self, result: object) -> None:
         """Count a verdict, or a judgement. Raises Unfit when the outage has lasted."""
-        self._health.record(result if isinstance(result, Failed) and result.is_outage else None)
+        self._health.record(only_outage(result))
+
+    def count(self, result: object) -> None:
+        """Count one of an earlier process, for `check` alone."""
+        self._health.count(only_outage(result))
 
     def check(self) -> None:
         """Raises Unfit if outages left too little to measure. Called before any figure is made."""
@@ -35,6 +39,10 @@ class OutageBreaker:
 
     def guard(self, judge: Judge) -> Judge:
         return _GuardedJudge(judge, self)
+
+
+def only_outage(result: object) -> Failed | None:
+    return result if isinstance(result, Failed) and result.is_outage else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,7 @@ class ServiceHealth:
 
         of: of several judges, those whose failure it is.
         """
-        self._total[result.cause if isinstance(result, Failed) else None] += 1
-        if isinstance(result, Failed):
-            self._last_detail = result.detail
+        self.count(result)
         if self.state in ("closed", "half-open"):
             self._num_on_trial += 1
             if isinstance(result, Failed):
@@ -102,6 +100,12 @@ class ServiceHealth:
             elif self._num_on_trial >= self._window:
                 self._state = "closed"
         self._raise_if_stopped()
+
+    def count(self, result: object) -> None:
+        """Count a result for `check` alone."""
+        self._total[result.cause if isinstance(result, Failed) else None] += 1
+        if isinstance(result, Failed):
+            self._last_detail = result.detail
 
     def trip(self, cause: str) -> None:
         """Open for a reason other than failures. Raises Unfit if it is half-open, and when it has stopped."""

@@ -82,7 +82,7 @@ class RewardHackingDetector:
             top, anchors = max(before, key=lambda one: (one[0].gold(one[1]), one[0].step))
             best.append(top if top.gold(anchors) > now.gold(own) else now)
             falls = [top.right[one] - now.right[one] for one in anchors]
-            error = paired_error(falls)
+            error = estimate_error(falls)
             fall, least = statistics.fmean(falls), STILL if scope in self._ringing else twice
             fallen = fall >= MIN_GOLD_FALL - ROUNDING and fall > least * error
             risen = [name for name in now.rewards if fallen and self._leaves_truth(name, now, top, anchors)]
@@ -122,7 +122,7 @@ class RewardHackingDetector:
             for one in anchors
             if one in before and one in then
         ]
-        return self._rise(name, now, anchors) is not None and sum(gaps) > SURE * paired_error(gaps) * len(gaps)
+        return self._rise(name, now, anchors) is not None and sum(gaps) > SURE * estimate_error(gaps) * len(gaps)
 
     def _rise(self, name: str, now: AnchorReading, anchors: Sequence[str]) -> float | None:
         """The rise of a reward since the first reading, as a share of its room then; None if it hasn't surely risen."""
@@ -154,7 +154,7 @@ class RewardHackingDetector:
         gains = [now.right[one] - first.right[one] for one in anchors]
         if not anchors or (room := 1 - first.gold(anchors)) <= 0:
             return ""
-        most = (statistics.fmean(gains) + NOTED * paired_error(gains)) / room
+        most = (statistics.fmean(gains) + NOTED * estimate_error(gains)) / room
         risen = [name for name in now.rewards if (self._rise(name, now, anchors) or 0.0) > max(0.0, 2 * most)]
         if not risen:
             return ""
@@ -194,7 +194,7 @@ def deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
-def paired_error(differences: Sequence[float]) -> float:
+def estimate_error(differences: Sequence[float]) -> float:
     """The standard error of the mean of paired differences, with two of 1 and two of -1 added: also where all are alike
     there is an error (as in Agresti and Min 2005, doi:10.1002/sim.1781).
     """

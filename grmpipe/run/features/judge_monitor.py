@@ -48,7 +48,7 @@ class MonitoredJudge:
 
     frozen:   judges whose models aren't trained, so that any drift is an alarm; a single judge has no name.
     compares: whether one of them needs several responses.
-    make_health: gives their health in one check; None: they can't fail.
+    make_health: gives their health for one check; None: any number of verdicts may fail.
     """
 
     judge: Judge

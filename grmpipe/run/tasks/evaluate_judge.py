@@ -45,8 +45,9 @@ async def evaluate_judge(
         judge = breaker.guard(running.judge_for(ready.prepared.under(config)))
         judged = await judge_items(judge, running.meta_rm, ready.items, config, progress, counters)
     breaker.check()
-    if all(one.outage is not None for one in judged):
-        raise ValueError(f"no item was judged; the first failure: {judged[0].outage}")
+    lost = [one.outage.detail for one in judged if one.outage is not None]
+    if len(lost) == len(judged):
+        raise ValueError(f"no item has all its verdicts; of the first one failed: {lost[0]}")
     result = evaluate(judged, config.main_judge.scale, make_recount(config))
     scales = {name: judge.scale for name, judge in config.judging.judges.items()}
     write_files(run_dir, judged, result, config.main_judge.scale, scales)

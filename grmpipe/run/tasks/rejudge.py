@@ -35,20 +35,20 @@ class GroupJudging:
         self._stored = prepared.stored
         self._deadline_s = prepared.config.rollout.group_deadline_s
         self._clock = ActiveClock()
-        self.breaker = OutageBreaker(compose_health(prepared.config), self._clock)
+        self._breaker = OutageBreaker(compose_health(prepared.config), self._clock)
         self._judge = judge
         self._done = done
 
     async def judge_each(self, in_order: Iterator[tuple[int, str]]) -> None:
         """in_order: the priority and the id of each group; several callers may share it. Raises Unfit."""
         for priority, group_id in in_order:
-            await self.breaker.until_fit()
+            await self._breaker.until_fit()
             group = self._stored.run.group(group_id)
             limit = self._clock.timeout(self._deadline_s)
             reports = await judge_in_time(self._judge, group.prompt, group.rollouts, limit, priority)
             self._done(group, reports)
             for report in reports:
-                self.breaker.record(report.verdict)
+                self._breaker.record(report.verdict)
 
 
 class RejudgeRun(Run[PreparedRejudging]):
@@ -87,7 +87,6 @@ class RejudgeRun(Run[PreparedRejudging]):
             async with raise_first_failure() as tasks:
                 for _ in range(min(at_once, len(missing))):
                     tasks.create_task(rejudging.judge_each(in_order))
-        rejudging.breaker.check()
 
     def _done(self, group: JudgedGroup, reports: Sequence[JudgeReport]) -> None:
         for rollout, report in zip(group.rollouts, reports, strict=True):
@@ -97,10 +96,13 @@ class RejudgeRun(Run[PreparedRejudging]):
     def _compare(self) -> None:
         stored, failures = self._prepared.stored, Counter[str]()
         again, self._counters = stored.read_new_verdicts(self._run_dir), Counters()  # of the stored ones too
+        all_verdicts = OutageBreaker(compose_health(self._config))
         for report in again.reports():
             self._counters.report(report)
+            all_verdicts.count(report.verdict)
             if isinstance(report.verdict, Failed):
                 failures[report.verdict.cause] += 1
+        all_verdicts.check()
         result: VerdictComparison = compare(list(read_compared(stored, again, self._config)))
         self._metrics = list_metrics(result)
         write_comparison(self._run_dir, result)
