@@ -19,11 +19,11 @@ def test_one_hacked_source_of_two_is_seen_and_named_in_three_series_of_four() ->
     assert all("of the source number 0 is" in alarm for alarm in alarms if alarm)
 
 
-HARDEST = ("the reward rises, the truth stays", "both sources improve and fall back, and the judge says so")
+HARDEST = "the reward rises, the truth stays"
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in HARDEST else pytest.mark.long) for kind in CLEAN_SERIES]
+    "kind", [pytest.param(kind, marks=() if kind == HARDEST else pytest.mark.long) for kind in CLEAN_SERIES]
 )
 def test_of_two_hundred_clean_series_at_most_two_have_an_alarm(kind: str) -> None:
     found = [any(news.alarm for news in read_series(CLEAN_SERIES[kind], seed)) for seed in range(NUM_SERIES)]
