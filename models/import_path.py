@@ -2,15 +2,21 @@
 folders of a user's with these names hide none of ours.
 """
 
+import csv
+import functools
 import importlib
 import sys
+import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 COMMON_NAMES = ("models", "scheduler")
 PACKAGES = (*COMMON_NAMES, "grmpipe")
+STDLIB = tuple(dict.fromkeys(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")))
+SITES = ("site-packages", "dist-packages")  # folders that installers write to, of this Python or of another
 
 
 def put_working_folder_last(*more: Path) -> None:
@@ -22,6 +28,40 @@ def put_working_folder_last(*more: Path) -> None:
     first = [path for path in sys.path if path not in last]
     moved = [path for path in (*sys.path, *map(str, more)) if path in last or path not in sys.path]
     sys.path[:] = dict.fromkeys([*first, str(ROOT), *moved])
+
+
+def list_import_paths() -> list[str]:
+    """Folders and archives that this process imports from; the current folder by its name."""
+    return [str(Path(path).absolute()) for path in sys.path]
+
+
+def is_site_folder(path: str) -> bool:
+    """Whether a folder on the path holds only Python's own modules, or what was installed."""
+    return Path(path).name in SITES or f"{path}/".startswith(STDLIB)
+
+
+def is_library(file: str) -> bool:
+    """Whether a module is Python's own, or was installed: also by `pip install --target`, beside modules of the user's.
+    An editable installation is where its source is, and the user's.
+    """
+    if file.startswith(STDLIB) or not {*SITES}.isdisjoint(Path(file).parts):
+        return True
+    return any(
+        file[len(folder) + 1 :].partition("/")[0] in list_installed(folder)
+        for folder in list_import_paths()
+        if file.startswith(f"{folder}/")
+    )
+
+
+@functools.cache
+def list_installed(folder: str) -> frozenset[str]:
+    """Names of the files and folders in a folder that installers wrote, by the records that they left beside them."""
+    found = set()
+    for information in Path(folder).glob("*.dist-info"):
+        found.add(information.name)
+        with suppress(OSError), (information / "RECORD").open(encoding="utf-8", newline="") as record:
+            found.update(row[0].partition("/")[0] for row in csv.reader(record) if row)
+    return frozenset(found - {"", ".."})
 
 
 def import_module(module: str, key: str) -> ModuleType:

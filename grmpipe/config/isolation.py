@@ -29,7 +29,8 @@ class IsolationConfig(Bounded):
     max_files: int = positive(256, COUNT)  # [files] Open files of each process.
     file_mb: int = positive(64, COUNT)  # [MB] Files in the episode's folder, which is deleted at its end.
     network: bool = False  # Whether an episode has the network.
-    # Files and folders that an episode may read, besides Python, its packages and /usr.
+    # Files and folders that an episode may read, besides the system's programs, Python, what is installed for it, and
+    # modules that the environment imports; of a folder not the run and its data.
     read: list[str] = field(default_factory=list)
     # Names of environment variables that an episode gets; it gets no others.
     pass_env: list[str] = field(default_factory=list)

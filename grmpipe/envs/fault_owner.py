@@ -52,6 +52,10 @@ LIMITS = {
     errno.EAGAIN: "too many processes ran",
     errno.ENOMEM: "it took more memory than it may",
 }
+NOT_READ = (
+    "; an isolated environment reads its modules, what is installed, its own folder, and what env.isolation.read "
+    "names: type env.isolation.read=[/a/file,/a/folder]"
+)
 NO_THREAD = "can't start new thread"  # Python's text at the limit on processes
 # Signals that end a process and that neither the run nor a broken program sends to a box: its programs do.
 SENT_BY_PROGRAMS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -113,6 +117,7 @@ def decide_fault(error: BaseException, owner: str, rules: FaultRules, *, has_act
     words = str(error) if said else f"{owner} raised {describe_error(error)}"
     if rules.in_box and not has_acted and isinstance(error, MemoryError):
         return _caused(EnvFault(f"{words}: no memory was left; raise env.isolation.memory_mb", "boot"), error)
+    words += explain_unread(error) if rules.in_box else ""
     is_answer = isinstance(error.__cause__, BadValueError)
     return _caused(EnvFault(words, "protocol" if is_answer else "broken"), error)
 
@@ -170,6 +175,17 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         one = one.__cause__
+
+
+def explain_unread(error: BaseException) -> str:
+    """The way out for code in a box that found no file or module, which may be there outside; empty for others."""
+    for one in causes(error):
+        is_absolute = isinstance(one, OSError) and isinstance(one.filename, str) and one.filename.startswith("/")
+        if isinstance(one, ModuleNotFoundError) or (
+            is_absolute and isinstance(one, FileNotFoundError | PermissionError)
+        ):
+            return NOT_READ
+    return ""
 
 
 def limit_reached(error: BaseException) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import linecache
 import logging
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from grmpipe.envs.limited_env import LANE
+from models.import_path import is_library
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,6 @@ CHECK_S = 1.0  # between two beats
 BLOCKED_S = 10.0  # without a beat; doubled for each further note
 ROOT = Path(__file__).parents[2]
 OURS = (*(str(ROOT / package) + "/" for package in ("models", "scheduler", "grmpipe")), str(ROOT / "launch.py"))
-LIBRARIES = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 WORKFLOWS = str(ROOT / "grmpipe/workflows") + "/"
 
 
@@ -89,7 +88,7 @@ def walk_stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_users(file: str) -> bool:
-    return not file.startswith(("<", *OURS, *LIBRARIES)) and "dist-packages" not in file
+    return not file.startswith(("<", *OURS)) and not is_library(file)
 
 
 def way_out(task: str, stack: Sequence[FrameType]) -> str:

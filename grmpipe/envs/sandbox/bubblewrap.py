@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 
 from grmpipe.envs.sandbox.confinement import NETWORK_FILES
+from grmpipe.envs.sandbox.readable_files import ReadablePart, is_folder
 
 COMMAND = "bwrap"
 TRIED_S = 10.0
@@ -22,7 +23,7 @@ def bubblewrap_missing() -> str | None:
         return "bubblewrap is not installed; type `apt-get install bubblewrap`, or your system's command"
     try:
         tried = subprocess.run(
-            [*make_command(("/usr", "/bin", "/lib", "/lib64"), (), network=False), "true"],
+            [*make_command(map(ReadablePart, ("/usr", "/bin", "/lib", "/lib64")), (), network=False), "true"],
             capture_output=True,
             text=True,
             timeout=TRIED_S,
@@ -36,22 +37,33 @@ def bubblewrap_missing() -> str | None:
     )
 
 
-def make_command(read: Iterable[str], write: Sequence[str], *, network: bool) -> list[str]:
+def make_command(read: Iterable[ReadablePart], write: Sequence[str], *, network: bool) -> list[str]:
     """The beginning of a command line that starts a program in bubblewrap: it sees these files and folders only, and
     ends with the thread that started it. Paths that this user doesn't see are left out.
     """
+    emptied = []
     arguments = [
         COMMAND, *users(), "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
         "--die-with-parent", "--new-session", "--tmpfs", "/tmp",
     ]  # fmt: skip
     if not network:
         arguments.append("--unshare-net")
-    for path in (*read, *(NETWORK_FILES if network else ())):
-        if os.access(path, os.F_OK):  # bubblewrap fails at a path that this user has no way to
-            arguments += ["--ro-bind-try", path, path]
+    for part in (*read, *map(ReadablePart, NETWORK_FILES if network else ())):
+        if not os.access(part.path, os.F_OK):  # bubblewrap fails at a path that this user has no way to
+            continue
+        arguments += ["--ro-bind-try", part.real, part.path]  # it misreads absolute symbolic links
+        for masked in part.masked:
+            if is_folder(masked):
+                arguments += ["--tmpfs", masked]
+                emptied.append(masked)
+            elif os.access(masked, os.F_OK):
+                arguments += ["--ro-bind", os.devnull, masked]
     for path in write:
         arguments += ["--bind", path, path]
-    return [*arguments, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/"]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    for path in ("/", *emptied):  # in which the paths above had to be made
+        arguments += ["--remount-ro", path]
+    return arguments
 
 
 def users() -> tuple[str, ...]:

@@ -12,7 +12,6 @@ import contextlib
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,11 @@ from grmpipe.envs.sandbox import kernel, landlock, seccomp
 MEGABYTE = 2**20
 FIRST_USER = 0x70000000  # of the users that workers become where the run is root's; plus the supervisor's process id
 INSIDE_USER = 1000  # what such a user is called in its namespace
-SYSTEM_FILES = (
-    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives",
+# Not all of /etc/ssl: the keys of root's servers are there.
+NETWORK_FILES = (
+    "/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl/certs", "/etc/ssl/openssl.cnf",
+    "/run/systemd/resolve",
 )  # fmt: skip
-NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/run/systemd/resolve")
 DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")
 ZERO, FULL = "/dev/zero", "/dev/full"
 
@@ -36,6 +36,7 @@ class Bounds:
 
     folder: the worker's own, the only one in which it may write.
     memory_mb: of each process's address space, and of what all processes hold together.
+    read: files and folders. listed: folders of which the names of files may be read, though not the files.
     mapped_bytes: address space that the environment's code takes before the episode; `memory_mb` is beyond it.
     without: steps to leave out, so that tests see what remains on a kernel that lacks them.
     """
@@ -48,6 +49,7 @@ class Bounds:
     file_mb: int
     network: bool = False
     read: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
     mapped_bytes: int = 0
     without: tuple[str, ...] = ()
 
@@ -92,17 +94,6 @@ class Namespaces:
     network: bool = False
     zeros: bool = False
     user: int | None = None
-
-
-def import_paths() -> list[str]:
-    """Folders and archives that this process imports from; the current folder by its name."""
-    return [str(Path(path).absolute()) for path in sys.path]
-
-
-def readable(extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Files and folders that any worker may read: the system's programs, Python, and all that it imports from."""
-    python = (sys.prefix, sys.base_prefix, os.path.realpath(sys.executable), *import_paths())
-    return tuple(dict.fromkeys((*SYSTEM_FILES, *python, *extra)))
 
 
 def enter_namespaces(bounds: Bounds, map_ids: Callable[[int], None]) -> Namespaces:
@@ -194,9 +185,8 @@ def mount_proc() -> None:
 
 def restrict_files(bounds: Bounds, had: Namespaces, own_proc: bool) -> None:
     read = (*bounds.read, *(("/proc",) if own_proc else ()), *(NETWORK_FILES if bounds.network else ()))
-    landlock.restrict(
-        read, (bounds.folder, *DEVICES, *((ZERO,) if had.zeros else ())), tcp=bounds.network or had.network
-    )
+    write = (bounds.folder, *DEVICES, *((ZERO,) if had.zeros else ()))
+    landlock.restrict(read, write, listed=bounds.listed, tcp=bounds.network or had.network)
 
 
 def set_limits(bounds: Bounds, *, is_counted: bool, shares_user: bool) -> None:

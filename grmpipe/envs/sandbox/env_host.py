@@ -52,6 +52,7 @@ async def open_env_host(
     config: EnvConfig,
     *,
     run_dir: Path,
+    data: tuple[str, ...] = (),
     events: EventSink | None = None,
 ) -> AsyncIterator[EnvHost]:
     """The host of a run's environments, with all that `config.isolation` asks for, and the servers of their tools.
@@ -60,6 +61,7 @@ async def open_env_host(
     with the thread that this is called in. Raises ValueError if the environment can't be made, or a part of the
     isolation is missing and required.
 
+    data:   files that no environment in a process of its own reads, besides those of the run.
     events: gets a span for each stage of each episode.
     """
     await asyncio.to_thread(sweep, run_dir)
@@ -73,7 +75,10 @@ async def open_env_host(
     assert not config.mcp, "servers of tools are processes of their own"
     await asyncio.to_thread(check_isolation, isolation)
     left = record_host(run_dir, isolation.runtime if isolation.kind == CONTAINER else "")
-    host = (ContainerHost if isolation.kind == CONTAINER else ProcessHost)(config, left, limits)
+    if isolation.kind == CONTAINER:
+        host: ContainerHost | ProcessHost = ContainerHost(config, left, limits)
+    else:
+        host = ProcessHost(config, left, limits, data=(str(run_dir), *data))
     try:
         await host.start()
         lacks = weaknesses(await host.find_missing())

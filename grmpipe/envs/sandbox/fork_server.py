@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 
@@ -25,20 +24,26 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Env
 from grmpipe.envs.env_factory import env_factory
-from grmpipe.envs.fault_owner import fault_rules
+from grmpipe.envs.fault_owner import explain_unread, fault_rules
 from grmpipe.envs.sandbox import kernel
-from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, measure_address_space
+from grmpipe.envs.sandbox.confinement import Bounds, Missing, measure_address_space
 from grmpipe.envs.sandbox.env_worker import serve
 from grmpipe.envs.sandbox.messages import Confined, frame
+from grmpipe.envs.sandbox.readable_files import ReadableFiles, find_readable_files, list_imported
 from grmpipe.envs.sandbox.supervisor import map_users_when_asked, supervise
 
 MAX_CONTROL = 2**17  # bytes of a control message
 
 
 class ForkServerSetup(msgspec.Struct, frozen=True):
-    """The environment to import. in_own_root: this process is in bubblewrap, with mounts of its own."""
+    """The environment to import.
+
+    data:        the run and its data, which no worker reads.
+    in_own_root: this process is in bubblewrap, with mounts of its own.
+    """
 
     env: EnvConfig
+    data: tuple[str, ...] = ()
     in_own_root: bool = False
 
 
@@ -66,12 +71,14 @@ def main(control: socket.socket) -> None:
         if setup.in_own_root and os.geteuid() == 0:
             uncover_proc()
         make = make_checked(setup.env)
+        readable = find_readable_files(setup.env, setup.data, list_imported())
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        text += explain_unread(error)
         control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
         return
     control.send(msgspec.msgpack.encode(Ready()))
-    ForkServer(control, make).stay()
+    ForkServer(control, make, readable).stay()
 
 
 def uncover_proc() -> None:
@@ -89,11 +96,12 @@ def make_checked(config: EnvConfig) -> Callable[[], Env]:
 class ForkServer:
     """Forks workers at the run's word, and waits for their supervisors."""
 
-    def __init__(self, control: socket.socket, make: Callable[[], Env]) -> None:
+    def __init__(self, control: socket.socket, make: Callable[[], Env], readable: ReadableFiles) -> None:
         self._control = control
         self._make = make
         self._mapped_bytes = measure_address_space()
-        self._imported = list_imported_packages()
+        self._read = tuple(path for part in readable.parts for path in part.carve())
+        self._listed = readable.listed
         gc.freeze()  # a collection in a worker would copy every page that it looks at
 
     def stay(self) -> None:
@@ -119,7 +127,7 @@ class ForkServer:
         if not asked:
             return False
         bounds = msgspec.msgpack.decode(asked, type=Fork).bounds
-        bounds = replace(bounds, read=(*bounds.read, *self._imported), mapped_bytes=self._mapped_bytes)
+        bounds = replace(bounds, read=self._read, listed=self._listed, mapped_bytes=self._mapped_bytes)
         outside, inside = socket.socketpair()
         env_socket, run_socket = (socket.socket(fileno=each) for each in sockets)
         child = None
@@ -172,18 +180,6 @@ def is_connected(control: socket.socket) -> bool:
     poll = select.poll()
     poll.register(control, 0)
     return not poll.poll(0)
-
-
-def list_imported_packages() -> tuple[str, ...]:
-    """Files of modules and folders of packages that are imported: also those that no import path leads to, as of an
-    editable installation. A worker may import the rest of them.
-    """
-    modules = [(name, found) for name, found in tuple(sys.modules.items()) if isinstance(found, ModuleType)]
-    files = [(name, vars(module).get("__file__")) for name, module in modules if "." not in name]
-    paths = [Path(file) for name, file in files if file and name != "__main__"]
-    found = {str(path.parent if path.stem == "__init__" else path) for path in paths}
-    listed = tuple(f"{path}{os.sep}" for path in import_paths())
-    return tuple(sorted(path for path in found if not path.startswith(listed)))
 
 
 def reap() -> None:

@@ -35,11 +35,13 @@ class HostSetup:
     """What a host is made of.
 
     run_dir: where it notes what it would leave if it were killed; a folder that all machines share.
+    data:    files that the environments don't read.
     paths:   that the run imports from; those that exist on the host's machine are added there.
     """
 
     config: EnvConfig
     run_dir: str
+    data: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
 
 
@@ -85,7 +87,8 @@ class HostMember:
         try:
             if setup.config.mcp:
                 await check_servers(setup.config)
-            self._host = await self._held.enter_async_context(open_env_host(setup.config, run_dir=Path(setup.run_dir)))
+            host = open_env_host(setup.config, run_dir=Path(setup.run_dir), data=setup.data)
+            self._host = await self._held.enter_async_context(host)
         except ValueError as error:
             raise ValueError(f"{error} (on the machine {machine})") from error
         return HostStarted(machine=machine, lacks=self._host.lacks)

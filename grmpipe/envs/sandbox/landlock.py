@@ -33,9 +33,10 @@ def _all_access(version: int) -> int:
     return access
 
 
-def restrict(read: Iterable[str], write: Iterable[str], *, tcp: bool = True) -> None:
+def restrict(read: Iterable[str], write: Iterable[str], *, listed: Iterable[str] = (), tcp: bool = True) -> None:
     """Allow no more than to read and execute what is in `read`, and everything in `write`. Missing paths are left out.
 
+    listed: folders in which, and in all below which, the names of files may be read.
     tcp: whether TCP stays as it is; False needs version 4. Needs `set_no_new_privileges` before. Raises OSError.
     """
     version = abi()
@@ -46,6 +47,8 @@ def restrict(read: Iterable[str], write: Iterable[str], *, tcp: bool = True) -> 
     try:
         for path in read:
             _allow(ruleset, path, _READ)
+        for path in listed:
+            _allow(ruleset, path, _READ_FOLDER)
         for path in write:
             _allow(ruleset, path, access)
         syscall(_RESTRICT_SELF, ruleset, 0)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,14 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing, make_command
-from grmpipe.envs.sandbox.confinement import Bounds, Missing, import_paths, readable
+from grmpipe.envs.sandbox.confinement import Bounds, Missing
 from grmpipe.envs.sandbox.crash_cleanup import MARK, CleanupRecord, remove_folder
-from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, list_imported_packages
+from grmpipe.envs.sandbox.fork_server import MAX_CONTROL, Fork, ForkServerSetup, Ready, make_checked
 from grmpipe.envs.sandbox.hosted_env import WorkerHost, end_within
 from grmpipe.envs.sandbox.messages import BadFrame, Confined, Ended, next_message, reports
+from grmpipe.envs.sandbox.readable_files import find_readable_files
 from grmpipe.envs.sandbox.supervisor import KILL, TERMINATE
+from models.import_path import list_import_paths
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +80,10 @@ class ProcessWorker:
 
 
 class ProcessHost(WorkerHost):
-    """The fork server, and the workers that it forked. without: parts of the isolation to do without, for tests.
+    """The fork server, and the workers that it forked.
 
+    without: parts of the isolation to do without, for tests.
+    data: the run and its data, which no worker reads.
     outer: why the fork server isn't in bubblewrap; None: it is.
     """
 
@@ -88,11 +93,14 @@ class ProcessHost(WorkerHost):
         cleanup: CleanupRecord,
         limits: StageLimits,
         without: tuple[str, ...] = (),
+        data: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(config, limits)
+        isolation = replace(config.isolation, read=make_absolute(config.isolation.read))
+        super().__init__(replace(config, isolation=isolation), limits)
         self._folder = Path(cleanup.folder)
         self._cleanup = cleanup
         self._without = without
+        self._data = tuple(make_absolute(data))
         self.outer = "left out" if BUBBLEWRAP in without else bubblewrap_missing()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -132,9 +140,8 @@ class ProcessHost(WorkerHost):
         self._control = ours
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(
-            ours, msgspec.msgpack.encode(ForkServerSetup(env=self._config, in_own_root=self.outer is None))
-        )
+        setup = ForkServerSetup(env=self._config, data=self._data, in_own_root=self.outer is None)
+        await loop.sock_sendall(ours, msgspec.msgpack.encode(setup))
         try:
             answer = await loop.sock_recv(ours, MAX_CONTROL)
         except ConnectionError:  # it ended without reading what it was sent
@@ -145,12 +152,14 @@ class ProcessHost(WorkerHost):
             raise ValueError(ready.error)
 
     def _inside(self) -> list[str]:
-        """What starts the fork server: nothing, or bubblewrap."""
-        isolation = self._config.isolation
+        """What starts the fork server: nothing, or bubblewrap, in which it finds only what it may read. Raises
+        ValueError if the environment can't be imported.
+        """
         if self.outer is not None:
             return []
-        read = (*readable(isolation.read), *list_imported_packages())
-        return make_command(read, (str(self._folder),), network=isolation.network)
+        make_checked(self._config)  # an import may add folders to the path
+        read = find_readable_files(self._config, self._data).parts
+        return make_command(read, (str(self._folder),), network=self._config.isolation.network)
 
     async def stop(self) -> None:
         """End the workers that are still there, and the fork server."""
@@ -227,7 +236,6 @@ def make_bounds(config: IsolationConfig, folder: Path, without: tuple[str, ...])
         max_files=config.max_files,
         file_mb=config.file_mb,
         network=config.network,
-        read=readable(config.read),
         without=without,
     )
 
@@ -235,7 +243,13 @@ def make_bounds(config: IsolationConfig, folder: Path, without: tuple[str, ...])
 def environment(names: Sequence[str], token: str) -> dict[str, str]:
     """The environment variables of workers: what Python needs, and those that the configuration names."""
     passed = {name: os.environ[name] for name in names if name in os.environ}
-    return {"PATH": DEFAULT_PATH, "PYTHONPATH": os.pathsep.join(import_paths()), **ENVIRONMENT, **passed, MARK: token}
+    paths = os.pathsep.join(list_import_paths())
+    return {"PATH": DEFAULT_PATH, "PYTHONPATH": paths, **ENVIRONMENT, **passed, MARK: token}
+
+
+def make_absolute(paths: Sequence[str]) -> list[str]:
+    """In bubblewrap there may be no working folder."""
+    return [str(Path(path).absolute()) for path in paths]
 
 
 def remove_soon(folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import functools
+import itertools
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grmpipe.config.keys.entry_names import ENV
@@ -12,13 +14,13 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.opened_envs import OpenedEnvs
-from grmpipe.envs.sandbox.confinement import import_paths
 from grmpipe.envs.sandbox.crash_cleanup import sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
 from grmpipe.validate.sections import section
 from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
+from models.import_path import list_import_paths
 from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import Cluster
 
@@ -66,7 +68,9 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
                 hosts = await start_hosts(cluster, config, run_dir, events)
                 opening.push_async_callback(hosts.close)
                 return Envs(make=hosts.env, slots=slots, counts=hosts.counts, hosts=hosts, opened=opening.pop_all())
-            host = await opening.enter_async_context(open_env_host(env, run_dir=run_dir, events=events))
+            host = await opening.enter_async_context(
+                open_env_host(env, run_dir=run_dir, data=find_data(config), events=events)
+            )
         if host.lacks:
             log.warning("environments run with less isolation than they should: %s", host.lacks)
         return Envs(make=host.env, slots=slots, counts=host.counts, opened=opening.pop_all())
@@ -94,4 +98,31 @@ async def start_hosts(cluster: Cluster, config: RunConfig, run_dir: Path, events
 
 
 def host_setup(config: RunConfig, run_dir: Path) -> HostSetup:
-    return HostSetup(config=config.env, run_dir=str(run_dir.absolute()), paths=tuple(import_paths()))
+    return HostSetup(
+        config=config.env,
+        run_dir=str(run_dir.absolute()),
+        data=find_data(config),
+        paths=tuple(list_import_paths()),
+    )
+
+
+def find_data(config: RunConfig) -> tuple[str, ...]:
+    """The files that a configuration names, but for those of its environment."""
+
+    def list_texts(value: object) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from itertools.chain.from_iterable(map(list_texts, value.values()))
+        elif isinstance(value, Sequence):
+            yield from itertools.chain.from_iterable(map(list_texts, value))
+
+    sections = {name: value for name, value in asdict(config).items() if name != "env"}
+    return tuple(sorted({str(Path(text).absolute()) for text in list_texts(sections) if is_file(text)}))
+
+
+def is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # longer than a path may be; a zero byte
+        return False

@@ -11,13 +11,13 @@ import msgspec
 
 from grmpipe.config.journals import ALL, JournalsConfig
 from grmpipe.envs.process_group import wrap_command
-from grmpipe.envs.sandbox.confinement import import_paths
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir import thinning
 from grmpipe.run_dir.thinning import DRAFT, ThinningJob, plan_thinning
 from grmpipe.types import Metrics
+from models.import_path import list_import_paths
 
 LEAST_BYTES = 64_000_000  # that may be thinned, of a journal, before it is rewritten
 LOOK_EVERY_S = 10.0
@@ -107,7 +107,7 @@ async def run_thinning(job: ThinningJob) -> dict[Path, int]:
     command = [sys.executable, "-m", thinning.__name__, msgspec.json.encode(job).decode()]
     process = await asyncio.create_subprocess_exec(
         *wrap_command(command), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(import_paths())},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(list_import_paths())},
     )  # fmt: skip
     try:
         answer, said = await process.communicate()

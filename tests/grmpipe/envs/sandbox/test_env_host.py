@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-import grmpipe
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
 from grmpipe.envs.sandbox import env_host
 from grmpipe.envs.sandbox.confinement import Missing
 from grmpipe.envs.sandbox.env_host import open_env_host
-from grmpipe.envs.sandbox.fork_server import list_imported_packages
 from grmpipe.envs.sandbox.isolation_report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.envs.sandbox.messages import MAX_FRAME, BadFrame, Observed, fit_observation, frame, next_message, reports
 from grmpipe.envs.single_turn import SingleTurn
@@ -95,15 +92,6 @@ def test_missing_isolation_is_refused_only_if_it_is_required(monkeypatch: pytest
 def test_a_part_whose_work_another_does_is_no_weakness() -> None:
     missing = [Missing(part=part, reason="") for part in ("own /proc", "network namespace")]
     assert [each.part for each in weaknesses(missing)] == ["network namespace"]
-
-
-def test_a_package_that_no_import_path_leads_to_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = Path(grmpipe.__file__).parent
-    others = [path for path in sys.path if Path(path).absolute() != package.parent]
-    monkeypatch.setattr(sys, "path", others)
-    assert str(package) in list_imported_packages()
-    monkeypatch.setattr(sys, "path", [str(package.parent), *others])
-    assert str(package) not in list_imported_packages()
 
 
 def test_the_doctor_says_which_isolation_there_is() -> None:

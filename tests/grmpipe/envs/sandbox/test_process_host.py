@@ -365,6 +365,11 @@ def test_faults_keep_their_kind_and_text(host: Host) -> None:
     assert bug.value.cause == "broken" and "Traceback" in str(bug.value.__cause__)
 
 
+def test_a_file_that_the_environment_may_not_read_is_a_fault_with_the_way_out(host: Host) -> None:
+    with pytest.raises(EnvFault, match=r"No such file or directory: '/no/levels'.*type env\.isolation\.read="):
+        host.step("careless_read /no/levels")
+
+
 def test_workers_opened_are_closed_or_killed(host: Host) -> None:
     host.step("ping x")
     workers = host.host.counts

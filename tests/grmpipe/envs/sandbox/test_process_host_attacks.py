@@ -23,7 +23,7 @@ from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.types import Prompt
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
-from attacks import ATTACKS, BY_FILTER, HUSH, is_refused, list_attacks, programs
+from attacks import ATTACKS, BY_FILTER, DATA, HUSH, is_refused, lay_out, list_attacks, programs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are confined on Linux only")
 ISOLATION = IsolationConfig(kind="process", memory_mb=256, cpu_s=20, max_processes=16, file_mb=4)
@@ -58,9 +58,9 @@ def starts(python: list[str]) -> bool:
     return done.returncode == 0
 
 
-async def attacked(run_dir: Path, without: tuple[str, ...], codes: Mapping[str, str]) -> dict[str, str]:
+async def attacked(run_dir: Path, without: tuple[str, ...], target: str, codes: Mapping[str, str]) -> dict[str, str]:
     """The answers to all attacks in one worker, which must then still be able to work."""
-    config = EnvConfig(kind="custom", target="adversary.Adversary", isolation=ISOLATION)
+    config = EnvConfig(kind="custom", target=target, isolation=ISOLATION)
     left = record_host(run_dir)
     host = ProcessHost(config, left, LIMITS, without)
     try:
@@ -73,6 +73,7 @@ async def attacked(run_dir: Path, without: tuple[str, ...], codes: Mapping[str, 
             answers[name] = answer.messages[0].content
         works = "import asyncio; print(asyncio.run(asyncio.sleep(0, 'works')))"
         answers["works"] = (await env.step(Action(text=f"program {works}"))).messages[0].content
+        answers["late"] = (await env.step(Action(text="late"))).messages[0].content
         held = await env.step(Action(text="hold_in_programs 10"))
         answers["ten processes of 100 MB"] = held.messages[0].content if held.messages else str(held.faults)
         await env.close()
@@ -82,8 +83,8 @@ async def attacked(run_dir: Path, without: tuple[str, ...], codes: Mapping[str, 
         clear(run_dir, left)
 
 
-def main(run_dir: str, without: str, codes: str) -> None:
-    print(json.dumps(asyncio.run(attacked(Path(run_dir), tuple(json.loads(without)), json.loads(codes)))))
+def main(run_dir: str, without: str, target: str, codes: str, _: str) -> None:
+    print(json.dumps(asyncio.run(attacked(Path(run_dir), tuple(json.loads(without)), target, json.loads(codes)))))
 
 
 @pytest.fixture(
@@ -100,22 +101,26 @@ def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]]]
     user_id = NOBODY if user == "another user" else os.geteuid()
     prefix: list[str] = []
     python: str | None = sys.executable
-    run_dir = Path(tempfile.mkdtemp())
+    project = Path(tempfile.mkdtemp())
+    project.chmod(0o755)
+    run_dir = project / "runs" / "now"
+    path, target, planted = lay_out(project, "task=new")
     if user == "another user":
         if os.geteuid() != 0 or shutil.which("setpriv") is None:
             pytest.skip("another user needs root and setpriv")
         prefix = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
-        os.chown(run_dir, NOBODY, NOBODY)
+        for file in (project, *project.rglob("*")):
+            os.chown(file, NOBODY, NOBODY)
         python = next((one for one in PYTHONS if starts([*prefix, "env", one])), None)
         if python is None:
             pytest.skip("another user may not read this installation")
-    with programs(user_id) as codes:
+    with programs(user_id, planted) as codes:
         done = subprocess.run(
-            [*prefix, python, __file__, str(run_dir), json.dumps(KINDS[kind]), json.dumps(codes)],
+            [*prefix, python, __file__, str(run_dir), json.dumps(KINDS[kind]), target, json.dumps(codes), HUSH],
             capture_output=True, text=True, timeout=120, check=False,
-            env={**os.environ, "PYTHONPATH": PATHS, HUSH: "hush"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((path, PATHS)), HUSH: "hush"},
         )  # fmt: skip
-    shutil.rmtree(run_dir, ignore_errors=True)
+    shutil.rmtree(project, ignore_errors=True)
     assert done.returncode == 0, done.stderr
     yield kind, json.loads(done.stdout.splitlines()[-1])
 
@@ -128,6 +133,27 @@ def test_attacks_of_a_program_are_refused(said: tuple[str, dict[str, str]], aim:
 
 def test_a_program_that_harms_nothing_works(said: tuple[str, dict[str, str]]) -> None:
     assert said[1]["works"] == "works"
+
+
+def test_a_module_of_the_project_is_imported_in_the_middle_of_an_episode(said: tuple[str, dict[str, str]]) -> None:
+    assert said[1]["late"] == "imported"
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, [])) for kind in KINDS])
+@pytest.mark.parametrize("layout", ["checkout", "installation"])
+def test_answers_are_out_of_reach_wherever_the_environment_lies(
+    kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, target, planted = lay_out(tmp_path, layout)
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+    monkeypatch.syspath_prepend(path)
+    monkeypatch.setattr(sys, "modules", {name: sys.modules[name] for name in sys.modules if "my_lab" not in name})
+    with programs(os.geteuid(), planted) as codes:
+        tried = {name: code for name, code in codes.items() if name.startswith(DATA)}
+        said = asyncio.run(attacked(tmp_path / "elsewhere", KINDS[kind], target, tried))
+    assert said["late"] == "imported" and said["works"] == "works"
+    assert {name: said[name] for name in tried if not is_refused(said[name])} == {}
 
 
 def test_processes_that_hold_too_much_together_end_the_episode_as_the_policys_fault(
