@@ -7,17 +7,24 @@ import functools
 import inspect
 import math
 import numbers
-import sysconfig
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from models.import_path import is_library
+
 MAX_CHARS = 2000  # of a text in an error
 MAX_SHOWN = 120  # characters of a value in an error
 ROOT = Path(__file__).parents[3]
 OURS = tuple(str(ROOT / package) for package in ("grmpipe", "models", "scheduler"))
-INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+NEEDS_MAIN_THREAD = re.compile(r"signal only works in main thread|signal\.(?:alarm|setitimer)")
+NO_SIGNALS = (
+    "; it runs in a thread, and signals need the main one: turn the time limit of the library off, which uses them "
+    "(math-verify: parse(.., parsing_timeout=None), verify(.., timeout_seconds=None)); the limit on this call holds "
+    "without it"
+)
 
 
 class UserCodeError(Exception):
@@ -94,13 +101,14 @@ def describe_error(error: BaseException) -> str:
         text = "it has no text that could be shown"
     place = find_place(error)
     said = f"{type(error).__name__}: {shorten(text, MAX_CHARS)}" if text else type(error).__name__
-    return f"{said} ({place})" if place else said
+    said = f"{said} ({place})" if place else said
+    return said + NO_SIGNALS if NEEDS_MAIN_THREAD.search(text) else said
 
 
 def find_place(error: BaseException) -> str:
     """file:line; empty if the exception didn't pass through a file that is neither ours nor installed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*OURS, *INSTALLED, "<"))]
+    own = [one for one in frames if not one.filename.startswith((*OURS, "<")) and not is_library(one.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

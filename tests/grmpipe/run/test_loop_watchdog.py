@@ -6,13 +6,14 @@ import asyncio
 import logging
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.run import loop_watchdog
-from grmpipe.run.loop_watchdog import OURS, watch_loop
+from grmpipe.run.loop_watchdog import OURS, is_users, watch_loop
 from grmpipe.types import Prompt
 from grmpipe.workflows.chat import ChatReply
 from grmpipe.workflows.in_process import InProcess
@@ -80,6 +81,21 @@ def test_blocking_workflow_is_told_where_it_may_block(
 
     asyncio.run(main())
     assert "in solve (" in warnings(caplog)[0] and "type env.runs_in=process" in warnings(caplog)[0]
+
+
+def test_installed_code_is_not_the_users_wherever_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib-1.dist-info").mkdir()
+    (tmp_path / "lib-1.dist-info" / "RECORD").write_text("lib/__init__.py,sha256=x,1\nsingle.py,,\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    libraries = (
+        asyncio.__file__, "<frozen importlib._bootstrap>", f"{tmp_path}/lib/deep.py", f"{tmp_path}/single.py",
+        "/home/me/.local/lib/python3.11/site-packages/numpy/core.py", "/usr/lib/python3/dist-packages/yaml/__init__.py",
+        "/opt/other/env/lib/python3.12/site-packages/torch/nn.py",
+    )  # fmt: skip
+    users = (f"{tmp_path}/my_env.py", "/home/me/lab/src/edited/env.py", "/home/me/lib-1/x.py", __file__)
+    assert {file for file in (*libraries, *users) if is_users(file)} == {*users}
 
 
 def test_block_by_our_own_code_is_only_in_the_log_file(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,6 +132,21 @@ def test_a_failure_names_function_file_and_line(judged: Callable[..., list]) -> 
     assert re.search(r"judge\.function: my_rewards\S+\.reward \(/.*\.py:1\) raised IndexError: .*\.py:2", failed.detail)
 
 
+@pytest.mark.parametrize(
+    "limit",
+    [
+        "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(1)",
+        pytest.param("from math_verify import parse; parse('$42$')", marks=pytest.mark.long),
+    ],
+)
+def test_a_function_that_limits_its_time_by_signals_fails_with_the_way_out(
+    judged: Callable[..., list], limit: str
+) -> None:
+    (failed,) = judged(f"def reward(response):\n    {limit}\n    return 1")
+    assert failed.cause == "broken"
+    assert "turn the time limit of the library off" in failed.detail and "parsing_timeout=None" in failed.detail
+
+
 def test_a_range_brings_rewards_to_the_scale_and_fails_what_is_outside(judged: Callable[..., list]) -> None:
     inside, outside = judged("def reward(response): return int(response)", "75", "101", score_range=[0, 100])
     assert (inside.outcome, inside.score, inside.breakdown["raw_reward"]) == (0.75, 7.75, 75.0)
