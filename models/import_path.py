@@ -5,6 +5,7 @@ folders of a user's with these names hide none of ours.
 import csv
 import functools
 import importlib
+import importlib.util
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 COMMON_NAMES = ("models", "scheduler")
 PACKAGES = (*COMMON_NAMES, "grmpipe")
 STDLIB = tuple(dict.fromkeys(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")))
-SITES = ("site-packages", "dist-packages")  # folders that installers write to, of this Python or of another
+SITES = frozenset(("site-packages", "dist-packages"))  # folders that installers write to, of this Python or of another
 
 
 def put_working_folder_last(*more: Path) -> None:
@@ -35,16 +36,18 @@ def list_import_paths() -> list[str]:
     return [str(Path(path).absolute()) for path in sys.path]
 
 
-def is_site_folder(path: str) -> bool:
-    """Whether a folder on the path holds only Python's own modules, or what was installed."""
-    return Path(path).name in SITES or f"{path}/".startswith(STDLIB)
+@functools.cache
+def list_our_folders() -> tuple[str, ...]:
+    """The folders of our packages, which Ray sends to a machine one by one; with a slash at their ends."""
+    specs = (importlib.util.find_spec(name) for name in PACKAGES)
+    return tuple(f"{folder}/" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
 
 
 def is_library(file: str) -> bool:
-    """Whether a module is Python's own, or was installed: also by `pip install --target`, beside modules of the user's.
-    An editable installation is where its source is, and the user's.
+    """Whether a file or folder is Python's own, or was installed: also by `pip install --target`, beside modules of the
+    user's. An editable installation is where its source is, and the user's.
     """
-    if file.startswith(STDLIB) or not {*SITES}.isdisjoint(Path(file).parts):
+    if f"{file}/".startswith(STDLIB) or not SITES.isdisjoint(Path(file).parts):
         return True
     return any(
         file[len(folder) + 1 :].partition("/")[0] in list_installed(folder)

@@ -17,12 +17,18 @@ CHECKPOINTING = ("none", "selective", "full")
 LM_HEAD, ROUTER = "lm_head", "router"  # modules that may compute in float32 while others round
 LORA_SYNCS = ("merged", "adapters")
 # The markup of known chat templates, and tokens that models reserve, as regular expressions: ChatML and Llama 3;
-# DeepSeek; Llama 2 and Mistral; Gemma; Nemotron and T5; EXAONE; GLM; InternLM; Seed-OSS; MiniMax.
+# DeepSeek; Llama 2 and Mistral; Gemma; Command R; Nemotron and T5; EXAONE; GLM; InternLM, Baichuan, Pangu; Seed-OSS and
+# MiniMax; LongCat; Ling; Kimi-VL. Then thoughts and calls of tools, which many templates write with the same tags.
 CHAT_MARKUP = (
-    r"<\|", r"<[a-z_]+\|>", r"<｜", r"</?s>", r"<(?:bos|eos|pad|unk)>", r"<</?SYS>>",
-    r"\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK)\]",
-    r"<(?:start|end)_of_[a-z]+>", r"<unused\d+>", r"<extra_id_\d+>", r"<SPECIAL_\d+>", r"\[\|", r"\[g?MASK\]",
-    r"<[se]op>", r"\[UNUSED_TOKEN_\d+\]", r"<seed:[a-z_]+>", r"\]~!?b[\[\]]", r"\[e~\[",
+    r"<\|", r"<[a-z_]+\|>", r"</?｜", r"</?s>", r"<(?:bos|eos|pad|unk|cls|sep|mask)(?::\d+)?>", r"<</?SYS>>",
+    r"\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID|MODEL_SETTINGS)\]",
+    r"<(?:start|end|beginning)_of_[a-z]+>", r"<(?:[A-Z]+(?:_[A-Z]+)*_TOKEN|PAD|UNK|CLS|SEP)>", r"<unused\d+>",
+    r"<extra_id_\d+>", r"<SPECIAL_\d+>", r"\[\|", r"\[[gs]?MASK\]", r"<[se]op>", r"\[UNUSED_TOKEN_\d+\]",
+    r"<TOKENS_UNUSED_\d+>", r"<eo[ah]>", r"<reserved_\d+>", r"\[unused\d+\]", r"</?(?:seed|minimax):[a-z_]+>",
+    r"\]~!?b[\[\]]", r"\[e~\[", r"</?longcat_[a-z_]+>", r"</?role>", r"◁/?[a-z_]+▷",
+    r"</?(?:think|thinking|thought|tools|tool_calls?|tool_responses?|function_calls?|function_results?|response)>",
+    r"</?(?:TOOLCALL|TOOL_CALLS?|TOOL_RESPONSE|AVAILABLE_TOOLS)>", r"</?arg_(?:key|value)>",
+    r"<(?:function|parameter)=", r"<invoke name=", r"</(?:function|parameter|invoke)>",
 )  # fmt: skip
 INSTALL_PEFT = 'pip install "grmpipe[lora]"'
 CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's

@@ -1,6 +1,7 @@
 """The GRM as a judge sees it, local or remote: the size of a prompt, and one answer to it."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -161,13 +162,14 @@ class RemoteGrm(MeteredGrm):
         self._engine = engine
         self._events = events
         self._markup = markup
+        self._own_markup = Markup([re.escape(marker) for marker in thinking_markers or ()])
 
     @property
     def thinks(self) -> bool:
         return False  # an endpoint takes messages, so a thought can't be ended here
 
     def escape_text(self, text: str) -> str:
-        return self._markup.break_markup(text)
+        return self._own_markup.break_markup(self._markup.break_markup(text))
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
         num_tokens = sum(estimate_tokens(message.content) for message in messages)

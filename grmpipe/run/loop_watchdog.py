@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 
 from grmpipe.envs.limited_env import LANE
-from models.import_path import is_library
+from models.import_path import is_library, list_our_folders
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0  # between two beats
 BLOCKED_S = 10.0  # without a beat; doubled for each further note
 ROOT = Path(__file__).parents[2]
-OURS = (*(str(ROOT / package) + "/" for package in ("models", "scheduler", "grmpipe")), str(ROOT / "launch.py"))
+OURS = (*list_our_folders(), str(ROOT / "launch.py"))
 WORKFLOWS = str(ROOT / "grmpipe/workflows") + "/"
 
 

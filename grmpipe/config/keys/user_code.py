@@ -11,14 +11,11 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from models.import_path import is_library
+from models.import_path import is_library, list_our_folders
 
 MAX_CHARS = 2000  # of a text in an error
 MAX_SHOWN = 120  # characters of a value in an error
-ROOT = Path(__file__).parents[3]
-OURS = tuple(str(ROOT / package) for package in ("grmpipe", "models", "scheduler"))
 NEEDS_MAIN_THREAD = re.compile(r"signal only works in main thread|signal\.(?:alarm|setitimer)")
 NO_SIGNALS = (
     "; it runs in a thread, and signals need the main one: turn the time limit of the library off, which uses them "
@@ -108,7 +105,8 @@ def describe_error(error: BaseException) -> str:
 def find_place(error: BaseException) -> str:
     """file:line; empty if the exception didn't pass through a file that is neither ours nor installed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not one.filename.startswith((*OURS, "<")) and not is_library(one.filename)]
+    theirs = [one for one in frames if not one.filename.startswith((*list_our_folders(), "<"))]
+    own = [one for one in theirs if not is_library(one.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

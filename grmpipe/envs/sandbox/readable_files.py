@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from grmpipe.config.env import EnvConfig
-from models.import_path import PACKAGES, ROOT, is_library, is_site_folder, list_import_paths, list_installed
+from models.import_path import PACKAGES, SITES, is_library, list_import_paths, list_installed, list_our_folders
 
 SYSTEM_FILES = ("/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 NO_SYSTEM = ("/etc", "/local", "/src")  # of /usr and /usr/local; images for containers keep projects in src
@@ -83,19 +83,21 @@ def find_readable_files(config: EnvConfig, data: Iterable[str], imported: Iterab
     hidden = tuple(os.path.realpath(path) for path in data)
     named = {path.partition(".")[0] for path in (config.path, config.functions)} - {*PACKAGES}
     folders = [path for path in list_import_paths() if os.access(path, os.F_OK)]
-    sites = [path for path in folders if is_site_folder(path)]
+    homes: list[str] = []  # of the environment's own code, which is the user's also where it is installed
+    for name in named:
+        files, packages = locate(name)
+        homes += packages or [str(Path(file).parent) for file in files[:1] if Path(file).parent.name not in SITES]
+    sites = [path for path in folders if is_library(path) and path not in homes]
     entries = [str(Path(path, name)) for path in folders if path not in sites for name in list_installed(path)]
     own = [path for path in folders if path not in sites and is_folder(path)]
-    # The environment's own package is the user's, also where it is installed.
-    left_out = {*own, *(folder for name in named for folder in locate(name)[1])}
-    left_out |= {entry for path in sites for entry in list_entries(path) if Path(entry).name.startswith(".")}
-    without = (*hidden, *sorted(map(os.path.realpath, left_out)))
+    keys = [entry for path in sites for entry in list_entries(path) if Path(entry).name.startswith(".")]
+    without = (*hidden, *sorted({*map(os.path.realpath, (*own, *homes, *keys))}))
 
     system = [entry for entry in (*list_entries("/usr"), *list_entries("/usr/local")) if not entry.endswith(NO_SYSTEM)]
     python = [f"{prefix}/{name}" for prefix in (sys.prefix, sys.base_prefix) for name in PYTHON_FILES]
     program = os.path.realpath(sys.executable)
     archives = [path for path in folders if not is_folder(path)]
-    ours = [str(ROOT / name) for name in PACKAGES]
+    ours = [folder.rstrip("/") for folder in list_our_folders()]
     parts: list[ReadablePart] = []
     for path in (*SYSTEM_FILES, *system, *python, program, *sites, *archives, *entries, *ours):
         if os.path.lexists(path) and not any(one.path == one.real and one.holds(path) for one in parts):

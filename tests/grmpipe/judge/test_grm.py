@@ -128,6 +128,11 @@ def test_what_the_user_wrote_reaches_an_endpoint_as_it_is(bench: Any) -> None:
     assert endpoint.asked[0][0][0].content == "Q: What does </s> mean?\nA:\n> An end: < /s>"
 
 
+def test_markers_of_the_judges_own_thoughts_are_broken_in_what_an_endpoint_is_shown() -> None:
+    grm = RemoteGrm("grm", Endpoint(str), 0, Spans(), Markup(OpenAIConfig().chat_markup), ("<reason>", "</reason>"))
+    assert grm.escape_text("</reason> </think> <why>") == "< /reason> < /think> <why>"
+
+
 @pytest.mark.parametrize("config", [{}, {"principles": "shared", "template": "shared_principles", "parser": "boxed"}])
 def test_chat_markup_is_broken_in_every_message_of_a_conversation(bench: Any, config: dict[str, Any]) -> None:
     messages = [("user", "Hi"), ("assistant", "An end: <|im_end|>"), ("user", "And <unused0>?")]

@@ -18,7 +18,12 @@ MARKERS = (
     "<｜end▁of▁sentence｜>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]",
     "[TOOL_CALLS]", "<start_of_turn>", "<end_of_turn>", "<turn|>", "<bos>", "<eos>", "<extra_id_1>", "<SPECIAL_12>",
     "[|user|]", "[gMASK]", "<sop>", "<unused0>", "<start_of_image>", "[UNUSED_TOKEN_146]", "<seed:bos>",
-    "]~b]", "]~!b[", "[e~[",
+    "]~b]", "]~!b[", "[e~[", "<longcat_user>", "</longcat_s>", "<role>", "</role>", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "</tool_response>", "<tools>", "<TOOLCALL>", "<function=add>", "</function>",
+    "<parameter=x>", "<arg_key>", "</arg_value>", "</invoke>", "</seed:think>", "<minimax:tool_call>",
+    "</minimax:tool_call>", "◁think▷", "◁/think▷", "</｜DSML｜invoke>", "<｜hy_User｜>", "<|im_middle|>",
+    "<|START_OF_TURN_TOKEN|>", "<BOS_TOKEN>", "<|start_of_role|>", "<beginning_of_sentence>", "<mask:0>", "<cls>",
+    "<thought>", "[ARGS]", "[unused9]", "<reserved_106>", "<TOKENS_UNUSED_1>", "<eoh>", "[sMASK]", "</response>",
 )  # fmt: skip
 
 
@@ -35,7 +40,8 @@ def test_markup_of_known_templates_is_broken_after_its_first_character(marker: s
         "",
         "if a < b and c > d | e:",
         "x[0] = y[i][j]",
-        "<b>bold</b> <span>",
+        "<b>bold</b> <span> <response-time> <thinker> <role id=1>",
+        "a function(x) -> <T>, <function>, <parameter>",
         "see [1] and [NOTE]",
         "a || b",
         "List<str>",

@@ -117,6 +117,23 @@ def test_run_and_data_are_not_read_from_folders_that_are_named_or_installed(
     assert str(tmp_path / "levels" / "alias.json") not in [path for part in read.parts for path in part.carve()]
 
 
+def test_of_the_environments_own_code_only_modules_are_read_also_where_it_is_installed(
+    found: Found, tmp_path: Path
+) -> None:
+    flat = {"site-packages/x/one.py": "", "site-packages/x/two.py": "", "site-packages/x/answers.jsonl": ""}
+    deep = {"site-packages/lab/__init__.py": "", "site-packages/lab/answers.jsonl": "", "site-packages/.env": ""}
+    for folder in ("x", "lab"):
+        (tmp_path / "site-packages" / folder).mkdir(parents=True, exist_ok=True)
+    for path, target, read_ones in (
+        (tmp_path / "site-packages" / "x", "one.Env", {"site-packages/x/one.py"}),
+        (tmp_path / "site-packages", "lab.Env", {*flat, "site-packages/lab/__init__.py"}),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "path", [*sys.path, str(path)])
+            read = found({**flat, **deep}, target)
+            assert {name for name in (*flat, *deep) if is_read(read, tmp_path / name)} == read_ones
+
+
 def test_an_environment_of_python_in_the_projects_folder_makes_no_data_readable(
     found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
