@@ -58,8 +58,19 @@ def starts(python: list[str]) -> bool:
     return done.returncode == 0
 
 
-async def attacked(run_dir: Path, without: tuple[str, ...], target: str, codes: Mapping[str, str]) -> dict[str, str]:
-    """The answers to all attacks in one worker, which must then still be able to work."""
+@pytest.fixture(scope="module")
+def tmp_project() -> Iterator[Path]:
+    """A folder that all users find the way to."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def attacked(
+    run_dir: Path, without: tuple[str, ...], target: str, codes: Mapping[str, str], *, holds: bool = True
+) -> dict[str, str]:
+    """The answers to all attacks in one worker, which must then still be able to work. holds: also too much memory."""
     config = EnvConfig(kind="custom", target=target, isolation=ISOLATION)
     left = record_host(run_dir)
     host = ProcessHost(config, left, LIMITS, without)
@@ -74,8 +85,9 @@ async def attacked(run_dir: Path, without: tuple[str, ...], target: str, codes: 
         works = "import asyncio; print(asyncio.run(asyncio.sleep(0, 'works')))"
         answers["works"] = (await env.step(Action(text=f"program {works}"))).messages[0].content
         answers["late"] = (await env.step(Action(text="late"))).messages[0].content
-        held = await env.step(Action(text="hold_in_programs 10"))
-        answers["ten processes of 100 MB"] = held.messages[0].content if held.messages else str(held.faults)
+        if holds:
+            held = await env.step(Action(text="hold_in_programs 10"))
+            answers["ten processes of 100 MB"] = held.messages[0].content if held.messages else str(held.faults)
         await env.close()
         return answers
     finally:
@@ -95,14 +107,14 @@ def main(run_dir: str, without: str, target: str, codes: str, _: str) -> None:
         for user in ("this user", "another user")
     ],
 )
-def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]]]:
+def said(request: pytest.FixtureRequest, tmp_project: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """A kind of isolation, and what each attack said in it, in a run of this user or, started as root, of another."""
     kind, user = request.param
     user_id = NOBODY if user == "another user" else os.geteuid()
     prefix: list[str] = []
     python: str | None = sys.executable
-    project = Path(tempfile.mkdtemp())
-    project.chmod(0o755)
+    project = tmp_project / f"{kind}, {user}"
+    project.mkdir()
     run_dir = project / "runs" / "now"
     path, target, planted = lay_out(project, "task=new")
     if user == "another user":
@@ -120,7 +132,6 @@ def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]]]
             capture_output=True, text=True, timeout=120, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join((path, PATHS)), HUSH: "hush"},
         )  # fmt: skip
-    shutil.rmtree(project, ignore_errors=True)
     assert done.returncode == 0, done.stderr
     yield kind, json.loads(done.stdout.splitlines()[-1])
 
@@ -142,16 +153,15 @@ def test_a_module_of_the_project_is_imported_in_the_middle_of_an_episode(said: t
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, [])) for kind in KINDS])
 @pytest.mark.parametrize("layout", ["checkout", "installation"])
 def test_answers_are_out_of_reach_wherever_the_environment_lies(
-    kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, layout: str, tmp_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, target, planted = lay_out(tmp_path, layout)
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    path, target, planted = lay_out(tmp_project / f"{kind}, {layout}", layout)
     monkeypatch.syspath_prepend(path)
-    monkeypatch.setattr(sys, "modules", {name: sys.modules[name] for name in sys.modules if "my_lab" not in name})
+    for name in [name for name in sys.modules if name.startswith("my_lab")]:
+        monkeypatch.delitem(sys.modules, name)
     with programs(os.geteuid(), planted) as codes:
         tried = {name: code for name, code in codes.items() if name.startswith(DATA)}
-        said = asyncio.run(attacked(tmp_path / "elsewhere", KINDS[kind], target, tried))
+        said = asyncio.run(attacked(tmp_path, KINDS[kind], target, tried, holds=False))
     assert said["late"] == "imported" and said["works"] == "works"
     assert {name: said[name] for name in tried if not is_refused(said[name])} == {}
 
