@@ -180,10 +180,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def explain_unread(error: BaseException) -> str:
     """The way out for code in a box that found no file or module, which may be there outside; empty for others."""
     for one in causes(error):
-        is_absolute = isinstance(one, OSError) and isinstance(one.filename, str) and one.filename.startswith("/")
-        if isinstance(one, ModuleNotFoundError) or (
-            is_absolute and isinstance(one, FileNotFoundError | PermissionError)
-        ):
+        is_unread = isinstance(one, FileNotFoundError | PermissionError) and str(one.filename).startswith("/")
+        if is_unread or isinstance(one, ModuleNotFoundError):
             return NOT_READ
     return ""
 

@@ -23,7 +23,7 @@ def bubblewrap_missing() -> str | None:
         return "bubblewrap is not installed; type `apt-get install bubblewrap`, or your system's command"
     try:
         tried = subprocess.run(
-            [*make_command(map(ReadablePart, ("/usr", "/bin", "/lib", "/lib64")), (), network=False), "true"],
+            [*make_command(map(ReadablePart.at, ("/usr", "/bin", "/lib", "/lib64")), (), network=False), "true"],
             capture_output=True,
             text=True,
             timeout=TRIED_S,
@@ -48,7 +48,7 @@ def make_command(read: Iterable[ReadablePart], write: Sequence[str], *, network:
     ]  # fmt: skip
     if not network:
         arguments.append("--unshare-net")
-    for part in (*read, *map(ReadablePart, NETWORK_FILES if network else ())):
+    for part in (*read, *map(ReadablePart.at, NETWORK_FILES if network else ())):
         if not os.access(part.path, os.F_OK):  # bubblewrap fails at a path that this user has no way to
             continue
         arguments += ["--ro-bind-try", part.real, part.path]  # it misreads absolute symbolic links

@@ -66,15 +66,15 @@ def main(control: socket.socket) -> None:
     with contextlib.suppress(OSError):  # where memory runs out, a worker goes before the run
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     kernel.hide_from_others()
+    setup = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=ForkServerSetup)
     try:
-        setup = msgspec.msgpack.decode(control.recv(MAX_CONTROL), type=ForkServerSetup)
         if setup.in_own_root and os.geteuid() == 0:
             uncover_proc()
         make = make_checked(setup.env)
         readable = find_readable_files(setup.env, setup.data, list_imported())
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
-        text += explain_unread(error)
+        text += explain_unread(error) if setup.in_own_root else ""
         control.send(msgspec.msgpack.encode(Ready(error=text[-MAX_CONTROL // 2 :])))
         return
     control.send(msgspec.msgpack.encode(Ready()))

@@ -6,6 +6,8 @@ files of modules are read, one by one. They are found by the names in import sta
 module may also be imported in the middle of an episode.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import re
@@ -13,7 +15,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -31,16 +33,16 @@ MANY = 256  # files of modules in a package; from there on, a folder in it that 
 
 @dataclass(frozen=True, slots=True)
 class ReadablePart:
-    """A file, or a folder with all that is in it but the real paths `without`."""
+    """A file, or a folder with all that is in it but the real paths `without`. real: its own real path."""
 
     path: str
-    without: tuple[str, ...] = ()
-    real: str = field(init=False)
+    real: str
+    without: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        real = os.path.realpath(self.path)
-        object.__setattr__(self, "real", real)
-        object.__setattr__(self, "without", tuple(path for path in self.without if is_below(path, real)))
+    @staticmethod
+    def at(path: str, without: Iterable[str] = ()) -> ReadablePart:
+        real = os.path.realpath(path)
+        return ReadablePart(path, real, tuple(left_out for left_out in without if is_below(left_out, real)))
 
     @property
     def masked(self) -> list[str]:
@@ -101,11 +103,11 @@ def find_readable_files(config: EnvConfig, data: Iterable[str], imported: Iterab
     parts: list[ReadablePart] = []
     for path in (*SYSTEM_FILES, *system, *python, program, *sites, *archives, *entries, *ours):
         if os.path.lexists(path) and not any(one.path == one.real and one.holds(path) for one in parts):
-            parts.append(ReadablePart(path, without))
-    parts += [ReadablePart(str(Path(path).absolute()), hidden) for path in config.isolation.read]
+            parts.append(ReadablePart.at(path, without))
+    parts += [ReadablePart.at(path, hidden) for path in config.isolation.read]
     files, packages = find_modules([*named, *list_names(config), *imported], parts, hidden)
     listed = dict.fromkeys((*sites, *own, *packages))
-    return ReadableFiles(parts=(*parts, *map(ReadablePart, files)), listed=tuple(listed))
+    return ReadableFiles(parts=(*parts, *map(ReadablePart.at, files)), listed=tuple(listed))
 
 
 def list_names(config: EnvConfig) -> Iterator[str]:

@@ -189,8 +189,12 @@ def lay_out(folder: Path, layout: str) -> tuple[str, str, list[str]]:
     (code / "my_env.py").write_text(ENVIRONMENT.replace("my_late", f"{prefix}my_late"), encoding="utf-8")
     (code / "my_late.py").write_text("VALUE = 'imported'\n", encoding="ascii")
     planted = [*plant(code), *(plant(folder) if folder != code else ())]
+    for name in ("one.json", "held_out.jsonl"):
+        (folder / "levels").mkdir(exist_ok=True)
+        (folder / "levels" / name).write_text("a level", encoding="ascii")
     (folder / "my_answers.py").write_text("ANSWERS = [42]\n", encoding="ascii")  # which nothing imports
-    return str(path), f"{prefix}my_env.Adversary", [*planted, str(folder / "my_answers.py")]
+    unread = (folder / "my_answers.py", folder / "levels" / "held_out.jsonl")
+    return str(path), f"{prefix}my_env.Adversary", [*planted, *map(str, unread)]
 
 
 def list_attacks(aims: Iterable[str] = ATTACKS) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,13 @@ def tmp_project() -> Iterator[Path]:
 
 
 async def attacked(
-    run_dir: Path, without: tuple[str, ...], target: str, codes: Mapping[str, str], *, holds: bool = True
+    project: Path, without: tuple[str, ...], target: str, codes: Mapping[str, str], *, holds: bool = True
 ) -> dict[str, str]:
     """The answers to all attacks in one worker, which must then still be able to work. holds: also too much memory."""
-    config = EnvConfig(kind="custom", target=target, isolation=ISOLATION)
+    levels, run_dir = project / "levels", project / "runs" / "now"
+    config = EnvConfig(kind="custom", target=target, isolation=replace(ISOLATION, read=[str(levels)]))
     left = record_host(run_dir)
-    host = ProcessHost(config, left, LIMITS, without)
+    host = ProcessHost(config, left, LIMITS, without, (str(levels / "held_out.jsonl"),))
     try:
         await host.start()
         env = host.env()
@@ -84,6 +86,7 @@ async def attacked(
             answers[name] = answer.messages[0].content
         works = "import asyncio; print(asyncio.run(asyncio.sleep(0, 'works')))"
         answers["works"] = (await env.step(Action(text=f"program {works}"))).messages[0].content
+        answers["named"] = (await env.step(Action(text=f"read {levels / 'one.json'}"))).messages[0].content
         answers["late"] = (await env.step(Action(text="late"))).messages[0].content
         if holds:
             held = await env.step(Action(text="hold_in_programs 10"))
@@ -95,8 +98,8 @@ async def attacked(
         clear(run_dir, left)
 
 
-def main(run_dir: str, without: str, target: str, codes: str, _: str) -> None:
-    print(json.dumps(asyncio.run(attacked(Path(run_dir), tuple(json.loads(without)), target, json.loads(codes)))))
+def main(project: str, without: str, target: str, codes: str, _: str) -> None:
+    print(json.dumps(asyncio.run(attacked(Path(project), tuple(json.loads(without)), target, json.loads(codes)))))
 
 
 @pytest.fixture(
@@ -115,7 +118,6 @@ def said(request: pytest.FixtureRequest, tmp_project: Path) -> Iterator[tuple[st
     python: str | None = sys.executable
     project = tmp_project / f"{kind}, {user}"
     project.mkdir()
-    run_dir = project / "runs" / "now"
     path, target, planted = lay_out(project, "task=new")
     if user == "another user":
         if os.geteuid() != 0 or shutil.which("setpriv") is None:
@@ -128,7 +130,7 @@ def said(request: pytest.FixtureRequest, tmp_project: Path) -> Iterator[tuple[st
             pytest.skip("another user may not read this installation")
     with programs(user_id, planted) as codes:
         done = subprocess.run(
-            [*prefix, python, __file__, str(run_dir), json.dumps(KINDS[kind]), target, json.dumps(codes), HUSH],
+            [*prefix, python, __file__, str(project), json.dumps(KINDS[kind]), target, json.dumps(codes), HUSH],
             capture_output=True, text=True, timeout=120, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join((path, PATHS)), HUSH: "hush"},
         )  # fmt: skip
@@ -146,23 +148,26 @@ def test_a_program_that_harms_nothing_works(said: tuple[str, dict[str, str]]) ->
     assert said[1]["works"] == "works"
 
 
-def test_a_module_of_the_project_is_imported_in_the_middle_of_an_episode(said: tuple[str, dict[str, str]]) -> None:
-    assert said[1]["late"] == "imported"
+def test_a_module_is_imported_in_the_middle_of_an_episode_and_a_file_that_is_named_is_read(
+    said: tuple[str, dict[str, str]],
+) -> None:
+    assert (said[1]["late"], said[1]["named"]) == ("imported", "a level")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, [])) for kind in KINDS])
 @pytest.mark.parametrize("layout", ["checkout", "installation"])
 def test_answers_are_out_of_reach_wherever_the_environment_lies(
-    kind: str, layout: str, tmp_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, layout: str, tmp_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, target, planted = lay_out(tmp_project / f"{kind}, {layout}", layout)
+    project = tmp_project / f"{kind}, {layout}"
+    path, target, planted = lay_out(project, layout)
     monkeypatch.syspath_prepend(path)
     for name in [name for name in sys.modules if name.startswith("my_lab")]:
         monkeypatch.delitem(sys.modules, name)
     with programs(os.geteuid(), planted) as codes:
         tried = {name: code for name, code in codes.items() if name.startswith(DATA)}
-        said = asyncio.run(attacked(tmp_path, KINDS[kind], target, tried, holds=False))
-    assert said["late"] == "imported" and said["works"] == "works"
+        said = asyncio.run(attacked(project, KINDS[kind], target, tried, holds=False))
+    assert (said["late"], said["named"], said["works"]) == ("imported", "a level", "works")
     assert {name: said[name] for name in tried if not is_refused(said[name])} == {}
 
 
