@@ -127,11 +127,12 @@ class ProcessHost(WorkerHost):
 
     async def start(self) -> None:
         """Start the fork server."""
+        inside = self._inside()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Its parent is this thread, with which it ends: asyncio's way would start it in another one.
             self._server = subprocess.Popen(  # noqa: ASYNC220
-                [*self._inside(), sys.executable, "-m", "grmpipe.envs.sandbox.fork_server", str(theirs.fileno())],
+                [*inside, sys.executable, "-m", "grmpipe.envs.sandbox.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment(self._config.isolation.pass_env, self._cleanup.token),
                 stdin=subprocess.DEVNULL,

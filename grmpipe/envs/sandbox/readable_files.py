@@ -106,8 +106,9 @@ def find_readable_files(config: EnvConfig, data: Iterable[str], imported: Iterab
             parts.append(ReadablePart.at(path, without))
     parts += [ReadablePart.at(path, hidden) for path in config.isolation.read]
     files, packages = find_modules([*named, *list_names(config), *imported], parts, hidden)
-    listed = dict.fromkeys((*sites, *own, *packages))
-    return ReadableFiles(parts=(*parts, *map(ReadablePart.at, files)), listed=tuple(listed))
+    holding = {str(Path(path).parent) for path in (*files, *packages, *entries, *ours)}
+    listed = (*sites, *(path for path in own if path in holding), *packages)
+    return ReadableFiles(parts=(*parts, *map(ReadablePart.at, files)), listed=listed)
 
 
 def list_names(config: EnvConfig) -> Iterator[str]:

@@ -143,6 +143,14 @@ def test_an_environment_of_python_in_the_projects_folder_makes_no_data_readable(
     assert {name for name in files if is_read(read, tmp_path / name)} == files.keys() - {"p.jsonl", ".env"}
 
 
+def test_names_are_listed_only_in_folders_from_which_something_is_imported(
+    found: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, "/"])
+    listed = found({"my_env.py": "import pack", "pack/__init__.py": ""}).listed
+    assert {str(tmp_path), str(tmp_path / "pack")} <= {*listed} and "/" not in listed
+
+
 def test_folders_in_which_images_keep_projects_are_not_read() -> None:
     read = find_readable_files(EnvConfig(kind="tools", functions="grmpipe.tiny.tools"), ())
     assert not any(part.holds(path) for part in read.parts for path in ("/usr/src/app/.env", "/usr/local/src/a"))
