@@ -227,9 +227,9 @@ def programs(user: int, planted: Iterable[str] = ()) -> Iterator[dict[str, str]]
         by_name.listen()
         port = by_port.getsockname()[1]
         targets = f"PATH, NAME, PORT, SECRET, OTHER = {(path, name, port, str(secret), other.pid)!r}\n"
-        targets += f"PLANTED = {list(planted)!r}\n"
+        beside = {DATA: f"PLANTED = {list(planted)!r}\n"}
         yield {
-            f"{aim}: {attack}": PRELUDE + targets + textwrap.dedent(ATTACKS[aim][attack])
+            f"{aim}: {attack}": PRELUDE + targets + beside.get(aim, "") + textwrap.dedent(ATTACKS[aim][attack])
             for aim, attack in list_attacks()
         }
         assert other.poll() is None, "somebody killed it"
