@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from scheduler.processes import fork_client
+from scheduler.processes.process_signals import SENT_TO_ALL
 
 END_S = 5.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # what Ray sets for a worker with at most one core; here libraries read it first
@@ -158,7 +159,9 @@ class ForkServer:
         os.waitpid(self._workers.pop(file), 0)
 
     def _end_all(self) -> None:
-        for file in self._workers:
+        for file, process_id in self._workers.items():
+            with contextlib.suppress(ProcessLookupError):  # it leads no group yet
+                os.killpg(process_id, signal.SIGKILL)
             signal.pidfd_send_signal(file, signal.SIGKILL)
         path = Path(self._listener.getsockname())
         with contextlib.suppress(OSError):  # a driver that was not killed removes it too
@@ -171,7 +174,8 @@ def become_worker(files: Sequence[int], arguments: list[str], environment: dict[
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in SENT_TO_ALL:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray ends a worker's whole group
     os.environ.clear()
     os.environ.update(environment)
@@ -186,7 +190,8 @@ def main(listener: str, control: str, *modules: str) -> None:
     os.close(os.pidfd_open(os.getpid()))  # a kernel without it forks nothing
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page that it looks at
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on the control socket's end is what ends it
+    for number in SENT_TO_ALL:  # from now on the control socket's end is what ends it
+        signal.signal(number, signal.SIG_IGN)
     ForkServer(socket.socket(fileno=int(listener)), socket.socket(fileno=int(control))).stay()
 
 

@@ -89,6 +89,7 @@ def define_actor(host: type[OrderedHost]) -> type:
             import importlib
 
             set_up()
+            importlib.import_module("scheduler.processes.process_signals").leave_to_driver()
             self._host: OrderedHost = vars(importlib.import_module(module))[name]()
 
         async def call_in_order(self, number: int, method: str, *args: object) -> object:

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -34,6 +36,7 @@ from scheduler.processes.ray_start import (
     free_now,
     init_ray,
     nodes_of_ray,
+    own_signals,
     select_env_vars,
     without_allocator,
 )
@@ -42,6 +45,7 @@ from scheduler.processes.start_turns import StartTurns
 
 log = logging.getLogger(__name__)
 ROOM_EVERY_S = 5.0
+RELEASE_S = 5.0  # for a joined Ray to release pools; one whose head is gone blocks for a minute
 MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
@@ -75,6 +79,8 @@ class RayRanks:
 class RayCluster:
     """A cluster with the pools of a placement reserved. Ends only a Ray that it started itself."""
 
+    _owner: ClassVar[int | None] = None  # the thread of the cluster that started Ray
+
     def __init__(self, config: ClusterConfig, placement: Placement, owns_ray: bool) -> None:
         self._config = config
         self._placement = placement
@@ -96,9 +102,19 @@ class RayCluster:
         don't have them within `wait_s`.
         """
         owns_ray = not ray.is_initialized()
+        if cls._owner not in (None, threading.get_ident()):
+            raise ValueError(
+                "cluster.kind: another run in this process has a Ray, which ends with it; start this run when that one "
+                "has ended, or in a process of its own"
+            )
         if owns_ray:
             # Not in another thread, though it blocks for seconds: Ray's servers die with the thread that started them.
-            init_ray(config)
+            cls._owner = threading.get_ident()
+            try:
+                init_ray(config)
+            except BaseException:
+                cls._owner = None
+                raise
         cluster = cls(config, placement, owns_ray)
         try:
             await _until_room(placement, wait_s)
@@ -188,10 +204,18 @@ class RayCluster:
     async def shutdown(self) -> None:
         actors = [*self._engines.values(), *(actor for members in self._members.values() for actor in members)]
         await asyncio.gather(*(actor.close() for actor in actors))
+        if not (self._owns_ray and self._config.address is None):  # else all of it ends
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RELEASE_S):
+                    await asyncio.to_thread(self._release_pools)
+        if self._owns_ray:
+            with own_signals():
+                ray.shutdown()
+            RayCluster._owner = None
+
+    def _release_pools(self) -> None:
         for pool in self._pools.values():
             remove_placement_group(pool)
-        if self._owns_ray:
-            ray.shutdown()
 
     def _ask_for_pools(self) -> None:
         for name, pool in self._placement.pools.items():

@@ -1,12 +1,11 @@
 """Starts or joins Ray, and reads what its machines have."""
 
-import asyncio
+import functools
 import importlib.util
 import logging
 import os
-import signal
 import socket
-import threading
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from ray.exceptions import AuthenticationError
 from models.import_path import PACKAGES, worker_setup
 from scheduler.placement import ClusterConfig, NodeCapacity
 from scheduler.processes.fork_server import worker_command
+from scheduler.processes.process_signals import block_signals, kill_with_children, rearm_handlers
 
 ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
 
@@ -52,43 +52,53 @@ def join_cluster(config: ClusterConfig) -> Iterator[list[NodeCapacity]]:
     try:
         yield nodes_of_ray()
     finally:
-        ray.shutdown()
+        with own_signals():
+            ray.shutdown()
 
 
 def init_ray(config: ClusterConfig) -> None:
     """Start Ray quietly: processes write to Ray's log folder. Its sockets require Ray's own token."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with _own_signals():
+    with own_signals():
         if config.address is not None:
             _join_ray(config.address, config.packages, select_env_vars(config.env_vars, os.environ))
             return
         if (command := worker_command()) is not None:  # idle workers that Ray starts ahead would not have it
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        ray.init(
-            address="local",
-            runtime_env={"py_executable": command} if command is not None else None,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=config.object_store_mb << 20,
-        )
+        with block_signals():
+            ray.init(
+                address="local",
+                runtime_env={"py_executable": command} if command is not None else None,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=config.object_store_mb << 20,
+            )
+        node = ray._private.worker._global_node
+        assert node is not None, "it has just been started"
+        for servers in node.all_processes.values():
+            for server in servers:
+                server.process.terminate = functools.partial(_kill_server, server.process)
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Context that restores signal handlers: Ray replaces SIGTERM's, in Python by a silent exit, in C++ by an abort."""
-    if threading.current_thread() is not threading.main_thread():  # Ray leaves signals alone there
-        yield
-        return
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+def own_signals() -> Iterator[None]:
+    """Context that keeps signal handlers. Ray replaces SIGTERM's at its start, in Python by a silent exit, in C++ by an
+    abort; and at its end by the system's.
+    """
+    replace = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
         yield
-    except SystemExit as ended:  # from Ray's handler, which came before ours
-        raise asyncio.CancelledError("a signal ended the start of Ray") from ended
     finally:
-        for number, handler in kept.items():
-            if handler is not None:
-                signal.signal(number, handler)
+        ray._private.utils.set_sigterm_handler = replace
+        rearm_handlers()
+
+
+def _kill_server(process: subprocess.Popen[bytes]) -> None:
+    """In place of Ray's request to end: a signal that its servers block, and a second's wait for each."""
+    rearm_handlers()  # not only at the end of Ray's shutdown, which waits for each of them
+    kill_with_children(process)
 
 
 def select_env_vars(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -22,8 +22,10 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray._private.services import ProcessInfo
 from ray.actor import ActorHandle
 
+from grmpipe.envs.sandbox.worker_processes import descendants
 from models.checksum import checksum as checksum_of
 from models.types import (
     Broadcast,
@@ -77,6 +79,31 @@ def test_ray_leaves_a_signal_to_whoever_heard_it_before() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_signals_to_all_processes_of_a_run_end_none_of_them_but_programs_that_they_start() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        ranks = await cluster.start_members("learner", members())
+        servers = [server.process.pid for servers in ray_servers().values() for server in servers]
+        processes = {*servers, *descendants(ray_servers()["raylet"][0].process.pid), *cluster.process_ids("learner")}
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+            for process in processes:
+                os.kill(process, number)
+            await asyncio.sleep(0.1)
+        assert [process for process in processes if not is_alive(process)] == []
+        assert await ranks.call(0, "add", 1) == 1
+        assert await ranks.call(0, "run_program") == -signal.SIGTERM
+
+    on_cluster(seats(learner=1), scene)
+
+
+def is_alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+
+
+def ray_servers() -> dict[str, list[ProcessInfo]]:
+    return cast("dict[str, list[ProcessInfo]]", ray._private.worker._global_node.all_processes)
+
+
 def members() -> MemberFactory:
     class Member:
         def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
@@ -103,6 +130,9 @@ def members() -> MemberFactory:
 
         def refuse(self) -> None:
             raise ValueError("train.lr: no")
+
+        def run_program(self) -> int:
+            return subprocess.run(["sh", "-c", "kill -TERM $$; sleep 3"], check=False).returncode
 
         def finds(self, path: str) -> str:
             from grmpipe.config.keys.dotted_path import find_at

@@ -59,3 +59,25 @@ def test_a_start_that_a_signal_ends_gives_back_every_pool(removed: list[Pool]) -
     asyncio.run(cancelled())
     assert len(ASKED) == 3
     assert removed == ASKED
+
+
+def test_a_second_run_in_a_process_whose_ray_ends_with_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayCluster, "_owner", -1)  # another thread
+    with pytest.raises(ValueError, match=r"^cluster\.kind: another run in this process has a Ray"):
+        asyncio.run(RayCluster.start(ClusterConfig(), place(PlacementConfig(), ())))
+
+
+def test_a_joined_ray_that_answers_nothing_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", lambda pool: answers.wait(20))
+    monkeypatch.setattr(ray_cluster, "RELEASE_S", 0.05)
+    cluster = RayCluster(ClusterConfig(), place(PlacementConfig(), ()), owns_ray=False)
+    cluster._pools["all"] = Pool([], "")
+
+    async def end() -> float:
+        began_s = time.monotonic()
+        await cluster.shutdown()
+        answers.set()
+        return time.monotonic() - began_s
+
+    assert asyncio.run(end()) < 5
