@@ -13,33 +13,39 @@ grmpipe task=new new.dir=mylab                          # a project of your own 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept). A sweep has that of its worst run.
 """
 
+import copy
 import functools
 import io
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
+from hydra.version import VersionBase
 
 from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
 from grmpipe.config.io.rejudged_config import compose_rejudging
 from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_judges, check_typed_keys
-from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema
+from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema, without_section
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import SHAPED, USERINFO, environment_secrets, keep_secret, mask, mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -47,13 +53,16 @@ from grmpipe.new_project import write_new_project
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
 from grmpipe.run.run_watcher import RunWatcher
+from grmpipe.run.signals import stoppable
 from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
 from grmpipe.validate.machines import check_seats
 from models.import_path import put_working_folder_last
 from models.terminal_text import replace_controls
 
 CONF = Path(__file__).parent / "conf"
-ConfigStore.instance().store(name="schema", node=schema())
+VERSION_BASE = "1.3"  # of Hydra
+_COMPOSING = threading.Lock()  # Hydra keeps its version and its plugins for the whole process
+ConfigStore.instance().store(name="grmpipe_schema", node=schema())  # the store is of all applications in the process
 
 
 class ProjectFiles(FileConfigSource):
@@ -68,10 +77,11 @@ class ProjectFiles(FileConfigSource):
 
 
 class ProjectSearchPath(SearchPathPlugin):
-    """Searches the project before our own folder."""
+    """Searches the project before our own folder. Another application in this process, a user's, searches as before."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if (project := find_project(Path.cwd())) is not None:
+        ours = any(str(CONF) in (element.path or "") for element in search_path.get_path())
+        if ours and (project := find_project(Path.cwd())) is not None:
             search_path.prepend("project", f"project://{project.conf}", anchor="main")
 
 
@@ -93,7 +103,6 @@ class RunEnded(SystemExit):
         self.exit_code = exit_code
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> float | None:
     def run() -> float | None:
         return run_to_end(lambda: run_task(build_checked(config, HydraConfig.get().overrides.task)))
@@ -109,14 +118,29 @@ def compose(experiment: str | None = None, overrides: Sequence[str] = ()) -> Run
     keep_secret(typed)
     with mask_errors():
         try:
-            with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-                return build_checked(hydra.compose("config", typed), typed)
+            return build_checked(compose_alone(typed), typed)
         except HydraException as error:
             raise ConfigError(explain(error)) from error
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(of_null_group(error, typed) or str(error)) from error
+
+
+def compose_alone(typed: Sequence[str]) -> DictConfig:
+    """What hydra.compose gives, from a loader of its own: the global one may be of a user's application, in whose
+    @hydra.main or beside whose threads this runs.
+    """
+    with _COMPOSING:
+        version = VersionBase.instance()
+        VersionBase.set_instance(copy.copy(version))
+        hydra.version.setbase(VERSION_BASE)
+        try:
+            setup_globals()  # the resolver of ${now:...}
+            loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
+            return without_section(loader.load_configuration("config", list(typed), RunMode.RUN, False), "hydra")
+        finally:
+            VersionBase.set_instance(version)
 
 
 def import_from_project() -> None:
@@ -268,6 +292,7 @@ def holds_secret(key: str, value: object) -> bool:
 
 
 def main() -> int:
+    """The exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without it Hydra prints a report and exits 1 before we explain the error
     escape_what_stdout_lacks()
     try:
@@ -280,7 +305,12 @@ def main() -> int:
                 2,
             )
         RUNS.clear()
-        compose_and_run()
+        # Not a decorator: that sets the version of a process that only imports this.
+        hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")(compose_and_run)()
+    except RunEnded as end:
+        return end.exit_code
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
     except HydraException as error:
         return complain(explain(error), 2)
     except ConfigError as error:  # of grmpipe.yaml
@@ -302,4 +332,5 @@ def complain(message: str, code: int) -> int:
 
 def command() -> NoReturn:
     """The command that an installation brings."""
-    leave(main())
+    with stoppable():
+        leave(main())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,14 +15,15 @@ from typing import TypeVar
 from grmpipe.cli import run_task
 from grmpipe.config.keys.redact import mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.observe.logs import kept_logging
 from grmpipe.run.errors import RunInterrupted
 from grmpipe.run.run_watcher import RunWatcher, StepControls
-from grmpipe.run.signals import ask_to_stop
+from grmpipe.run.signals import StopRequest, stoppable
 from grmpipe.run_reader import RunReader, read_run
 from grmpipe.types import Metrics
 
 T = TypeVar("T")
-ASK_AGAIN_S = 0.1  # a run that is still being checked can't be asked to stop
+LOOP_CHECK_S = 1.0  # between looks at whether the event loop of a run's user is closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +48,22 @@ def launch(config: RunConfig) -> RunReader | None:
     RunFailed or RunInterrupted.
     """
     watcher = _Opened()
-    with mask_errors():
+    with mask_errors(), kept_process():
         _run(config, watcher)
     return None if watcher.run_dir is None else read_run(watcher.run_dir)
+
+
+@contextmanager
+def kept_process() -> Iterator[None]:
+    """Context of a run in its user's own process, which gets back its logging, and torch's threads if it has torch."""
+    torch = sys.modules.get("torch")
+    num_threads = torch.get_num_threads() if torch is not None else 0
+    with kept_logging():
+        try:
+            yield
+        finally:
+            if torch is not None and torch.get_num_threads() != num_threads:  # setting it starts them
+                torch.set_num_threads(num_threads)
 
 
 def _run(config: RunConfig, watcher: RunWatcher) -> None:
@@ -63,32 +77,36 @@ def _run(config: RunConfig, watcher: RunWatcher) -> None:
 
 
 def _in_thread(config: RunConfig, watcher: RunWatcher) -> None:
-    ended, thread = _started(config, watcher)
+    request = StopRequest()
+    ended = _started(config, watcher, request)
     try:
         ended.result()
-    except KeyboardInterrupt:
-        effect = None
-        while not ended.done() and (effect := ask_to_stop(thread)) is None:
-            threading.Event().wait(ASK_AGAIN_S)
-        print(f"grmpipe: {effect or 'the run has ended'}", file=sys.stderr)
-        ended.result()
+    except BaseException as error:  # the run's own, or what a signal's handler raises here
+        if ended.done():
+            raise
+        print(f"grmpipe: {request.ask()}", file=sys.stderr)
+        ended.exception()
+        if isinstance(error, KeyboardInterrupt):
+            ended.result()
+        raise
 
 
-def _started(config: RunConfig, watcher: RunWatcher) -> tuple[Future[float | None], int]:
-    """A run in a thread of its own: its objective or its error, and the thread's number."""
+def _started(config: RunConfig, watcher: RunWatcher, request: StopRequest) -> Future[float | None]:
+    """A run in a thread of its own: its objective or its error."""
     ended: Future[float | None] = Future()
+    ended.set_running_or_notify_cancel()  # from now on a cancelled wait for it leaves it alone
 
     def work() -> None:
         try:
-            with mask_errors():
-                ended.set_result(run_task(config, watcher))
+            with mask_errors(), kept_process(), stoppable(request):
+                objective = run_task(config, watcher)
         except BaseException as error:
             ended.set_exception(error)
+        else:
+            ended.set_result(objective)
 
-    thread = threading.Thread(target=work, name="grmpipe-run", daemon=True)
-    thread.start()
-    assert thread.ident is not None, "it has started"
-    return ended, thread.ident
+    threading.Thread(target=work, name="grmpipe-run", daemon=True).start()
+    return ended
 
 
 @asynccontextmanager
@@ -99,11 +117,11 @@ async def start(config: RunConfig) -> AsyncIterator[StartedRun]:
     if config.task != "train" or config.data.retrain_from is not None:
         raise ConfigError("task: only a policy's training has steps to await; call grmpipe.launch(config)")
     run = StartedRun(config)
-    await run._until_open()
     try:
+        await run._until_open()
         yield run
-    finally:
-        await asyncio.shield(asyncio.ensure_future(run.stop()))
+    finally:  # also if this is cancelled while the run starts
+        await run.stop()
     await run._ended()
 
 
@@ -114,12 +132,13 @@ class StartedRun(RunWatcher):
 
     def __init__(self, config: RunConfig) -> None:
         self._loop = asyncio.get_running_loop()
-        self._open, self._steps = asyncio.Event(), asyncio.Queue[Step | None]()
+        self._open, self._over, self._steps = asyncio.Event(), asyncio.Event(), asyncio.Queue[Step | None]()
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event, StepControls] | None = None
         self._waits, self._stopped = True, False
         self._in_hand = False  # the user has a step, in which the run waits
-        self._future, self._thread = _started(config, self)
-        self._future.add_done_callback(lambda _: self._tell(self._over))
+        self._request = StopRequest()
+        self._future = _started(config, self, self._request)
+        self._future.add_done_callback(lambda _: self._tell(self._note_end))
 
     @property
     def files(self) -> RunReader:
@@ -145,7 +164,7 @@ class StartedRun(RunWatcher):
 
     async def checkpoint(self) -> Path:
         """Write a checkpoint now; between two steps. Returns its directory."""
-        return await self._between_steps(lambda controls: controls.checkpoint())
+        return await self._between_steps(lambda controls: asyncio.shield(controls.checkpoint()))
 
     async def finish(self) -> RunReader:
         """Let the run go on to its end without waiting. Raises RunFailed."""
@@ -157,12 +176,10 @@ class StartedRun(RunWatcher):
     async def stop(self) -> None:
         """End the run with a checkpoint, to be continued with resume=auto. Returns once it has ended."""
         self._stopped = True
-        while not self._future.done() and not ask_to_stop(self._thread):  # noqa: ASYNC110
-            await asyncio.sleep(ASK_AGAIN_S)
+        self._request.ask()
         self._waits = False  # from now on: it must not begin another step before it is asked
         self._go_on()
-        with suppress(BaseException):  # `_ended` raises it
-            await asyncio.wrap_future(self._future)
+        await self._over.wait()
 
     # -- called in the run's thread ---------------------------------------------------------------------------------
 
@@ -175,7 +192,13 @@ class StartedRun(RunWatcher):
         self._waiting = (asyncio.get_running_loop(), going_on, controls)
         waits = self._waits  # read after `_waiting` is set, and before the user can act on the step
         self._tell(self._steps.put_nowait, Step(step=step, metrics=metrics))
-        await (going_on.wait() if waits else asyncio.sleep(0))  # 0: a request to stop comes first
+        while waits and not going_on.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(going_on.wait(), LOOP_CHECK_S)
+            if self._loop.is_closed():  # nobody can ask for the next step
+                self._request.ask()
+                break
+        await asyncio.sleep(0)  # a request to stop comes first
 
     def _tell(self, call: Callable[..., object], *args: object) -> None:
         with suppress(RuntimeError):  # the user's event loop is closed
@@ -183,8 +206,9 @@ class StartedRun(RunWatcher):
 
     # -- called in the user's ----------------------------------------------------------------------------------------
 
-    def _over(self) -> None:
+    def _note_end(self) -> None:
         self._open.set()
+        self._over.set()
         self._steps.put_nowait(None)
 
     def _go_on(self) -> None:

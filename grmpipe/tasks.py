@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from grmpipe.run.build.start_cluster import preload
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.run_context import HasConfig, Run, run_in_directory
 from grmpipe.run.run_watcher import RunWatcher
+from grmpipe.run.signals import stoppable
 from grmpipe.run_dir.directory import RunLocation
 from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
@@ -65,7 +67,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
 
 def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | None:
     """Lock a directory, refuse what can't run, and run the rest to its end."""
-    with RunLock(config) as lock:
+    with stoppable() as request, RunLock(config) as lock:
         if lock.place.complete:
             watcher.note_opened(lock.place.run_dir)
             return objective_of_complete(lock.place.run_dir)
@@ -76,11 +78,17 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
             for line in (*lock.place.notes, *task.notes(prepared)):
                 print(f"grmpipe: note: {line}", file=sys.stderr)
             watcher.note_opened(run_dir := lock.open())
-            summary = run_to_end(run_in_directory(task.make_run, prepared, *anywhere(run_dir, lock.place), watcher))
+            try:
+                summary = run_to_end(run_in_directory(task.make_run, prepared, *anywhere(run_dir, lock.place), watcher))
+            except asyncio.CancelledError:  # by the first of two signals, after the second
+                raise KeyboardInterrupt from None
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
-        raise RunInterrupted(f"interrupted at step {summary.steps}; {task.continued.format(run_dir=run_dir)}")
+        failure = f" ({summary.failure})" if summary.failure else ""
+        raise RunInterrupted(f"interrupted at step {summary.steps}{failure}; {task.continued.format(run_dir=run_dir)}")
+    if request.came:  # a sweep must end too
+        raise RunInterrupted(f"interrupted after the end of the run, which is complete: {run_dir}")
     return summary.objective
 
 

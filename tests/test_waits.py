@@ -13,7 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WITHOUT_ARGUMENTS = {"wait", "get", "accept", "acquire"}
 WITH_ANY = {"to_thread", "run_in_executor", "recv", "recv_fds", "recv_bytes", "recvmsg", "readexactly", "readline"}
-NO_WAITS = ("HydraConfig.get", "_PURPOSE.get", "_command.get", "file.readline", "old.readline", "self._file.readline")
+NO_WAITS = (
+    "HydraConfig.get",
+    "_PURPOSE.get",
+    "_command.get",
+    "_request.get",
+    "file.readline",
+    "old.readline",
+    "self._file.readline",
+)
 
 CALL = "its caller's: the limit of a call to this process (scheduler/processes/call_limits.py)"
 STAGE = "its caller's: the limit of the stage of an episode (env.boot_s, env.step_s, env.close_s)"
@@ -41,8 +49,8 @@ WAITS = {
     "grmpipe/envs/sandbox/supervisor.py::_Supervisor._obey": "it is polled first",
     "grmpipe/envs/tools/mcp_tools.py::Connection._run": "close() sets it",
     "grmpipe/launching.py::StartedRun.steps": "the end of the run puts None",
-    "grmpipe/launching.py::StartedRun.after_step": "the user asks for the next step, or the block ends",
     "grmpipe/launching.py::StartedRun._until_open": "the run opens its directory, or ends",
+    "grmpipe/launching.py::StartedRun.stop": "the run ends, as it was asked to",
     "grmpipe/run/build/start_envs.py::start_hosts": DISK,
     "grmpipe/run/features/cotrain/cotraining.py::CoTraining.run_alongside.judge_for_the_policy": "its flow",
     "grmpipe/run/features/cotrain/pacing.py::StepPacer._until_moved": "either learner's next step, or its end",

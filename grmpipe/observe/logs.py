@@ -3,7 +3,9 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +17,9 @@ from models.terminal_text import replace_controls
 OURS = ("grmpipe", "models", "scheduler")
 REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request
 NOISY = ("ray", "transformers", "torch", "vllm", "sglang", "asyncio")
+_LOCK = threading.Lock()
+# By each run in a user's process: whether warnings were logged; loggers, handlers, levels, propagation.
+_KEPT: list[tuple[bool, list[tuple[logging.Logger, list[logging.Handler], int, bool]]]] = []
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -39,6 +44,35 @@ def setup_logging(run_dir: Path, console: Console | None = None, trackers: Seque
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in OURS:
         replace_handlers(logging.getLogger(name), _console_handler(console or Console(stderr=True)))
+
+
+@contextlib.contextmanager
+def kept_logging() -> Iterator[None]:
+    """Context of a run in its user's own process, which gets its handlers, levels and warnings back. Of runs that
+    overlap, the first one's beginning and the last one's end count.
+    """
+    with _LOCK:
+        if not _KEPT:
+            captured = warnings.showwarning is logging._showwarning  # type: ignore[attr-defined]
+            loggers = [logging.getLogger(name) for name in ("", *NOISY, *REQUESTS, *OURS)]
+            kept = [(one, one.handlers, one.level, one.propagate) for one in loggers]
+            for one in loggers:
+                one.handlers = []  # else the run would close the user's
+        else:
+            captured, kept = _KEPT[0]
+        _KEPT.append((captured, kept))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _KEPT.pop()
+            if not _KEPT:
+                logging.captureWarnings(False)
+                logging.captureWarnings(captured)
+                for one, handlers, level, propagate in kept:
+                    replace_handlers(one, *handlers)
+                    one.setLevel(level)
+                    one.propagate = propagate
 
 
 def replace_handlers(logger: logging.Logger, *handlers: logging.Handler) -> None:

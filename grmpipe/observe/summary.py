@@ -190,10 +190,11 @@ class Summary:
     # By file: lines that the last process could not write.
     journal_failures: Mapping[str, int] = field(default_factory=dict)
     run_id: str = ""  # also in run.json, checkpoints, run.log, report, timeline, and each line of a journal
-    failure: str | None = None  # the first cause, in plain words; only when failed
+    failure: str | None = None  # the first cause, in plain words; also of what failed after a signal
 
     def __post_init__(self) -> None:
-        assert (self.failure is not None) == (self.status == "failed"), "only a failed run has a failure"
+        ended = ("failed", "interrupted") if self.failure is not None else ("completed", "interrupted")
+        assert self.status in ended, "a failed run has a failure, a complete one has none"
 
     def to_json(self) -> dict[str, object]:
         """The summary as plain JSON: numbers that aren't finite become null."""

@@ -21,7 +21,7 @@ from grmpipe.run.loop_watchdog import watch_loop
 from grmpipe.run.observers import Observers
 from grmpipe.run.restarts import Restart, Restarts
 from grmpipe.run.run_watcher import RunWatcher
-from grmpipe.run.signals import end_by_signals
+from grmpipe.run.signals import HAS_ENDED, StopRequest, end_by_signals, stop_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import BEGINNING
@@ -143,7 +143,7 @@ async def run_in_directory(
     resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
     """
     config = prepared.config
-    with end_by_signals(), watch_loop():
+    with end_by_signals() as request, watch_loop():
         checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
         restarts = Restarts(checkpoints, config.slots.health.max_replacements)
         state = load_state(resumed) if resumed else BEGINNING
@@ -155,7 +155,7 @@ async def run_in_directory(
             log.info("run %s, in %s", read_run_id(run_dir), run_dir)
             try:
                 run = make_run(prepared, context)
-                summary = await run_to_end(run, restarts)
+                summary = await run_to_end(run, restarts, request)
             except Restart as restart:
                 context.observers.note(f"{restart}; the run begins again at its last checkpoint")
                 resumed, state = restart.checkpoint, begin_again(restart, make_summary(run, "failed", restart.cause))
@@ -184,7 +184,7 @@ def begin_again(restart: Restart, ended: Summary) -> RunState:
     return replace(state, wall_s=ended.wall_s, busy_s=ended.busy_s, restarts=(*ended.restarts, restart.cause))
 
 
-async def run_to_end(run: Run[P], restarts: Restarts) -> Summary:
+async def run_to_end(run: Run[P], restarts: Restarts, request: StopRequest) -> Summary:
     """The summary of the run's end, whatever it is. Raises only ConfigError, and Restart."""
     context = run.context
     context.observers.show_changes(read_changes(context.run_dir))
@@ -200,11 +200,14 @@ async def run_to_end(run: Run[P], restarts: Restarts) -> Summary:
             raise
         log.exception("the run failed", extra={"file_only": True})
         saved = await run.after_failure(error)
+        if request.came:  # what sent us a signal may have sent it to the processes of engines and learners too
+            return make_summary(run, "interrupted", describe_failure(error) + saved)
         if (restart := restarts.plan(error, run.restartable_step)) is not None:
             raise restart from error
         return make_summary(run, "failed", describe_failure(error) + saved)
     finally:
-        await run.close()
+        with stop_by_signals(lambda: None, HAS_ENDED):
+            await run.close()
 
 
 def make_summary(run: Run[P], status: Status, failure: str | None = None) -> Summary:

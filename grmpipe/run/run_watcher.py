@@ -9,7 +9,7 @@ from grmpipe.types import Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepControls:
-    """What a training run does on request between two steps.
+    """What a training run does on request between two steps, one after the other.
 
     evaluate:   on all held-out problems. Returns metrics by their names in the summary; none without problems.
     checkpoint: returns its directory once it is complete.

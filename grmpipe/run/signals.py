@@ -7,98 +7,126 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 from types import FrameType
-from typing import NoReturn
 
 LEAVE_AFTER_S = 2.0
-# A scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM).
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-LEAVING = b"\ngrmpipe: a second Ctrl-C: leaving at once, without a checkpoint; the last one is kept\n"
-# What the first signal does: before and after the flow of a run, and between its steps.
+# `timeout` and wrappers that pass signals on send one to the process and to its group; systemd may add a SIGHUP.
+ONE_SIGNAL_S = 0.5
+# Ctrl-C, a scheduler, a closed terminal, Slurm's srun (which passes on USR1, but kills its tasks at a TERM).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+LEAVING = b"\ngrmpipe: a second signal: leaving at once, without a checkpoint; the last one is kept\n"
+# What the first signal does: before and after the flow of a run, between its steps, and after its end.
 ENDS_NOW = "the run ends now, without a further checkpoint"
 ENDS_WITH_CHECKPOINT = "the run ends with a checkpoint; an optimizer step that has begun is finished first"
-SECOND = "; a second Ctrl-C ends it at once"
+HAS_ENDED = "the run has ended, and ends its processes"
+SECOND = "; a second one ends it at once"
 
 
-@dataclass(frozen=True, slots=True)
 class StopRequest:
-    """How the first signal stops a run: what it calls, and what that does."""
+    """The request to stop one run, by a signal or by another thread. What it does follows from where the run is; one
+    that comes before a stage of the run is met when the stage begins.
+    """
 
-    ask: Callable[[], None]
-    effect: str
+    def __init__(self) -> None:
+        self._stages: list[tuple[Callable[[], object], str]] = []  # the innermost one is the last
+        self._came_s: float | None = None
+
+    @property
+    def came(self) -> bool:
+        return self._came_s is not None
+
+    def ask(self) -> str:
+        """Stop the run, from any thread, once. Returns what that does."""
+        stop, effect = self._stages[-1] if self._stages else (lambda: None, ENDS_NOW)
+        if not self.came:
+            self._came_s = time.monotonic()
+            stop()
+        return effect
+
+    @contextmanager
+    def stage(self, stop: Callable[[], object], effect: str) -> Iterator[None]:
+        """Context in which the request calls `stop` in the event loop that runs here."""
+        loop = asyncio.get_running_loop()
+        self._stages.append((lambda: loop.call_soon_threadsafe(stop), effect))
+        try:
+            if self.came:
+                stop()
+            yield
+        finally:
+            self._stages.pop()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signals: the first one stops the run, another one the process, also where a user's code
+        blocks the event loop.
+        """
+        if self._came_s is None:
+            effect = self._stages[-1][1] if self._stages else ENDS_NOW
+            os.write(2, f"\ngrmpipe: {signal.Signals(number).name}: {effect}{SECOND}\n".encode())
+            self.ask()
+            if not self._stages:
+                raise KeyboardInterrupt
+        elif time.monotonic() - self._came_s > ONE_SIGNAL_S:
+            leave_soon()
 
 
-STOPS: dict[int, StopRequest] = {}  # thread -> of a run there
+_request: ContextVar[StopRequest | None] = ContextVar("request", default=None)
 
 
 @contextmanager
-def end_by_signals() -> Iterator[None]:
-    """Context: the first signal cancels the current task, the second ends the process at once. It covers the start of a
-    run, which may take minutes. Raises KeyboardInterrupt where the cancelled task does nothing about it.
+def stoppable(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Context of a run from its first check to its end: signals, or the given request from another thread, stop it.
+    Before the run has an event loop a signal raises KeyboardInterrupt.
+
+    Within another such context it is that one. An ignored signal (nohup) stays ignored; outside the main thread none
+    comes. Afterwards the earlier handlers are back.
+    """
+    if (outer := _request.get()) is not None:
+        yield outer
+        return
+    request = request or StopRequest()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, request.handle)
+    reset = _request.set(request)
+    try:
+        yield request
+    finally:
+        _request.reset(reset)
+        for number, handler in handled.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextmanager
+def end_by_signals() -> Iterator[StopRequest]:
+    """Context: a request to stop cancels the current task. It covers the start of a run, which may take minutes. Raises
+    KeyboardInterrupt where the cancelled task does nothing about it.
     """
     task = asyncio.current_task()
     assert task is not None, "signals end a task"
-    with stop_by_signals(task.cancel, ENDS_NOW) as stopped:
+    with stoppable() as request, request.stage(task.cancel, ENDS_NOW):
         try:
-            yield
+            yield request
         except asyncio.CancelledError:
-            if stopped.is_set():
+            if request.came:
                 raise KeyboardInterrupt from None
             raise
 
 
 @contextmanager
-def stop_by_signals(stop: Callable[[], object], effect: str = ENDS_WITH_CHECKPOINT) -> Iterator[threading.Event]:
-    """Context: the first signal says what happens (`effect`), and calls `stop` in the event loop; the second ends the
-    process at once, also where a user's code blocks the loop. An ignored signal (nohup) stays ignored. Outside the main
-    thread, where no signals come, only `ask_to_stop` does it. Gives whether one came.
-
-    Afterwards the earlier handlers are back; a second Ctrl-C still ends the process.
-    """
-    loop, stopped, thread = asyncio.get_running_loop(), threading.Event(), threading.get_ident()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    in_main = threading.current_thread() is threading.main_thread()  # signals come nowhere else
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN and in_main]
-
-    def ask() -> None:
-        stopped.set()
-        loop.call_soon_threadsafe(stop)
-
-    def first(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"\ngrmpipe: {signal.Signals(number).name}: {effect}{SECOND}\n".encode())
-        for each in handled:
-            signal.signal(each, _leave if each == signal.SIGINT else signal.SIG_DFL)
-        ask()
-
-    for each in handled:
-        signal.signal(each, first)
-    outer = STOPS.get(thread)
-    STOPS[thread] = StopRequest(ask, effect)
-    try:
-        yield stopped
-    finally:
-        STOPS.pop(thread)
-        if outer is not None:
-            STOPS[thread] = outer
-        for each in handled:
-            if not (each == signal.SIGINT and stopped.is_set()):
-                signal.signal(each, before[each] or signal.SIG_DFL)
+def stop_by_signals(stop: Callable[[], object], effect: str = ENDS_WITH_CHECKPOINT) -> Iterator[None]:
+    """Context: a request to stop calls `stop` in the event loop."""
+    with stoppable() as request, request.stage(stop, effect):
+        yield
 
 
-def ask_to_stop(thread: int) -> str | None:
-    """Stop the run in a thread, as the first signal stops one in the main thread. Returns what that does; None if no
-    run is there yet.
-    """
-    if (stop := STOPS.get(thread)) is None:
-        return None
-    stop.ask()
-    return stop.effect
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def leave_soon() -> None:
     """End the process after a moment in which others can end. Ray alone may take ten seconds, and also ends without
     us.
     """

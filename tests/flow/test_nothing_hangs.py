@@ -59,16 +59,20 @@ POLL_S = 0.05
 # Runs launch.py in a session of its own, and notes the threads that are left after its last line.
 START = """
 import json, os, runpy, threading
+from grmpipe.run import process_end
 
 os.setsid()
-try:
-    runpy.run_path({launch!r}, run_name="__main__")
-finally:
+leave = process_end.leave
+
+def note_and_leave(code):
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     with open("threads.json", "w") as file:
         json.dump(left, file)
+    leave(code)
+
+process_end.leave = note_and_leave
+runpy.run_path({launch!r}, run_name="__main__")
 """
-LEAVES = "process-end"  # the thread that ends the process if another one doesn't
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,7 @@ def test_a_run_whose_tool_hangs_ends_and_the_policy_reads_it(tmp_path: Path, lau
     assert end.summary["envs"]["faults"] == {} and end.summary["envs"]["policy_faults"]["timeout"] > 0
     assert "add did not end within 0.2 s, and was given up" in (tmp_path / "run" / "rollouts.jsonl").read_text()
     assert "a call of hanging_code.add" in end.output
-    assert {name.partition(" (")[0] for name in end.threads} == {"call of hanging_code.add", LEAVES}
+    assert {name.partition(" (")[0] for name in end.threads} == {"call of hanging_code.add"}
 
 
 @pytest.mark.long
@@ -158,7 +162,7 @@ def test_a_run_whose_isolated_tool_hangs_ends_with_all_its_processes(
         "rollout.max_turns=2", "env.isolation.kind=process", f"env.isolation.read=[{tmp_path}]",
     )  # fmt: skip
     assert end.summary["status"] == "completed", end.summary["failure"]
-    assert end.started and end.summary["envs"]["policy_faults"] and end.threads == [LEAVES]
+    assert end.started and end.summary["envs"]["policy_faults"] and end.threads == []
 
 
 @pytest.mark.long
@@ -172,7 +176,7 @@ def test_a_run_whose_agent_hangs_ends(tmp_path: Path, launched: Callable[..., Fo
     )  # fmt: skip
     assert end.summary["status"] == "completed", end.summary["failure"]
     if place == "inprocess":
-        assert set(end.threads) == {"of-a-user", "default-executor", LEAVES}
+        assert set(end.threads) == {"of-a-user", "default-executor"}
         assert "left without waiting for threads that never ended: of-a-user" in end.output
     else:
-        assert end.started and end.threads == [LEAVES]
+        assert end.started and end.threads == []

@@ -6,15 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import logging
+import os
 import pydoc
 import re
+import signal
 import threading
+import time
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import grmpipe
+from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -84,6 +93,127 @@ async def test_finish_runs_the_remaining_steps_and_raises_refusals() -> None:
     with pytest.raises(grmpipe.ConfigError, match="has steps to await"):
         async with grmpipe.start(grmpipe.compose("quickstart", ["task=plan"])):
             pass
+
+
+@awaited
+async def test_a_start_that_is_cancelled_has_ended_when_its_caller_goes_on(tmp_path: Path) -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "train.num_steps=1000"])
+
+    async def begin() -> None:
+        async with grmpipe.start(config) as run:
+            await run.finish()
+
+    for delay_s in (0.0, 0.2):  # while it is checked; while it starts
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(begin(), delay_s)
+        for thread in threading.enumerate():
+            if thread.name == "grmpipe-run":  # its last lines
+                thread.join(1)
+                assert not thread.is_alive()
+    async with grmpipe.start(grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "resume=auto"])) as run:
+        assert (await run.finish()).summary["status"] == "completed"
+
+
+@awaited
+async def test_a_cancelled_wait_for_the_end_ends_the_run() -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "train.num_steps=1000"])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as limit, grmpipe.start(config) as run:
+            async for _ in run.steps():
+                break
+            limit.reschedule(asyncio.get_running_loop().time() + 0.1)
+            await run.finish()
+    assert run.files.summary["status"] == "interrupted" and run.files.summary["steps"] >= 1
+
+
+def test_a_run_whose_users_event_loop_is_closed_ends() -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run"])
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> grmpipe.StartedRun:
+        context = grmpipe.start(config)
+        run = await context.__aenter__()
+        kept.append(context)  # a generator that nobody holds is closed
+        async for _ in run.steps():
+            break
+        return run
+
+    kept: list[object] = []
+    run = loop.run_until_complete(begin())
+    loop.close()
+    end_s = time.monotonic() + 20
+    while not run.files.summary:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    assert run.files.summary["status"] == "interrupted" and run.files.summary["steps"] == 1
+
+
+@awaited
+async def test_checkpoints_and_evaluations_that_are_asked_for_at_once_come_one_after_the_other(tmp_path: Path) -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "train.num_steps=2"])
+
+    async def save() -> str:
+        path = await run.checkpoint()
+        return path.name if (path / "manifest.json").exists() else "a later one has replaced it"
+
+    async with grmpipe.start(config) as run:
+        async for step in run.steps():
+            if step.step == 1:
+                given_up = asyncio.ensure_future(run.checkpoint())
+                await asyncio.sleep(0)
+                given_up.cancel()
+                asked = asyncio.gather(save(), run.evaluate(), save())
+                await asyncio.sleep(0)  # the next step begins once all of it has ended
+        first, evaluated, second = await asked
+    assert 0 <= evaluated["true_accuracy"] <= 1
+    assert [line["step"] for line in run.files.evaluations].count(1) == 1
+    assert (first, second) == ("step_1.1", "step_1.2"), "that of the cancelled call was complete before"
+    assert run.files.summary["status"] == "completed"
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_leaves_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = CheckpointWriter._publish
+
+    async def interrupted(writer: CheckpointWriter, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        await publish(writer, *args)
+
+    monkeypatch.setattr(CheckpointWriter, "_publish", interrupted)
+    with pytest.raises(grmpipe.RunInterrupted):
+        grmpipe.launch(grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "train.num_steps=1"]))
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_1"
+
+
+def test_a_run_gives_its_users_process_back_as_it_was() -> None:
+    mine = logging.StreamHandler()
+    logging.getLogger().addHandler(mine)
+    before = describe_process()
+    with pytest.raises(grmpipe.ConfigError):
+        grmpipe.launch(grmpipe.compose("quickstart", [*SMALL, "run_dir=run", "policy.path=nowhere"]))
+    assert describe_process() == before
+    short = [*SMALL, "run_dir=run", "train.num_steps=1", "train.deterministic=true"]
+    asyncio.run(in_a_loop(grmpipe.compose("quickstart", short)))
+    assert describe_process() == before
+    logging.getLogger().removeHandler(mine)
+
+
+def describe_process() -> dict[str, object]:
+    loggers = [logging.getLogger(name) for name in ("", "grmpipe", "ray", "transformers", "httpx")]
+    return {
+        "signals": [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        ],
+        "logging": [(one.level, list(one.handlers), one.propagate) for one in loggers],
+        "warnings": warnings.showwarning,
+        "folder": Path.cwd(),
+        "umask": os.umask(os.umask(0o022)),
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()),
+        "loops": type(asyncio.get_event_loop_policy()),
+        "garbage": gc.get_threshold(),
+    }
 
 
 async def in_a_loop(config: grmpipe.RunConfig) -> grmpipe.RunReader | None:

@@ -1,16 +1,86 @@
-"""The command's own output, in any terminal."""
+"""The command's own output, and composing in a user's own process: beside another Hydra application, in threads."""
 
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir, version
+from hydra.core.global_hydra import GlobalHydra
 from rich.panel import Panel
 
+import grmpipe
 from grmpipe.cli import complain, escape_what_stdout_lacks
 from grmpipe.observe.console import RunConsole
 from grmpipe.run.tasks.sweep import SweepRun, sweep_table
+
+ROOT = Path(__file__).parents[2]
+APPLICATION = """
+import sys
+import hydra
+import grmpipe
+from hydra import version
+from hydra.core.hydra_config import HydraConfig
+
+@hydra.main(version_base="1.2", config_path=sys.argv.pop(1), config_name="config")
+def app(config):
+    print(config.mine, grmpipe.compose("quickstart", ["train.num_steps=7"]).train.num_steps)
+    assert HydraConfig.get().job.name == "app" and str(version.getbase()) == "1.2"
+    assert not [one for one in HydraConfig.get().runtime.config_sources if one.provider == "project"]
+
+app()
+"""
+
+
+@pytest.fixture
+def users_conf(tmp_path: Path) -> Path:
+    """The configurations of a user's application, whose store has a `schema` too, within a project of ours."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/config.yaml").write_text("mine: 5\n")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "grmpipe.yaml").write_text("conf: ours\n")
+    return tmp_path / "conf"
+
+
+def test_one_composes_within_an_application_of_hydra_and_changes_none_of_its_state(users_conf: Path) -> None:
+    (users_conf.parent / "app.py").write_text(APPLICATION)
+    command = [sys.executable, "app.py", str(users_conf), "hydra.run.dir=.", "hydra.output_subdir=null"]
+    ended = subprocess.run(
+        command, cwd=users_conf.parent, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.split() == ["5", "7"], ended.stderr
+
+
+def test_one_composes_within_a_users_initialize(users_conf: Path) -> None:
+    with initialize_config_dir(str(users_conf), version_base="1.2"):
+        before = GlobalHydra.instance().hydra
+        assert grmpipe.compose("quickstart", ["train.num_steps=7"]).train.num_steps == 7
+        assert GlobalHydra.instance().hydra is before and str(version.getbase()) == "1.2"
+        assert compose("config") == {"mine": 5}
+    with pytest.raises(grmpipe.ConfigError, match="unknown key"):
+        grmpipe.compose("quickstart", ["train.num_step=7"])
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_threads_compose_at_the_same_time() -> None:
+    found: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            found.append(grmpipe.compose("quickstart", [f"train.num_steps={number}"]).train.num_steps)
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found, key=str) == [1, 2, 3]
 
 
 def test_an_error_that_repeats_control_characters_is_printed_without_them(capsys: pytest.CaptureFixture[str]) -> None:

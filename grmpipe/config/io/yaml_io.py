@@ -11,7 +11,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -60,6 +60,12 @@ def build_config(values: Mapping[str, object]) -> RunConfig:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def without_section(config: DictConfig, name: str) -> DictConfig:
+    with open_dict(config):
+        del config[name]
+    return config
 
 
 def find_interpolated_keys(config: DictConfig) -> frozenset[str]:

@@ -107,8 +107,8 @@ class RecordedRunTraining(Run[PreparedRetraining]):
                 every = config.train.checkpoint_every
                 if every and self._steps_done % every == 0 and self._steps_done < self._num_steps:
                     await self._checkpoint(learner)
-        await self._checkpoint(learner)
-        await self._writer.settle()
+            await self._checkpoint(learner)
+            await self._writer.settle()
         if self._steps_done < self._num_steps:
             return "interrupted"
         await export(learner, self._run_dir / "policy", self._config.policy)

@@ -1,5 +1,6 @@
 """task=train: a policy learns from a judge. Start or resume, evaluate, run the pipeline, evaluate, export."""
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
-from grmpipe.types import Judge, JudgedGroup
+from grmpipe.types import Judge, JudgedGroup, Metrics
 from grmpipe.validate.prepare import Prepared
 from models.types import EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
 from scheduler.gc_tuning import infrequent_gc
@@ -163,20 +164,22 @@ class TrainingRun(Run[Prepared]):
             if periodic_eval.interrupted and not periodic_eval.final:
                 raise Interrupted
 
-        try:
-            with stop_by_signals(lambda: self._stop(pipeline)), infrequent_gc():
-                await cotrainings.run_alongside(pipeline, flow)
-        except Interrupted:
-            await running.learner.discard()
-            if running.critic is not None:
-                await running.critic.discard()
+        interrupted = False
+        with stop_by_signals(lambda: self._stop(pipeline)):  # the checkpoint too: a signal must not end its writing
+            try:
+                with infrequent_gc():
+                    await cotrainings.run_alongside(pipeline, flow)
+            except Interrupted:
+                interrupted = True
+                await running.learner.discard()
+                if running.critic is not None:
+                    await running.critic.discard()
             await self._checkpoint(running, pipeline, features)
             await self._writer.settle()
+        if interrupted:
             if why := next((feature.stopped for feature in features.each if feature.stopped), ""):
-                raise RunFailed(why) from None
+                raise RunFailed(why)
             return "interrupted"
-        await self._checkpoint(running, pipeline, features)
-        await self._writer.settle()
         for feature in features.each:
             await feature.finish()
         for model in running.trained:
@@ -207,12 +210,21 @@ class TrainingRun(Run[Prepared]):
         every = self._config.train.checkpoint_every
         if every and report.step % every == 0 and not is_last:
             await self._checkpoint(running, pipeline, features)
-        controls = StepControls(
-            evaluate=lambda: features.periodic_eval.evaluate_all(report.step),
-            checkpoint=lambda: self._complete_checkpoint(running, pipeline, features),
-        )
+        one_at_a_time = asyncio.Lock()
+
+        async def evaluate() -> Metrics:
+            async with one_at_a_time:
+                return await features.periodic_eval.evaluate_all(report.step)
+
+        async def checkpoint() -> Path:
+            async with one_at_a_time:
+                return await self._complete_checkpoint(running, pipeline, features)
+
         with self._observers.progress.show_while(""):  # who watches may print
+            controls = StepControls(evaluate=evaluate, checkpoint=checkpoint)
             await self._context.watcher.after_step(report.step, metrics, controls)
+            async with one_at_a_time:  # the next step begins after all that was asked for
+                pass
         for feature in features.each:
             feature.next_step()
 

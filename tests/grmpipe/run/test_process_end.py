@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 
+AT_ITS_END = """
+import atexit, os, signal, threading
+from grmpipe.run import process_end
+atexit.register(print, "its last words")
+atexit.register({there})
+process_end.leave(3)
+"""
 ENDS = """
 import sys, threading, time
 from grmpipe.run import process_end
@@ -25,3 +32,11 @@ def test_a_process_leaves_a_thread_behind_only_if_it_never_ends(seconds: int, sa
     ended = subprocess.run(command, cwd=Path(__file__).parents[3], timeout=50, capture_output=True, text=True)
     assert ended.returncode == 3
     assert said in ended.stderr and bool(said) == bool(ended.stderr)
+
+
+@pytest.mark.parametrize("there", ["print", "os.kill, os.getpid(), signal.SIGTERM"], ids=["nothing", "a signal"])
+def test_a_process_ends_by_its_own_code_after_what_is_registered_for_its_end(there: str) -> None:
+    command = [sys.executable, "-c", AT_ITS_END.format(there=there)]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[3], timeout=50, capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert ("its last words" in ended.stdout) == (there == "print")

@@ -20,6 +20,7 @@ from grmpipe.config.tracking import TrackingConfig
 from grmpipe.judge.verdict import make_failure
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.run_context import Run, RunContext, run_in_directory
+from grmpipe.run.signals import stop_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recovery import BEGINNING
 from grmpipe.types import JudgeReport, Prompt, Rollout
@@ -88,6 +89,13 @@ async def signalled() -> None:
     await asyncio.sleep(5)
 
 
+async def loses_an_engine_by_the_same_signal() -> None:
+    with stop_by_signals(lambda: None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        raise ActorDied("learner-0", "it got a SIGTERM too")
+
+
 def test_an_end_is_written_with_its_objective(run_dir: Path) -> None:
     summary, prepared = end_of(nothing, run_dir, objective="eval.final.true_accuracy")
     assert (summary.status, summary.objective, prepared.closed) == ("completed", 0.5, ["closed"])
@@ -108,6 +116,26 @@ def test_a_failure_is_written_with_what_was_saved(run_dir: Path) -> None:
 def test_sigterm_is_an_interruption_of_every_task(run_dir: Path) -> None:
     summary, prepared = end_of(signalled, run_dir)
     assert (summary.status, written(run_dir)["steps"], prepared.closed) == ("interrupted", 2, ["closed"])
+
+
+def test_what_fails_after_a_signal_is_an_interruption_with_its_cause_and_begins_nothing_again(run_dir: Path) -> None:
+    summary, prepared = end_of(loses_an_engine_by_the_same_signal, run_dir)
+    assert (summary.status, prepared.closed) == ("interrupted", ["closed"])
+    assert written(run_dir)["failure"] == "ActorDied: learner-0 died: it got a SIGTERM too\nsaved after ActorDied"
+
+
+def test_a_signal_while_a_run_closes_ends_nothing_early(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Closes(Task):
+        async def close(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            await super().close()
+
+    config = run_config(tracking=TrackingConfig(trackers=[], console=False))
+    prepared = Prepared(config, nothing)
+    assert asyncio.run(run_in_directory(Closes, prepared, run_dir)).status == "completed"
+    assert prepared.closed == ["closed"] and written(run_dir)["status"] == "completed"
+    assert "SIGTERM: the run has ended, and ends its processes" in capfd.readouterr().err
 
 
 def test_a_refusal_is_raised_and_leaves_the_directory_free(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from forks import handle_as_in_foreground
 
-from grmpipe.run.signals import end_by_signals, stop_by_signals
+from grmpipe.run.signals import ENDS_NOW, StopRequest, end_by_signals, stop_by_signals, stoppable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -52,7 +52,7 @@ def test_the_first_signal_says_at_once_what_it_does_and_what_the_second_would(
             assert "SIGINT: the run ends with a checkpoint" in (said := capfd.readouterr().err), (
                 "no event loop is needed"
             )
-            assert "a second Ctrl-C ends it at once" in said
+            assert "a second one ends it at once" in said
 
     asyncio.run(run())
     asyncio.run(ended(signal.SIGTERM))
@@ -68,6 +68,41 @@ def test_a_signal_in_the_flow_asks_it_to_stop(number: signal.Signals) -> None:
             return await asyncio.wait_for(stopped.wait(), 5)
 
     assert asyncio.run(run())
+
+
+def test_signals_that_come_together_are_one() -> None:
+    """As `timeout` sends them, to the process and to its group."""
+
+    async def run() -> int:
+        asked: list[None] = []
+        with end_by_signals(), stop_by_signals(lambda: asked.append(None)):
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0.02)
+        return len(asked)
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_signal_before_the_event_loop_is_a_keyboard_interrupt_and_handlers_come_back() -> None:
+    with pytest.raises(KeyboardInterrupt), stoppable(), stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_request_from_elsewhere_is_met_where_the_run_is_next() -> None:
+    async def run() -> str:
+        try:
+            with end_by_signals():
+                await asyncio.sleep(5)
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "went on"
+
+    request = StopRequest()
+    assert request.ask() == ENDS_NOW
+    with stoppable(request):
+        assert asyncio.run(run()) == "interrupted"
 
 
 def test_a_signal_after_the_flow_is_an_interruption_again() -> None:
@@ -88,11 +123,11 @@ def test_a_signal_after_the_flow_is_an_interruption_again() -> None:
 STUBBORN = """
 import asyncio, os, signal
 from grmpipe.run import signals as interrupts
-interrupts.LEAVE_AFTER_S = 0.2
+interrupts.LEAVE_AFTER_S, interrupts.ONE_SIGNAL_S = 0.2, 0.0
 
 async def run():
     try:
-        with interrupts.end_by_signals(), interrupts.stop_by_signals(lambda: os.kill(os.getpid(), signal.SIGINT)):
+        with interrupts.end_by_signals(), interrupts.stop_by_signals(lambda: os.kill(os.getpid(), {second})):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(30)
     finally:
@@ -102,15 +137,17 @@ asyncio.run(run())
 """
 
 
-def test_the_second_ctrl_c_waits_for_nothing_that_takes_long() -> None:
+@pytest.mark.parametrize("second", ["signal.SIGINT", "signal.SIGTERM"])
+def test_the_second_signal_waits_for_nothing_that_takes_long(second: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=20, check=False, env=environment).returncode == 130
+    command = [sys.executable, "-c", STUBBORN.format(second=second)]
+    assert subprocess.run(command, timeout=20, check=False, env=environment).returncode == 130
 
 
 BLOCKED = """
 import asyncio, os, signal, threading, time
 from grmpipe.run import signals as interrupts
-interrupts.LEAVE_AFTER_S = 0.2
+interrupts.LEAVE_AFTER_S, interrupts.ONE_SIGNAL_S = 0.2, 0.0
 
 def press_twice():
     for _ in range(2):
