@@ -1,6 +1,6 @@
 """Signals at each stage of a run: how it ends, after how long, with which files, and what is left of it.
 
-    python benchmarks/stopping.py [--signals TERM INT HUP] [--stages training ..] [--ways process group all]
+    python benchmarks/stopping.py [--signals TERM INT HUP] [--stages training] [--ways process group all]
                                  [--clusters inprocess ray] [--times 1 2]
 
 `process`: to the command alone; `group`: to its process group, as `timeout` and a terminal send it; `all`: to all

@@ -188,7 +188,7 @@ class Spelled:
     def render(self, messages: Any) -> tuple[int, ...]:
         return tuple(map(ord, messages[-1].content))
 
-    def encode_markup(self, text: str) -> tuple[int, ...]:
+    def encode_inserted(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
     def with_thought(self, completion: Completion) -> Completion:

@@ -65,10 +65,11 @@ def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
 def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
     """On a busy machine the import alone takes most of the time allowed for a refusal."""
     script = (
-        "import runpy, sys\n"
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "sys.argv = ['launch.py', '+experiment=quickstart', 'placement.roles.grm.pool=nowhere']\n"
-        f"try: runpy.run_path({str(ROOT / 'launch.py')!r}, run_name='__main__')\n"
-        "except SystemExit as end: assert end.code == 2\n"
+        "from grmpipe.cli import main\n"
+        "assert main() == 2\n"
         "slow = {'torch', 'transformers', 'ray', 'wandb', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not slow, f'slow imports came first: {slow}'\n"
     )
