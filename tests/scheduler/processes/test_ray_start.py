@@ -44,18 +44,18 @@ def test_named_variables_are_passed_on_and_no_others() -> None:
 def test_a_ray_that_is_joined_is_sent_our_packages_and_the_users_packages_and_modules(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "my_lab").mkdir()  # without an __init__.py
-    (tmp_path / "my_reward.py").touch()
+    (tmp_path / "joined_lab").mkdir()  # without an __init__.py
+    (tmp_path / "joined_reward.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     asked: list[dict] = []
     monkeypatch.setattr("ray.init", lambda **options: asked.append(options["runtime_env"]))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = ClusterConfig(
-            address=f"127.0.0.1:{listener.getsockname()[1]}", packages=["my_reward", "my_lab.tools", "models"]
+            address=f"127.0.0.1:{listener.getsockname()[1]}", packages=["joined_reward", "joined_lab.tools", "models"]
         )
         init_ray(config)
         ours = [str(ROOT / name) for name in ("models", "scheduler", "grmpipe")]
-        assert asked[0]["py_modules"] == [*ours, str(tmp_path / "my_reward.py"), str(tmp_path / "my_lab")]
+        assert asked[0]["py_modules"] == [*ours, str(tmp_path / "joined_reward.py"), str(tmp_path / "joined_lab")]
         for name in ("my_rewards", "sys"):
             with pytest.raises(ValueError, match=rf"^cluster\.packages: '{name}' can't be imported; give importable"):
                 init_ray(replace(config, packages=[name]))
