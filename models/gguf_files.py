@@ -1,11 +1,12 @@
 """Models in GGUF files, as llama.cpp and Ollama read them: converted once to a Hugging Face directory in the cache."""
 
 import logging
-import os
 import tempfile
 from pathlib import Path
 
-from models.stored_files import compute_checksum
+import xxhash
+
+from models.stored_files import find_cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -15,19 +16,20 @@ DTYPE = "float16"
 
 
 def convert_gguf(path: str) -> str:
-    """The directory with the model of a GGUF file: weights, tokenizer, chat template. The file is read again only if it
-    changed. Raises ValueError (`path: ...`).
+    """The directory with the model of a GGUF file: weights, tokenizer, chat template. The file is read again only if
+    its place, size or time changed: every task asks, and it may hold gigabytes. Raises ValueError (`path: ...`).
     """
     file = Path(path).resolve()
-    root = os.environ.get("GRMPIPE_CACHE")
-    cache = (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "gguf"
-    directory = cache / f"{file.stem}-{compute_checksum(file)}"
+    found = file.stat()
+    cache = find_cache_folder() / "gguf"
+    which = f"{file} {found.st_size} {found.st_mtime_ns}"
+    directory = cache / f"{file.stem}-{xxhash.xxh3_64_hexdigest(which.encode())}"
     if directory.is_dir():  # it appears whole or not at all
         return str(directory)
     quantization = _check(file)
     log.warning(
         "%s (%s, %.1f GB) is converted to %s in %s; a policy is trained from these weights, and saved as them",
-        path, quantization, file.stat().st_size / 1e9, DTYPE, directory,
+        path, quantization, found.st_size / 1e9, DTYPE, directory,
     )  # fmt: skip
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{file.stem}.", dir=cache) as unfinished:

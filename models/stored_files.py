@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, to check later that they are unchanged."""
+"""Sizes and checksums of files, to check later that they are unchanged; the folder of what is made once."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -20,6 +20,12 @@ class StoredFile:
     name: str
     num_bytes: int
     xxh3: str
+
+
+def find_cache_folder() -> Path:
+    """The folder of what the project makes once for all runs: $GRMPIPE_CACHE, or one in the user's home."""
+    root = os.environ.get("GRMPIPE_CACHE")
+    return Path(root) if root else Path.home() / ".cache" / "grmpipe"
 
 
 def describe_files(directory: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:

@@ -113,3 +113,11 @@ def mutate_line(record: Record, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 3)):
         whole[rng.randrange(len(whole))] = rng.randrange(256)
     return bytes(whole).replace(b"\n", b" ") + b"\n"
+
+
+def write_mutated(run_dir: Path, records: dict[str, list[Record]], rng: random.Random, num_lines: int) -> Path:
+    """A run with so many mutated lines in each journal."""
+    run_dir.mkdir()
+    for name, own in records.items():
+        (run_dir / name).write_bytes(b"".join(mutate_line(rng.choice(own), rng) for _ in range(num_lines)))
+    return run_dir

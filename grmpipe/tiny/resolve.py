@@ -2,12 +2,12 @@
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from grmpipe.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, Recipe
+from models.stored_files import find_cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,7 @@ def resolve_directory(recipe: AnyRecipe) -> Path:
 
 
 def cache_directory(recipe: AnyRecipe) -> Path:
-    root = os.environ.get("GRMPIPE_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "tiny" / recipe.hash
+    return find_cache_folder() / "tiny" / recipe.hash
 
 
 def hash_on_card(directory: Path) -> str | None:

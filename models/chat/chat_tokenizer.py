@@ -142,8 +142,8 @@ class ChatTokenizer:
 
     @cached_property
     def _blind(self) -> tuple[Tokenizer, dict[int, str]] | None:
-        """A tokenizer with the same tokens whose markers have names that no text spells, and these names. None if
-        it can't be had.
+        """A tokenizer with the same tokens whose markers have names that no text spells, and these names. None for one
+        in Python, and for one whose own parts name a marker.
         """
         if not self.tokenizer.is_fast:
             return None
@@ -162,14 +162,17 @@ class ChatTokenizer:
         state["post_processor"] = None
         from tokenizers import Tokenizer  # late: few texts spell markup
 
-        blind = Tokenizer.from_str(json.dumps(state))
+        try:
+            blind = Tokenizer.from_str(json.dumps(state))
+        except Exception:  # the library has no class of its own for it
+            return None
         return blind, {token_id: names[content] for content, token_id in self.markers.items()}
 
     def _cut_markup(self, text: str) -> list[int]:
         """The ids of a text in pieces, each without markup: cutting it within a marker keeps the marker from
-        matching.
+        matching. The library's own option for it would change what other threads see.
         """
-        token_ids = list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        token_ids = self._encode(text)
         if self._contents.keys().isdisjoint(token_ids):
             return token_ids
         middle = len(text) // 2

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from models.chat.chat_template import ChatTemplate
 from models.chat.chat_tokenizer import ChatTokenizer
@@ -88,10 +89,10 @@ class ConversationIds:
         """The plan of replies, after the stop token of an assistant's turn, or with it if the turn hasn't ended."""
         for layout in self._template.reply_layouts(shapes, tools):
             parts = self._parts(layout)
-            of_turn = len(self._tokenizer.split_markers(layout.pieces[0]))  # before the first text of the replies
+            before_text = takewhile(lambda part: not isinstance(part, TextSlot), parts)
             ends = [
                 (place, part)
-                for place, part in enumerate(parts[:of_turn])
+                for place, part in enumerate(before_text)
                 if isinstance(part, int) and part in self._stop_token_ids
             ]
             if ends:

@@ -1,5 +1,6 @@
 """When a completion ends, and its text. Pure, except for a cache over the vocabulary."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -19,6 +20,7 @@ class StopConditions:
         self._decode = decode
         self._stop_token_ids = frozenset(stop_token_ids)
         self._special = special
+        self.split = functools.lru_cache(self._split)  # asked for at every token
         self._pieces: dict[int, str] = {}
 
     def finish_reason(self, token_ids: Sequence[int], params: SamplingParams) -> FinishReason | None:
@@ -31,11 +33,11 @@ class StopConditions:
                 return "stop"
         return "length" if len(token_ids) >= params.max_new_tokens else None
 
-    def split(self, stop: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+    def _split(self, stop: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The texts among a request's stop strings, and all tokens that end its answer."""
         texts = tuple(string for string in stop if string not in self._special)
         named = (self._special[string] for string in stop if string in self._special)
-        return texts, sorted({*self._stop_token_ids, *named})
+        return texts, tuple(sorted({*self._stop_token_ids, *named}))
 
     def cut_text(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> tuple[str, str]:
         """The text up to the first stop string, and that string if it ended the completion, or an empty one."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from journal_mutations import collect_records, mutate_line
+from journal_mutations import collect_records, write_mutated
 from viewed_run import SCRIPT, answer, by_judges, evaluate, judge_labelled_work, report, write_run
 
 from grmpipe.observe.recorder import Recorder, load_trained
@@ -174,10 +174,7 @@ def test_a_line_with_impossible_values_is_counted_and_changes_nothing(
 @pytest.mark.parametrize("num_lines", [250, pytest.param(5000, marks=pytest.mark.long)])
 def test_no_line_of_any_journal_ends_the_index(tmp_path: Path, num_lines: int) -> None:
     records, rng = collect_records(tmp_path), random.Random(7)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    for name, own in records.items():
-        (run_dir / name).write_bytes(b"".join(mutate_line(rng.choice(own), rng) for _ in range(num_lines)))
+    run_dir = write_mutated(tmp_path / "run", records, rng, num_lines)
     add_rollout(run_dir, "after all of them")
     index = RunIndex(run_dir)
     progress = follow(index)

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import pytest
 from configs import run_config
 from html_rules import Page, colour_schemes, contrast
-from journal_mutations import collect_records, mutate_line, write_all_journals
+from journal_mutations import collect_records, write_all_journals, write_mutated
 from viewed_run import SCRIPT, answer, evaluate, judge_jointly, judge_labelled_work, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
@@ -392,10 +392,7 @@ def test_whatever_is_asked_is_answered(tmp_path: Path, num_queries: int) -> None
 @pytest.mark.parametrize("num_lines", [40, pytest.param(1000, marks=pytest.mark.long)])
 def test_every_page_is_shown_whatever_the_journals_hold(tmp_path: Path, num_lines: int) -> None:
     records, rng = collect_records(tmp_path), random.Random(11)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    for name, own in records.items():
-        (run_dir / name).write_bytes(b"".join(mutate_line(rng.choice(own), rng) for _ in range(num_lines)))
+    run_dir = write_mutated(tmp_path / "run", records, rng, num_lines)
     list(RunIndex(run_dir).follow())
     with contextlib.closing(RunIndex(run_dir).read()) as index:
         groups = [dict(zip(("group", "evaluation", "round"), row, strict=True)) for row in index.execute(

@@ -67,5 +67,5 @@ def test_a_special_token_that_a_request_names_ends_its_answer_though_no_text_sho
     params = SamplingParams(max_new_tokens=9, stop=("<|end|>", ";"))
     assert endings.finish_reason([97, 5], params) == "stop" == endings.finish_reason([97, 59], params)
     assert endings.finish_reason([97, 5], SamplingParams(max_new_tokens=9)) is None
-    assert endings.split(params.stop) == ((";",), [5, 7])
+    assert endings.split(params.stop) == ((";",), (5, 7))
     assert endings.cut_text([97, 59, 5], params.stop) == ("a", "")
