@@ -331,6 +331,14 @@ def complain(message: str, code: int) -> int:
 
 
 def command() -> NoReturn:
-    """The command that an installation brings."""
-    with stoppable():
-        leave(main())
+    """The command that an installation brings. After a signal every failure is an interruption: a library within which
+    Python raised KeyboardInterrupt may have answered with an error of its own.
+    """
+    with stoppable() as request:
+        try:
+            code = main()
+        except Exception:
+            if not request.came:
+                raise
+            code = complain("interrupted", 130)
+        leave(130 if request.came and code else code)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.panel import Panel
 
 import grmpipe
+from grmpipe import cli
 from grmpipe.cli import complain, escape_what_stdout_lacks
 from grmpipe.observe.console import RunConsole
 from grmpipe.run.tasks.sweep import SweepRun, sweep_table
@@ -96,3 +101,24 @@ def test_an_ascii_console_gets_every_line(monkeypatch: pytest.MonkeyPatch) -> No
     RunConsole().print(Panel("Größe", title="a · b"))
     shown = written.getvalue().decode("ascii")
     assert "f\\xfcr" in shown and "Gr\\xf6\\xdfe" in shown and "a \\xb7 b" in shown
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_a_library_that_answers_a_signal_with_an_error_of_its_own_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_caught: bool
+) -> None:
+    """OmegaConf does, in the end of a context of its own."""
+    codes: list[int] = []
+
+    def struck() -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        if is_caught:
+            return complain("engine.openai: 'NoneType' object has no attribute", 2)
+        raise AttributeError("'NoneType' object has no attribute")
+
+    monkeypatch.setattr(cli, "main", struck)
+    monkeypatch.setattr(cli, "leave", codes.append)
+    cli.command()
+    assert codes == [130] and ("grmpipe: interrupted" in capsys.readouterr().err) != is_caught
