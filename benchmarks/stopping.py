@@ -107,6 +107,11 @@ def has_file(name: str) -> Callable[[Command], bool]:
     return lambda command: (path := command.run_dir / name).exists() and path.stat().st_size > 0
 
 
+def has_answer_after_step_2(command: Command) -> bool:
+    path = command.run_dir / "eval_rollouts.jsonl"
+    return path.exists() and b'"step":2,' in path.read_bytes()
+
+
 # stage -> whether it has begun, and what makes it long enough
 STAGES: dict[str, tuple[Callable[[Command], bool], tuple[str, ...]]] = {
     "composing": (Command.takes_signals, ()),
@@ -114,7 +119,9 @@ STAGES: dict[str, tuple[Callable[[Command], bool], tuple[str, ...]]] = {
     "starting": (has_file("run.log"), ()),
     "first evaluation": (has_file("eval_rollouts.jsonl"), ("data.num_eval_prompts=400",)),
     "training": (lambda command: command.steps >= 2, ("train.num_steps=10000", "data.num_eval_prompts=4")),
-    "last evaluation": (lambda command: command.steps >= 2, ("train.num_steps=2", "data.num_eval_prompts=200")),
+    "last evaluation": (has_answer_after_step_2, ("train.num_steps=2", "data.num_eval_prompts=400")),
+    # The line of the last step is written once the last evaluation is in it.
+    "last checkpoint": (lambda command: command.steps >= 2, ("train.num_steps=2", "data.num_eval_prompts=200")),
     "ending": (has_file("policy/config.json"), ("train.num_steps=2", "data.num_eval_prompts=4")),
 }
 
