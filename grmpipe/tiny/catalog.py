@@ -8,6 +8,7 @@ from grmpipe.tiny.comparisons import make_comparisons
 from grmpipe.tiny.judgements import RankedTexts, make_judgements
 from grmpipe.tiny.problems import LARGE, Split, make_problems
 from grmpipe.tiny.resolve import SCHEME, resolve_model
+from grmpipe.tiny.short_answers import make_short_questions
 from grmpipe.tiny.walks import format_entries, make_walks
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
 from models.types import Message
@@ -19,7 +20,7 @@ HELD_OUT: Split = "held_out"
 
 
 def make_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
-    """`count` prompts of a problem set. Raises ValueError for an unknown one."""
+    """`count` prompts of a problem set, or all of one that has fewer. Raises ValueError for an unknown one."""
     if path not in SETS:
         raise ValueError(f"{path}: unknown problem set; known: {', '.join(SETS)}")
     make, split = SETS[path]
@@ -41,7 +42,7 @@ class TinyTask:
     """A generated task. `kind` is its source in a set of several kinds, and empty in all others."""
 
     question: str
-    answer: int
+    answer: int | str
     info: Mapping[str, object] = field(default_factory=dict)
     kind: str = ""
 
@@ -70,6 +71,12 @@ def two_kinds(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
             yield replace(comparison, kind="comparison")
 
 
+def short_answers(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
+    """Always the same ones, `count` at most: they are facts, which no seed makes."""
+    for one in make_short_questions(split)[:count]:
+        yield TinyTask(question=one.question, answer=one.answer, kind=one.kind)
+
+
 def walks(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     for walk in make_walks(split, count, seed):
         store = {name: format_entries(name, entries) for name, entries in walk.graph.items()}
@@ -85,6 +92,8 @@ SETS: Mapping[str, tuple[Make, Split]] = {
     "tiny://walk/held_out": (walks, HELD_OUT),
     "tiny://comparison/train": (comparisons, TRAIN),
     "tiny://comparison/held_out": (comparisons, HELD_OUT),
+    "tiny://short_answers/train": (short_answers, TRAIN),
+    "tiny://short_answers/held_out": (short_answers, HELD_OUT),
     "tiny://two_kinds/train": (two_kinds, TRAIN),
     "tiny://two_kinds/held_out": (two_kinds, HELD_OUT),
 }
