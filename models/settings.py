@@ -233,7 +233,8 @@ class EmbeddedConfig(Bounded):
 
     max_batch_rows: int = at_least(1, 256)  # [requests] Requests that decode at once; the others wait.
     max_context_tokens: int = at_least(0, 0)  # Prompt and new tokens of a request; 0: the model's own window.
-    # [tokens] Prompt tokens prefilled in one step; further requests wait for the next step.
+    # [tokens] Most prompt tokens that are prefilled, or scored, in one step. A slow machine takes as many as it does in
+    # a second or two, measured all the time; a longer prompt takes several steps, between which others decode.
     prefill_tokens_per_step: int = at_least(1, 8192)
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False

@@ -1,15 +1,19 @@
 """The running batch: rows join, make steps together and leave. One thread owns it.
 
-A row that joins has keys and values for all its tokens except the last, which the next step feeds. So joining, copying
-from a sibling, continuing a parked row and prefilling again after a push are the same, and sampling happens in one
-place.
+A row samples once it has keys and values for all its tokens except the last, which the next step feeds. So joining,
+copying from a sibling, continuing a parked row and prefilling again after a push are the same, and sampling happens in
+one place.
+
+A step takes one piece of the tokens to prefill, no more than the machine does in a second or two: between steps the
+engine answers. A prompt that is longer takes several; its row runs meanwhile, and what is sampled of it is ignored.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,18 +25,20 @@ from models.engines.embedded.grammar import Grammar, Matcher
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
 from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
+from models.engines.embedded.prefill_pace import PrefillPace
 from models.engines.embedded.prompt_packing import bin_by_length
 from models.engines.embedded.sampling import draw, uniforms
 from models.engines.embedded.slot_places import SlotPlaces
 from models.engines.stop_conditions import StopConditions
-from models.lm.score import ScoredText
+from models.lm.score import ScoredPass, ScoredText
 from models.types import Completion, FinishReason, SamplingParams, TokenScores
 from models.version_spans import join_spans
 
-ScoreSequences = Callable[[Sequence[ScoredText]], list[TokenScores]]
+# Sequences, and how many tokens the next forward pass may take -> what each pass gave: see `score_in_passes`.
+ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int]], Iterator[ScoredPass]]
 
 
-def refuse_to_score(sequences: Sequence[ScoredText]) -> list[TokenScores]:
+def refuse_to_score(sequences: Sequence[ScoredText], pass_tokens: Callable[[], int]) -> Iterator[ScoredPass]:
     """The default for `score`, of a batch that only samples."""
     raise AssertionError("this batch only samples")
 
@@ -51,6 +57,7 @@ class Row:
     """A request and its sampled tokens. `index` is its place in the batch while it runs.
 
     trajectory_id: if it may be parked. num_cached: tokens of its prompt that it has from a parked row or a sibling.
+    unfed: tokens before its last one that aren't prefilled so far; until there are none, it samples nothing.
     """
 
     siblings: SiblingPrompt
@@ -60,6 +67,7 @@ class Row:
     trajectory_id: str = ""
     group_id: str = ""
     num_cached: int = 0
+    unfed: int = 0
     index: int = -1
     prompt_epoch: int = -1  # epoch of the weights that computed the prompt's keys and values
     token_ids: list[int] = field(default_factory=list)
@@ -72,17 +80,30 @@ class Row:
     scores: TokenScores | None = None  # of its prompt
 
     @property
-    def position(self) -> int:
-        """The position of the last token, which is not fed yet."""
+    def last_position(self) -> int:
+        """The position of the last token."""
         return len(self.siblings.prompt_ids) + len(self.token_ids) - 1
 
     @property
+    def position(self) -> int:
+        """The position of the pending token, the first that isn't fed: the last one, unless some before it are left."""
+        return self.last_position - self.unfed
+
+    @property
     def cached_ids(self) -> Sequence[int]:
-        return [*self.siblings.prompt_ids, *self.token_ids][:-1]
+        return [*self.siblings.prompt_ids, *self.token_ids][: self.position]
 
     @property
     def pending_id(self) -> int:
+        if self.unfed:
+            return [*self.siblings.prompt_ids, *self.token_ids][self.position]
         return self.token_ids[-1] if self.token_ids else self.siblings.prompt_ids[-1]
+
+    def take_unfed(self, most: int) -> Part:
+        """The next tokens to prefill, at most this many. They count as fed from now on."""
+        start = self.position
+        self.unfed -= min(self.unfed, most)
+        return Part(row=self, start=start, token_ids=self.cached_ids[start:])
 
     def park(self) -> ParkedRow:
         """What stays of it in its slot."""
@@ -95,6 +116,15 @@ class Row:
 
     def __lt__(self, other: Row) -> bool:
         return (self.priority, self.arrival) < (other.priority, other.arrival)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Tokens of a row that a step prefills. start: the position of the first one."""
+
+    row: Row
+    start: int
+    token_ids: Sequence[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +186,7 @@ class Changes:
 
 
 class RunningBatch:
-    """Rows by (priority, arrival): at most `max_rows` at once, with at most `prefill_tokens` joining in one step."""
+    """Rows by (priority, arrival): at most `max_rows` at once. A step prefills the tokens of one piece."""
 
     def __init__(
         self,
@@ -166,13 +196,15 @@ class RunningBatch:
         model_name: str,
         seed: int,
         max_rows: int,
-        prefill_tokens: int,
+        pace: PrefillPace,
+        score_pace: PrefillPace,
         grammar: Grammar | None = None,
         ngrams: NgramTable | None = None,
-        score: ScoreSequences = refuse_to_score,
+        score: ScorePasses = refuse_to_score,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """ngrams: for drafts, which make no difference to the tokens; None: there are none. score: gives the scores of
-        sequences, in one forward pass.
+        """pace, score_pace: the tokens of a pass that prefills, or scores. ngrams: for drafts, which make no difference
+        to the tokens; None: there are none. clock: in seconds, for durations.
         """
         self.version = 0
         self.num_sampled_tokens = 0
@@ -181,12 +213,14 @@ class RunningBatch:
         self._decoder, self._slots, self._endings = decoder, slots, endings
         self._model_name, self._seed = model_name, seed
         self._grammar, self._ngrams = grammar, ngrams
-        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        self._max_rows, self._clock = max_rows, clock
+        self._pace, self._score_pace = pace, score_pace
         self._arrivals = itertools.count()
         self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
         self._waiting: list[Row] = []  # sorted
-        self._to_score: list[Row] = []  # sorted
-        self._score_sequences = score
+        self._to_score: list[Row] = []  # sorted, those that are being scored included
+        self._score_passes = score
+        self._scoring: tuple[list[Row], Iterator[ScoredPass]] | None = None
         self._running: list[Row] = []
         self._places = SlotPlaces(slots, decoder.row_block)
         self.parked = self._places.parked
@@ -228,14 +262,23 @@ class RunningBatch:
         self._finish(row, "abort")
 
     def step(self) -> Changes:
-        """Score, let rows join, sample a token for every row, remove finished rows."""
+        """Score, prefill, let rows join, sample a token for every row that has its prompt, remove finished rows."""
         scored = self._score()
-        self._join()
-        if not self._running:
+        if again := [row for row in self._running if row.unfed and row.token_ids]:
+            with self._slots.experts_kept():
+                self._prefill(self._take_parts(again))
+        else:
+            self._join()
+        if again or all(row.unfed for row in self._running):
             return Changes(begun=(), finished=tuple(scored))
         drafts = self._draft()
         begun, finished = [], []
         for row, draft, sampled in zip(self._running, drafts, self._sample(drafts), strict=True):
+            if row.unfed:  # its next token was fed like any pending one
+                row.unfed -= 1
+                self.num_prefilled_tokens += 1
+                self._columns = None
+                continue
             if not row.token_ids:
                 begun.append(row)
             self._extend(row, draft, sampled)
@@ -248,9 +291,18 @@ class RunningBatch:
         return Changes(begun=tuple(begun), finished=(*scored, *finished))
 
     def weights_changed(self) -> None:
-        """Mark cached keys and values of running rows as those of older weights: new rows must not copy them."""
+        """Mark cached keys and values of running rows as those of older weights: new rows must not copy them. A row
+        whose prompt isn't complete begins again, and so do scores.
+        """
         self._weights_epoch += 1
         self.parked.clear()
+        self._scoring = None
+        incomplete = [row for row in self._running if row.unfed and not row.token_ids]
+        self._drop_running(incomplete)
+        for row in incomplete:
+            row.unfed = row.num_cached = 0
+            row.version_starts.clear()
+            insort(self._waiting, row)
 
     def adopt(self, version: int, recompute: bool) -> None:
         """Assign tokens sampled from now on to this version. `recompute` prefills the running rows again."""
@@ -258,10 +310,9 @@ class RunningBatch:
         self.parked.clear()
         for row in self._running:
             row.version_starts.append((version, len(row.token_ids)))
-        if recompute:
-            with self._slots.experts_kept():
-                for some in _within_budget(self._running, self._prefill_tokens):
-                    self._prefill(some, [0] * len(some))
+            if recompute:
+                row.unfed, row.prompt_epoch = row.last_position, self._weights_epoch
+        self._columns = None
 
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
@@ -284,20 +335,34 @@ class RunningBatch:
         )
 
     def _score(self) -> list[Row]:
-        """Score the next prompts, as many as may be prefilled in a step and are of like length."""
-        if not self._to_score:
+        """One forward pass of scoring: of the prompts that the last one left, else of the next ones of like length, as
+        many as a pass may take. Returns rows that have their scores.
+        """
+        if self._scoring is None or all(row.finish_reason for row in self._scoring[0]):
+            if not self._to_score:
+                return []
+            rows = self._to_score[
+                : first_alike([len(row.siblings.prompt_ids) for row in self._to_score], self._score_pace.tokens)
+            ]
+            asked = [ScoredText(row.siblings.prompt_ids, scoring) for row in rows if (scoring := row.params.scoring)]
+            self._scoring = rows, self._score_passes(asked, lambda: self._score_pace.tokens)
+        rows, passes = self._scoring
+        begun_s = self._clock()
+        scored = next(passes)
+        self._score_pace.note(scored.num_tokens, self._clock() - begun_s)
+        if scored.scores is None:
             return []
-        taken = first_alike([len(row.siblings.prompt_ids) for row in self._to_score], self._prefill_tokens)
-        rows, self._to_score = self._to_score[:taken], self._to_score[taken:]
-        asked = [
-            ScoredText(row.siblings.prompt_ids, row.params.scoring) for row in rows if row.params.scoring is not None
-        ]
-        for row, scores in zip(rows, self._score_sequences(asked), strict=True):
-            row.scores = scores
-            row.version_starts.append((self.version, 0))
-            self._finish(row, "stop")
+        self._scoring = None
         self.num_prefilled_tokens += sum(len(row.siblings.prompt_ids) for row in rows)
-        return rows
+        answered = []
+        for row, scores in zip(rows, scored.scores, strict=True):
+            if row.finish_reason is None:  # it wasn't aborted meanwhile
+                self._to_score.remove(row)
+                row.scores = scores
+                row.version_starts.append((self.version, 0))
+                self._finish(row, "stop")
+                answered.append(row)
+        return answered
 
     def _draft(self) -> list[list[int]]:
         """What each row may sample next, where a pass over a few more tokens costs little more."""
@@ -305,7 +370,9 @@ class RunningBatch:
         if self._ngrams is None or longest < 1:
             return [[]] * len(self._running)
         return [
-            row.draft.propose(min(longest, row.params.max_new_tokens - len(row.token_ids) - 1)) if row.draft else []
+            row.draft.propose(min(longest, row.params.max_new_tokens - len(row.token_ids) - 1))
+            if row.draft and not row.unfed
+            else []
             for row in self._running
         ]
 
@@ -354,25 +421,34 @@ class RunningBatch:
             row.draft.settle(len(draft), row.token_ids[-num_new:])
 
     def _join(self) -> None:
-        """New rows in their order, while there are rows and budget. The first is never over budget."""
-        budget = self._prefill_tokens
+        """Prefill a piece: first what is left of running rows, then new rows in their order, while there are rows and
+        they fit. A prompt that is longer than a piece begins with one.
+        """
+        parts = self._take_parts(self._running)
+        left = self._pace.tokens - sum(len(part.token_ids) for part in parts)
         joining: list[Row] = []
-        to_prefill: list[Row] = []
-        prefixes: dict[Row, CachedPrefix] = {}
+        copying: list[Row] = []
+        continued: list[tuple[CachedPrefix, int]] = []
         while self._waiting and len(self._running) + len(joining) < self._max_rows:
             row = self._waiting[0]
+            index = len(self._running) + len(joining)
             if self._donor(row) is None:
                 prefix = self.parked.prefix_for(row.trajectory_id, row.group_id, row.siblings.prompt_ids[:-1])
-                budget -= len(row.siblings.prompt_ids) - (prefix.num_tokens if prefix else 0)
-                if budget < 0 and joining:
+                num_cached = prefix.num_tokens if prefix else 0
+                if parts and row.last_position - num_cached > left:
                     break
-                to_prefill.append(row)
                 if prefix is not None:
-                    prefixes[row] = prefix
-                    row.num_cached = prefix.num_tokens
+                    continued.append((prefix, index))
                     if prefix.taken:
                         self.parked.drop(prefix.row)
-            row.index = len(self._running) + len(joining)
+                row.num_cached, row.unfed = num_cached, row.last_position - num_cached
+                if row.unfed:
+                    parts.append(row.take_unfed(left))
+                    left -= len(parts[-1].token_ids)
+            else:
+                row.num_cached = row.last_position
+                copying.append(row)
+            row.index = index
             row.prompt_epoch = self._weights_epoch
             row.version_starts.append((self.version, 0))
             row.siblings.running.append(row)
@@ -381,36 +457,53 @@ class RunningBatch:
             joining.append(self._waiting.pop(0))
         if joining:
             longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
-            continued = [(prefix, row.index) for row, prefix in prefixes.items()]
             self._places.open(len(self._running) + len(joining), longest, continued)
-            self._prefill(to_prefill, [row.num_cached for row in to_prefill])
-            self._copy_from_siblings([row for row in joining if row not in to_prefill])
+        self._prefill(parts)
+        self._copy_from_siblings(copying)
+        self.num_cached_tokens += sum(row.num_cached for row in joining)
+        if joining:
             self._running += joining
             self._columns = None
 
     def _donor(self, row: Row) -> Row | None:
-        """A sibling whose prompt was cached with the present weights, or will be in this step."""
-        return next((other for other in row.siblings.running if other.prompt_epoch == self._weights_epoch), None)
+        """A sibling whose whole prompt was cached with the present weights, or will be in this step."""
+        return next(
+            (
+                other
+                for other in row.siblings.running
+                if other.prompt_epoch == self._weights_epoch and other.position >= row.last_position
+            ),
+            None,
+        )
 
-    def _prefill(self, rows: Sequence[Row], starts: Sequence[int]) -> None:
-        """Prefill rows from these positions on. One forward pass for rows of similar length: a long prompt must not pad
-        the short ones.
-        """
+    def _take_parts(self, rows: Sequence[Row]) -> list[Part]:
+        """The next piece of what is left to prefill of rows, in their order."""
+        parts: list[Part] = []
+        left = self._pace.tokens
         for row in rows:
-            row.prompt_epoch = self._weights_epoch
-        some = [(row, start) for row, start in zip(rows, starts, strict=True) if row.position > start]
-        for part in _prefilled_together([row.position for row, _ in some], [start for _, start in some]):
-            from_N = [some[i][1] for i in part]
-            prompts = [some[i][0].cached_ids[some[i][1] :] for i in part]
-            self._decoder.prefill(prompts, [some[i][0].index for i in part], from_N if any(from_N) else ())
-        self.num_prefilled_tokens += sum(row.position - start for row, start in some)
-        self.num_cached_tokens += sum(starts)
+            if row.unfed and left:
+                parts.append(row.take_unfed(left))
+                left -= len(parts[-1].token_ids)
+        return parts
+
+    def _prefill(self, parts: Sequence[Part]) -> None:
+        """One forward pass for parts of similar length: a long prompt must not pad the short ones."""
+        if not parts:
+            return
+        begun_s = self._clock()
+        ends = [part.start + len(part.token_ids) for part in parts]
+        for together in _prefilled_together(ends, [part.start for part in parts]):
+            some = [parts[i] for i in together]
+            from_N = [part.start for part in some]
+            rows = [part.row.index for part in some]
+            self._decoder.prefill([part.token_ids for part in some], rows, from_N if any(from_N) else ())
+        num_tokens = sum(len(part.token_ids) for part in parts)
+        self._pace.note(num_tokens, self._clock() - begun_s)
+        self.num_prefilled_tokens += num_tokens
+        self._columns = None
 
     def _copy_from_siblings(self, rows: Sequence[Row]) -> None:
         if rows:
-            for row in rows:
-                row.num_cached = row.position
-            self.num_cached_tokens += sum(row.position for row in rows)
             donors = [self._donor(row) for row in rows]
             sources = [donor.index for donor in donors if donor is not None]
             self._slots.copy(sources, [row.index for row in rows], max(row.position for row in rows))
@@ -419,14 +512,14 @@ class RunningBatch:
         """Remove rows, or park them. Rows at the end move into the free places, so that the rest stays compact."""
         num_left = len(self._running) - len(leaving)
         for row in leaving:
-            row.experts_TLK = self._slots.read_experts(row.index, row.position)
+            row.experts_TLK = self._slots.read_experts(row.index, row.last_position) if row.token_ids else None
             row.siblings.running.remove(row)
             if row.trajectory_id and row.finish_reason is not None and row.prompt_epoch == self._weights_epoch:
                 self.parked.park(row.park())  # keys and values are all of the present weights
             row.index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]
         holes = [index for index, row in enumerate(self._running[:num_left]) if row.index < 0]
-        moves = [(row.index, hole, row.position) for row, hole in zip(movers, holes, strict=True)]
+        moves = [(row.index, hole, row.last_position) for row, hole in zip(movers, holes, strict=True)]
         self._places.move(moves, num_left)
         for row, hole in zip(movers, holes, strict=True):
             row.index = hole
@@ -462,16 +555,3 @@ def first_alike(lengths: Sequence[int], budget: int) -> int:
         if num_before and (longest * (num_before + 1) > budget or 2 * shortest < longest):
             return num_before
     return len(lengths)
-
-
-def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """The rows in stretches whose cached tokens fit the budget, or single rows."""
-    stretches: list[list[Row]] = []
-    left = 0
-    for row in rows:
-        left -= row.position
-        if left < 0 or not stretches:
-            stretches.append([])
-            left = tokens - row.position
-        stretches[-1].append(row)
-    return stretches

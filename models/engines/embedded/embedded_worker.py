@@ -10,6 +10,7 @@ from models.engines.embedded.batch_invariance import open_batch_invariant_decode
 from models.engines.embedded.decoder import PROBE_TEXTS, open_decoder
 from models.engines.embedded.grammar import Grammar
 from models.engines.embedded.ngrams import NgramTable
+from models.engines.embedded.prefill_pace import PrefillPace
 from models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
 from models.engines.engine_kind import EngineSpec
 from models.engines.stop_conditions import StopConditions
@@ -17,7 +18,7 @@ from models.lm.causal_lm import load_causal_lm
 from models.lm.lora import add_adapters
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
-from models.lm.score import ScoredText, score_sequences
+from models.lm.score import ScoredText, score_in_passes, score_sequences
 from models.settings import EmbeddedConfig
 from models.types import (
     EngineDied,
@@ -69,12 +70,14 @@ class EmbeddedWorker:
         endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
         self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
-        max_rows, prefill_tokens = config.max_batch_rows, config.prefill_tokens_per_step
+        pace = PrefillPace(config.prefill_tokens_per_step)
+        # A score's last bits depend on where its sequence is cut, in contrast to those of a batch-invariant decoder.
+        score_pace = PrefillPace(config.prefill_tokens_per_step, is_fixed=config.batch_invariant)
         # A batch-invariant decoder has a pass for each token.
         ngrams = NgramTable() if spec.speculation == "ngram" and not config.batch_invariant else None
         self._batch = RunningBatch(
-            decoder, slots, endings, spec.role, spec.seed, max_rows, prefill_tokens, self.grammar, ngrams,
-            score=partial(score_sequences, self._model),
+            decoder, slots, endings, spec.role, spec.seed, config.max_batch_rows, pace, score_pace, self.grammar,
+            ngrams, score=partial(score_in_passes, self._model),
         )  # fmt: skip
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)

@@ -128,7 +128,7 @@ def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
     recompute: bool, open_mixture, mixtures, ask, prompt_of
 ) -> None:
     """Prefilled again or not: a token's experts are those with which its successor was sampled."""
-    engine = open_mixture(recompute_kv_on_sync=recompute)
+    engine = open_mixture(recompute_kv_on_sync=recompute, prefill_tokens_per_step=4)
     prompt, next_path = prompt_of(6), mixtures("qwen 3", 1)
 
     async def push_in_the_middle() -> Completion:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from models.checksum import checksum
+from models.engines.embedded.batch import RunningBatch
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm
 from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
@@ -241,6 +242,32 @@ def test_kept_requests_continue_under_the_new_version(
         assert completion.logprobs[:cut] == pytest.approx(plain.logprobs(prompt_ids, completion)[:cut], abs=1e-3)
         under_new = pytest.approx(next_plain.logprobs(prompt_ids, completion)[cut:], abs=1e-3)
         assert (completion.logprobs[cut:] == under_new) == recompute
+
+
+def test_a_prompt_that_is_not_complete_at_a_push_begins_again_under_the_new_version(
+    open_engine: Any, ask: Any, prompt_of: Any, next_plain: Any, next_version_path: str
+) -> None:
+    engine = open_engine(prefill_tokens_per_step=30)
+    batch, begun = engine._worker._batch, 0
+
+    def step_and_pause() -> Any:
+        nonlocal begun
+        changes, begun = RunningBatch.step(batch), begun + 1
+        engine._worker.set_paused(begun == 2)
+        return changes
+
+    batch.step = step_and_pause
+
+    async def run() -> Completion:
+        asked = asyncio.create_task(ask(engine, prompt_of(100), max_new_tokens=10, temperature=0.0))
+        await paused(engine)
+        assert engine.stats().prefilled_tokens == 60 and engine.stats().running == 1
+        await push(engine, next_version_path, version=1)
+        return await asked
+
+    completion = asyncio.run(run())
+    assert [span.version for span in completion.versions] == [1]
+    assert completion.logprobs == pytest.approx(next_plain.logprobs(prompt_of(100), completion), abs=1e-3)
 
 
 def test_a_newcomer_never_takes_a_prompt_cached_under_older_weights(
