@@ -87,7 +87,7 @@ class Row:
     @property
     def position(self) -> int:
         """The position of the pending token, the first that isn't fed: the last one, unless some before it are left."""
-        return self.last_position - self.unfed
+        return len(self.siblings.prompt_ids) + len(self.token_ids) - 1 - self.unfed
 
     @property
     def cached_ids(self) -> Sequence[int]:
@@ -222,6 +222,7 @@ class RunningBatch:
         self._score_passes = score
         self._scoring: tuple[list[Row], Iterator[ScoredPass]] | None = None
         self._running: list[Row] = []
+        self._incomplete: list[Row] = []  # running rows with unfed tokens, and some that had any
         self._places = SlotPlaces(slots, decoder.row_block)
         self.parked = self._places.parked
         self._columns: Columns | None = None
@@ -264,10 +265,12 @@ class RunningBatch:
     def step(self) -> Changes:
         """Score, prefill, let rows join, sample a token for every row that has its prompt, remove finished rows."""
         scored = self._score()
-        if again := [row for row in self._running if row.unfed and row.token_ids]:
+        if self._incomplete:
+            self._incomplete = [row for row in self._running if row.unfed]
+        if again := [row for row in self._incomplete if row.token_ids]:
             with self._slots.experts_kept():
                 self._prefill(self._take_parts(again))
-        else:
+        elif self._waiting or self._incomplete:
             self._join()
         if again or all(row.unfed for row in self._running):
             return Changes(begun=(), finished=tuple(scored))
@@ -312,7 +315,8 @@ class RunningBatch:
             row.version_starts.append((version, len(row.token_ids)))
             if recompute:
                 row.unfed, row.prompt_epoch = row.last_position, self._weights_epoch
-        self._columns = None
+        if recompute:
+            self._incomplete, self._columns = [*self._running], None
 
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
@@ -424,7 +428,7 @@ class RunningBatch:
         """Prefill a piece: first what is left of running rows, then new rows in their order, while there are rows and
         they fit. A prompt that is longer than a piece begins with one.
         """
-        parts = self._take_parts(self._running)
+        parts = self._take_parts(self._incomplete)
         left = self._pace.tokens - sum(len(part.token_ids) for part in parts)
         joining: list[Row] = []
         copying: list[Row] = []
@@ -445,6 +449,7 @@ class RunningBatch:
                 if row.unfed:
                     parts.append(row.take_unfed(left))
                     left -= len(parts[-1].token_ids)
+                    self._incomplete += [row] if row.unfed else []
             else:
                 row.num_cached = row.last_position
                 copying.append(row)
