@@ -69,9 +69,12 @@ class _Watchdog:
         name = task.get_name() if task is not None else "a callback"
         stack = list(walk_stack(sys._current_frames().get(self._thread_id)))
         stands_still = f"the event loop has stood still for {blocked_s:.0f} s"
-        cause = next((frame for frame in stack if is_users(frame.f_code.co_filename)), None)
-        if cause is None:
-            return logging.INFO, f"{stands_still}: {name}, in {format_line(stack[0]) if stack else 'no function'}"
+        # The innermost one decides: what a user's function awaits or calls of ours may block as well.
+        cause = next((frame for frame in stack if is_ours(file := frame.f_code.co_filename) or is_users(file)), None)
+        if cause is None or is_ours(cause.f_code.co_filename):
+            inner = format_line(stack[0]) if stack else "no function"
+            caller = "" if cause in (None, stack[0]) else f", which grmpipe's {format_line(cause)} called"
+            return logging.INFO, f"{stands_still}: {name}, in {inner}{caller}. It goes on when that has ended"
         return logging.WARNING, (
             f"{stands_still}: {name}, in {format_line(cause)}, blocks it. Meanwhile nothing else runs in this "
             f"process, and "
@@ -87,8 +90,12 @@ def walk_stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_ours(file: str) -> bool:
+    return file.startswith(OURS)
+
+
 def is_users(file: str) -> bool:
-    return not file.startswith(("<", *OURS)) and not is_library(file)
+    return not is_ours(file) and not file.startswith("<") and not is_library(file)
 
 
 def way_out(task: str, stack: Sequence[FrameType]) -> str:

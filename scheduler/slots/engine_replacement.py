@@ -176,21 +176,28 @@ class RoleHealth:
 
     async def _look_around(self) -> None:
         """Check engines without requests, which may be dead, and those with requests, which may hang."""
+        clock = asyncio.get_running_loop().time
         while True:
+            begun_s = clock()
             await asyncio.sleep(self._config.check_every_s)
-            engines, looked_s = self._router.members.alive, asyncio.get_running_loop().time()
+            engines, looked_s = self._router.members.alive, clock()
             liveness = await check_liveness(engines)
-            for name, death in (liveness.dead | self._hung(engines, liveness.silent, looked_s)).items():
+            # While this event loop stood still, by a call that blocked it or for want of a core, it heard no answer.
+            deaf_s = max(0.0, clock() - begun_s - self._config.check_every_s - LOOK_TIMEOUT_S)
+            for name, death in (liveness.dead | self._hung(engines, liveness.silent, looked_s, deaf_s)).items():
                 self._router.members.mark_dead(name, engines[name], death)
 
-    def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
-        """Engines that have answered neither a check nor a request for too long."""
+    def _hung(
+        self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float, deaf_s: float
+    ) -> dict[str, EngineDied]:
+        """Engines that have answered neither a check nor a request for too long. deaf_s: does not count as silence."""
         before, self._silent = self._silent, {}
         hung: dict[str, EngineDied] = {}
         for name in silent:
             engine, since_s = before.get(name, (engines[name], looked_s))
             if engine is not engines[name] or self._router.members[name].heard_s > since_s:
                 since_s = looked_s
+            since_s += deaf_s
             self._silent[name] = engines[name], since_s
             silent_s = asyncio.get_running_loop().time() - since_s
             if silent_s >= self._config.hung_after_s:

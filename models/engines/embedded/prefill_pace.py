@@ -1,6 +1,6 @@
 """How many tokens go through the model at once, by how fast it took the last ones. Pure: it reads no clock."""
 
-PIECE_S = 1.5  # of a forward pass; what waits for its end, such as an abort or a pause, waits about as long
+PIECE_S = 2.0  # of a forward pass; what waits for its end, such as an abort or a pause, waits about as long
 FIRST_TOKENS = 64  # before any speed is known
 LEAST_TOKENS = 32  # of a piece: fewer would be little faster, since each pass reads all weights; of a measurement, too
 

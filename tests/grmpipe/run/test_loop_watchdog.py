@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +112,23 @@ def test_block_by_our_own_code_is_only_in_the_log_file(caplog: pytest.LogCapture
     asyncio.run(main())
     assert warnings(caplog) == []
     assert f"a callback, in <module> ({OURS[2]}x.py:1" in caplog.records[0].message
+
+
+def test_a_user_who_awaits_what_blocks_in_a_library_that_we_call_is_not_told_to_await(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours: dict[str, Any] = {}
+    source = "import threading\nasync def forward(): threading.Event().wait(0.15)"
+    exec(compile(source, f"{OURS[0]}x.py", "exec"), ours)
+
+    async def main() -> None:
+        with watch_loop():
+            await asyncio.sleep(0.05)
+            await ours["forward"]()
+            await asyncio.sleep(0.05)
+
+    caplog.set_level(logging.INFO)
+    asyncio.run(main())
+    assert warnings(caplog) == []
+    note = caplog.records[0].message
+    assert "/threading.py:" in note and f", which grmpipe's forward ({OURS[0]}x.py:2" in note and "Await" not in note

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 from weight_source import CountingLearner, Spans
 
-from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.capacity.simulate.virtual_loop import VirtualLoop, run_virtually
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -265,6 +265,23 @@ def test_an_engine_that_answers_requests_does_not_hang() -> None:
             await role.ask(number)
             await asyncio.sleep(10)
         assert role.health.num_replaced == 0
+
+    play(lambda: Role(1, policy=False, make=Stoppable, hung_after_s=60), scene)
+
+
+def test_silence_while_the_event_loop_itself_stands_still_is_no_hang() -> None:
+    """It blocks for 100 s in every check, in which the engine answers nothing: only the rest is its silence."""
+
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].stopped = True  # type: ignore[attr-defined]
+        loop = asyncio.get_running_loop()
+        for _ in range(4):
+            await asyncio.sleep(7)  # a check has begun
+            cast(VirtualLoop, loop).jump(100)
+            await asyncio.sleep(3)
+        assert role.health.num_replaced == 0
+        await asyncio.sleep(40)
+        assert role.health.num_replaced == 1, "it does hang"
 
     play(lambda: Role(1, policy=False, make=Stoppable, hung_after_s=60), scene)
 
