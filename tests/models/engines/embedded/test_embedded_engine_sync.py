@@ -16,7 +16,16 @@ from models.checksum import checksum
 from models.engines.embedded.batch import RunningBatch
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm
-from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
+from models.types import (
+    Completion,
+    GroupLink,
+    InlineBytes,
+    PromptScoring,
+    VersionSpan,
+    WeightBucket,
+    WeightReceipt,
+    WeightTensor,
+)
 from models.weights.object_store import ObjectStore
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
@@ -258,16 +267,21 @@ def test_a_prompt_that_is_not_complete_at_a_push_begins_again_under_the_new_vers
 
     batch.step = step_and_pause
 
-    async def run() -> Completion:
-        asked = asyncio.create_task(ask(engine, prompt_of(100), max_new_tokens=10, temperature=0.0))
+    async def run() -> tuple[Completion, Completion]:
+        asked = asyncio.create_task(ask(engine, prompt_of(100), "r", max_new_tokens=10, temperature=0.0))
+        scoring = PromptScoring(start=10)
+        scored = asyncio.create_task(ask(engine, prompt_of(90), "scored", max_new_tokens=1, scoring=scoring))
         await paused(engine)
         assert engine.stats().prefilled_tokens == 60 and engine.stats().running == 1
         await push(engine, next_version_path, version=1)
-        return await asked
+        return await asked, await scored
 
-    completion = asyncio.run(run())
-    assert [span.version for span in completion.versions] == [1]
+    completion, scored = asyncio.run(run())
+    assert [span.version for span in completion.versions + scored.versions] == [1, 1]
     assert completion.logprobs == pytest.approx(next_plain.logprobs(prompt_of(100), completion), abs=1e-3)
+    logprobs_NV = next_plain.logits(prompt_of(90))[9:-1].log_softmax(-1)
+    expected_N = logprobs_NV.gather(-1, torch.tensor(prompt_of(90)[10:])[:, None])[:, 0]
+    assert scored.scores is not None and scored.scores.logprobs_N == pytest.approx(expected_N.numpy(), abs=1e-3)
 
 
 def test_a_newcomer_never_takes_a_prompt_cached_under_older_weights(
