@@ -127,25 +127,28 @@ def test_a_dense_model_has_none_to_note(model_path: str) -> None:
 def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
     recompute: bool, open_mixture, mixtures, ask, prompt_of
 ) -> None:
-    """Prefilled again or not: a token's experts are those with which its successor was sampled."""
+    """Prefilled again or not: a token's experts are those with which its successor was sampled. One request is
+    prefilled again before the other.
+    """
     engine = open_mixture(recompute_kv_on_sync=recompute, prefill_tokens_per_step=4)
-    prompt, next_path = prompt_of(6), mixtures("qwen 3", 1)
+    prompts, next_path = [prompt_of(4), prompt_of(12)], mixtures("qwen 3", 1)
 
-    async def push_in_the_middle() -> Completion:
+    async def push_in_the_middle() -> list[Completion]:
         begun = asyncio.Event()
-        asked = asyncio.create_task(ask(engine, prompt, max_new_tokens=100, on_first_token=begun.set))
+        first = asyncio.create_task(ask(engine, prompts[0], 0, max_new_tokens=100))
+        second = asyncio.create_task(ask(engine, prompts[1], 1, max_new_tokens=100, on_first_token=begun.set))
         await begun.wait()
         await push(engine, next_path, 1)
-        return await asked
+        return [await first, await second]
 
-    completion = asyncio.run(push_in_the_middle())
-    (first, second) = completion.versions
-    fed = (*prompt, *completion.token_ids)[:-1]
-    assert len(noted(completion)) == len(fed) and 0 < first.end < second.end  # the length depends on the push
-    num_old = len(prompt) + first.end - 1
-    np.testing.assert_array_equal(noted(completion)[:num_old], chosen(mixtures("qwen 3", 0), fed)[:num_old])
-    if recompute:
-        np.testing.assert_array_equal(noted(completion)[num_old:], chosen(next_path, fed)[num_old:])
+    for prompt, completion in zip(prompts, asyncio.run(push_in_the_middle()), strict=True):
+        (first, second) = completion.versions
+        fed = (*prompt, *completion.token_ids)[:-1]
+        assert len(noted(completion)) == len(fed) and 0 < first.end < second.end  # the length depends on the push
+        num_old = len(prompt) + first.end - 1
+        np.testing.assert_array_equal(noted(completion)[:num_old], chosen(mixtures("qwen 3", 0), fed)[:num_old])
+        if recompute:
+            np.testing.assert_array_equal(noted(completion)[num_old:], chosen(next_path, fed)[num_old:])
 
 
 def test_migrated_request_keeps_its_first_experts(open_mixture, mixtures, ask, prompt_of) -> None:
