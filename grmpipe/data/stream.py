@@ -22,7 +22,7 @@ class PromptStream:
     ) -> None:
         if not prompts:
             raise ValueError("data.path: no prompts to draw from")
-        self._prompts = tuple(prompts)
+        self.prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
         self._max_epochs = max_epochs
@@ -31,22 +31,22 @@ class PromptStream:
 
     def __len__(self) -> int:
         """The number of prompts in one epoch."""
-        return len(self._prompts)
+        return len(self.prompts)
 
     def at(self, prompt_index: int) -> Prompt:
         """The prompt at an index, from 0. Raises EndOfData after `max_epochs`."""
         assert prompt_index >= 0, prompt_index
-        epoch, item = divmod(prompt_index, len(self._prompts))
+        epoch, item = divmod(prompt_index, len(self.prompts))
         if self._max_epochs is not None and epoch >= self._max_epochs:
-            raise EndOfData(f"{self._max_epochs} epochs of {len(self._prompts)} prompts have been drawn")
+            raise EndOfData(f"{self._max_epochs} epochs of {len(self.prompts)} prompts have been drawn")
         if epoch != self._epoch:
             self._epoch, self._order_N = epoch, self._permutation(epoch)
-        return self._prompts[self._order_N[item]]
+        return self.prompts[self._order_N[item]]
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return permute(len(self._prompts), self._seed, epoch)
+            return np.arange(len(self.prompts))
+        return permute(len(self.prompts), self._seed, epoch)
 
 
 @functools.lru_cache(4)

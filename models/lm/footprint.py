@@ -117,6 +117,10 @@ class Footprint:
         """The parameters of low-rank adapters on these layers; no targets: on all."""
         return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
 
+    def count_trained(self, lora: LoraConfig) -> int:
+        """The values that learn: those of the adapters, or without any all parameters."""
+        return self.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else self.num_parameters
+
     def count_adapted_weights(self, targets: Sequence[str]) -> int:
         """The weights of the layers that get adapters; no targets: of all linear layers of the blocks."""
         return sum(weights for name, weights in self.linear_weights.items() if not targets or name in targets)

@@ -4,10 +4,10 @@ vLLM takes `gpu_memory_utilization` of a whole device, including weights, and ne
 engine alone gets its default; engines that share get the same number of cached tokens each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grmpipe.capacity.plan.memory import MemoryUse, engine_weights, everybody, list_memory, one_at_a_time, own_bytes
+from grmpipe.capacity.plan.memory import engine_weights, everybody, list_memory, one_at_a_time, own_bytes, total
 from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.keys.entry_names import POLICY
@@ -105,11 +105,7 @@ def at_push(facts: RunFacts, role: str, memory: float) -> float:
     """The most memory for the policy's engines while a time-shared learner pushes its weights."""
     if role != POLICY or role not in facts.placement.time_sharing_roles:
         return memory
-    return USABLE * memory - total([use for use in list_memory(facts, "learner") if use.kind == "weights"])
-
-
-def total(uses: Sequence[MemoryUse]) -> float:
-    return sum(use.num_bytes for use in uses)
+    return USABLE * memory - total(use for use in list_memory(facts, "learner") if use.kind == "weights")
 
 
 def with_shares(facts: RunFacts, shares: Mapping[str, float]) -> RunConfig:

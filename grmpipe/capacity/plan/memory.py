@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
+from grmpipe.capacity.plan.in_flight import InFlight, count_batch_tokens, requests_in_flight
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, scorer_dtypes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
@@ -22,6 +23,12 @@ ENGINE_STEP_TOKENS = 8192
 STREAMS = 3  # of hidden size: the residual, a layer's input, its output
 LOGIT_COPIES = 3  # in float32: as computed, scaled, sorted or normalised
 GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
+# Of the embedded engine, for each row: logits, the same in float32, their log-probs, probabilities, and these summed in
+# float64 (sampling.py).
+BYTES_OF_SAMPLED_LOGIT = 4 + 4 + 4 + 4 + 8
+PROCESS_BYTES = (
+    0.3 * GB
+)  # a process on cores before it has a model: Python and libraries (benchmarks/process_memory.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +44,45 @@ class MemoryUse:
 def list_memory(facts: RunFacts, role: str) -> list[MemoryUse]:
     """The uses of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
     seated, pool = facts.describe_seats(role), facts.pool(role)
+    own = process_memory(facts, pool)
     trained = {learner: model for model, learner in facts.config.learners.items()}
     sized = facts.models.get(trained.get(role, role))
     if sized is None or sized.footprint is None:
         return []
-    if role in trained:
-        return learner_memory(facts.config, sized.footprint, seated.replicas, trained[role])
-    if role == CRITIC:
-        return critic_memory(facts, sized.footprint, seated.replicas)
+    if role in trained or role == CRITIC:
+        if role == CRITIC:
+            num_values, held = sized.footprint.num_parameters, critic_memory(facts, sized.footprint, seated.replicas)
+        else:
+            model, batch_tokens = trained[role], count_batch_tokens(trained[role], facts)
+            num_values = sized.footprint.count_trained(facts.config.models[model].lora)
+            held = learner_memory(facts.config, sized.footprint, seated.replicas, model, batch_tokens)
+        return [*held, *checkpoint_copy(facts.config.train, num_values // seated.replicas, held, pool), *own]
     if (dtype := scorer_dtypes(facts.config).get(role)) is not None:  # its batches have no gradients, and are small
-        return [MemoryUse(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights")]
+        return [MemoryUse(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights"), *own]
     num_gpus = seated.width if pool.resource == "gpu" else 1
-    return engine_memory(facts.roles.served[role], sized, sized.footprint, num_gpus, pool)
+    served = facts.roles.served[role]
+    at_once = requests_in_flight(role, facts) if served.engine.memory.grows_cache else None
+    return [*engine_memory(served, sized, sized.footprint, num_gpus, pool, at_once), *own]
+
+
+def process_memory(facts: RunFacts, pool: PoolConfig) -> list[MemoryUse]:
+    """What a process on cores takes without its model. In one process all roles share it: the driver's."""
+    if pool.resource != "cpu" or facts.config.cluster.kind == "inprocess":
+        return []
+    return [MemoryUse(what="Python and libraries", num_bytes=PROCESS_BYTES)]
 
 
 def engine_memory(
-    role: ServedRole, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig
+    role: ServedRole,
+    sized: Sized,
+    footprint: Footprint,
+    num_gpus: int,
+    pool: PoolConfig,
+    at_once: InFlight | None = None,
 ) -> list[MemoryUse]:
-    """The uses on each GPU of an engine that several GPUs share."""
+    """The uses on each GPU of an engine that several GPUs share. at_once: its requests, where its cache grows with
+    them.
+    """
     engine, options = role.engine, role.model
     if engine.joined:
         return [MemoryUse(what="a client; the server runs separately", num_bytes=0.0)]
@@ -64,12 +92,8 @@ def engine_memory(
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
         held.append(MemoryUse(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
-    if engine.memory.grows_cache:
-        rows, tokens = engine.max_rows, sized.context_tokens
-        cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
-        # The cache grows by copying: for a moment the old and the new one are held.
-        grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
-        return [*held, MemoryUse(what=grown, num_bytes=2 * cache, kind="kv")]
+    if at_once is not None:
+        return [*held, *growing_cache(role, sized, footprint, pool, at_once)]
     if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:
         held.append(MemoryUse(what="activations, CUDA graphs", num_bytes=own))
     room = kv_room(role, footprint, num_gpus, pool)
@@ -77,6 +101,33 @@ def engine_memory(
         return held
     tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype, num_gpus))
     return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
+
+
+def growing_cache(
+    role: ServedRole, sized: Sized, footprint: Footprint, pool: PoolConfig, at_once: InFlight
+) -> list[MemoryUse]:
+    """Keys and values that grow with the requests, by copying: for a moment the old and the new ones are held. Room is
+    made for twice as many rows or tokens, which on a CPU takes no memory until they come (KvSlots). And what the largest
+    step computes in one layer, or the logits of all rows.
+    """
+    rows, tokens = at_once.requests, at_once.tokens
+    cached = rows * tokens
+    most_rows, most_tokens = role.engine.max_rows, sized.context_tokens or 2 * tokens
+    room = cached if pool.resource == "cpu" else min(2 * rows, most_rows) * min(2 * tokens, most_tokens)
+    kv = (cached + room) * footprint.kv_bytes_per_token(role.dtype)
+    step_tokens = min(cached, max(ENGINE_STEP_TOKENS, tokens))
+    in_layer = step_tokens * layer_values(footprint) * BYTES[role.dtype]
+    sampled = rows * footprint.vocab_size * BYTES_OF_SAMPLED_LOGIT
+    return [
+        MemoryUse(what=f"KV of {rows} rows x {tokens} tokens, twice during growth", num_bytes=kv, kind="kv"),
+        MemoryUse(what="activations of a step", num_bytes=max(in_layer, sampled)),
+    ]
+
+
+def layer_values(footprint: Footprint, num_gpus: int = 1) -> float:
+    """Values of a token in one layer without gradients, and in the stream between layers."""
+    values = 3 * footprint.intermediate_size + footprint.query_width + 2 * footprint.kv_width
+    return values / num_gpus + STREAMS * footprint.hidden_size
 
 
 def engine_weights(role: ServedRole, footprint: Footprint) -> int:
@@ -102,18 +153,18 @@ def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolC
     """
     if pool.resource == "cpu":
         return 0.0
-    values = 3 * footprint.intermediate_size + footprint.query_width + 2 * footprint.kv_width
-    widest = values / num_gpus + STREAMS * footprint.hidden_size
     logits = LOGIT_COPIES * role.engine.max_rows * footprint.vocab_size * 4
-    return ENGINE_STEP_TOKENS * widest * BYTES[role.dtype] + logits + GRAPH_BYTES
+    return ENGINE_STEP_TOKENS * layer_values(footprint, num_gpus) * BYTES[role.dtype] + logits + GRAPH_BYTES
 
 
-def learner_memory(config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY) -> list[MemoryUse]:
-    """The uses of one rank of the learner of a served model."""
+def learner_memory(
+    config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY, batch_tokens: int | None = None
+) -> list[MemoryUse]:
+    """The uses of one rank of the learner of a served model. batch_tokens: of a whole batch at most; None: unknown."""
     lora = config.models[model].lora
     longest = config.rollout if model == POLICY else config.judging.find_training_judge(model)
     train = replace(config.train, parallel=config.parallel[config.learners[model]])
-    train = with_room_for(longest.max_new_tokens, train)
+    train = with_room_for(longest.max_new_tokens, train, batch_tokens)
     shards = ranks // train.parallel.dp_replicate
     working = estimate_working(train, footprint, shards, frozen=lora.learns)
     algorithm = config.algorithm if model == POLICY else config.trained_grms[model]
@@ -125,12 +176,25 @@ def learner_memory(config: RunConfig, footprint: Footprint, ranks: int, model: s
     return _rank_memory(held, shards, working, train)
 
 
-def with_room_for(answer_tokens: int, train: TrainConfig) -> TrainConfig:
-    """The same settings with micro-batches that hold the longest answer: a sample isn't divided but over the ranks that
-    share it.
+def with_room_for(answer_tokens: int, train: TrainConfig, batch_tokens: int | None = None) -> TrainConfig:
+    """The same settings with micro-batches that hold the longest answer, and no more than the batch: a sample isn't
+    divided but over the ranks that share it.
     """
     own = -(-answer_tokens // train.parallel.cp)
-    return replace(train, micro_batch_tokens=max(train.micro_batch_tokens, own))
+    tokens = max(train.micro_batch_tokens, own)
+    return replace(train, micro_batch_tokens=tokens if batch_tokens is None else min(tokens, batch_tokens))
+
+
+def checkpoint_copy(
+    train: TrainConfig, num_values: int, held: Sequence[MemoryUse], pool: PoolConfig
+) -> list[MemoryUse]:
+    """The copy of the trained values of a rank and of their moments, which it writes while it trains on. At the end of a
+    run it comes when activations are gone. A rank on a GPU has it in the memory of its machine.
+    """
+    if pool.resource != "cpu" or not train.async_checkpoints:
+        return []
+    gone = 0.0 if 0 < train.checkpoint_every < train.num_steps else total(use for use in held if use.kind == "other")
+    return [MemoryUse(what="copy for a checkpoint", num_bytes=max(0.0, num_values * (4 + BYTES_OF_ADAM) - gone))]
 
 
 def _rank_memory(held: Sequence[MemoryUse], shards: int, working: Working, train: TrainConfig) -> list[MemoryUse]:
@@ -205,6 +269,10 @@ def critic_memory(facts: RunFacts, footprint: Footprint, ranks: int) -> list[Mem
     return _rank_memory(whole_state(train, footprint), shards, estimate_working(train, footprint, shards), train)
 
 
+def total(uses: Iterable[MemoryUse]) -> float:
+    return sum(use.num_bytes for use in uses)
+
+
 def memory(uses: Mapping[str, list[MemoryUse]]) -> str:
     """A block of text with every role's uses."""
     wide = column_width(uses)
@@ -213,7 +281,7 @@ def memory(uses: Mapping[str, list[MemoryUse]]) -> str:
         if not held:
             lines.append(f"  {role:<{wide}} unknown")
             continue
-        lines.append(f"  {role:<{wide}} {size(sum(use.num_bytes for use in held))}")
+        lines.append(f"  {role:<{wide}} {size(total(held))}")
         lines += [f"  {'':<{wide}} {size(use.num_bytes):>8}  {use.what}" for use in held]
     return "\n".join(lines)
 
@@ -264,12 +332,12 @@ def sum_held_memory(facts: RunFacts, pool: str, here: Sequence[Seat], uses: Mapp
     less.
     """
     placement = facts.placement
-    whole = {seat.role: sum(use.num_bytes for use in uses[seat.role]) for seat in here}
+    whole = {seat.role: total(uses[seat.role]) for seat in here}
     sharing = [role for role in placement.time_sharing_roles if role in whole]
     if "learner" in whole and sharing:
         kept = {role: kept_asleep(facts, role, uses[role]) for role in sharing}
         on_gpu = placement.pools[pool].resource == "gpu"
-        weights = sum(use.num_bytes for use in uses["learner"] if use.kind == "weights")
+        weights = total(use for use in uses["learner"] if use.kind == "weights")
         at_push, between = (weights, 0.0) if on_gpu else (whole["learner"],) * 2
         policy = {"policy": whole["policy"]} if "policy" in sharing else {}
         return max(
@@ -289,7 +357,7 @@ def kept_asleep(facts: RunFacts, role: str, uses: Sequence[MemoryUse]) -> float:
     if served.device == "cuda":
         return 0.0
     lent = "kv" if served.sleeps else ""
-    return sum(use.num_bytes for use in uses if use.kind != lent)
+    return total(use for use in uses if use.kind != lent)
 
 
 def by_turns(facts: RunFacts, pool: str) -> str:

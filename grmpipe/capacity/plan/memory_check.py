@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from grmpipe.capacity.plan.gpu_shares import compute_shares, list_undecided, with_shares
 from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, memory_of_slots, size
-from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, with_memory
+from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_longest, with_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
@@ -47,12 +47,13 @@ def check_memory(prepared: Prepared) -> None:
 
 
 def facts_for_check(prepared: Prepared) -> RunFacts:
-    devices = find_devices(prepared.config)
+    devices, train = find_devices(prepared.config), prepared.prompts.prompts
     return RunFacts(
         config=prepared.config,
         placement=with_memory(prepared.placement, devices),
         roles=prepared.roles,
-        data=Data(train=(), held_out=prepared.held_out),
+        data=Data(train=train, held_out=prepared.held_out),
+        longest_prompts=find_longest((*train, *prepared.held_out)),
         models=size_roles(prepared),
         devices=devices,
         unchecked=(),

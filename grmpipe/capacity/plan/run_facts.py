@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
+from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_swap, check_tensor_parallel, resolve_context_limit
@@ -22,6 +24,8 @@ from models.hub import find_files
 from models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig
+
+LONGEST_PROMPTS = 8  # by characters: the one with the most tokens is most likely among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +54,17 @@ class PlacedRoles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The input of a plan. `unchecked`: what only the run's own machines can check."""
+    """The input of a plan.
+
+    longest_prompts: some of the data's, by their characters, held-out ones included.
+    unchecked:       what only the run's own machines can check.
+    """
 
     config: RunConfig
     placement: Placement
     roles: Roles
     data: Data
+    longest_prompts: tuple[Prompt, ...]
     models: Mapping[str, Sized]  # role (of a served model, a scorer, the critic) -> model
     devices: Mapping[str, DeviceSpec | None]  # configured pool -> device of its slots; None: unknown
     unchecked: tuple[str, ...]
@@ -98,9 +107,17 @@ def collect_facts(config: RunConfig) -> RunFacts:
         placement=placement,
         roles=roles,
         data=data,
+        longest_prompts=find_longest((*data.train, *data.held_out)),
         models=models,
         devices=devices,
         unchecked=(*unchecked, *lacking),
+    )
+
+
+def find_longest(prompts: Iterable[Prompt]) -> tuple[Prompt, ...]:
+    """Those with the most characters."""
+    return tuple(
+        heapq.nlargest(LONGEST_PROMPTS, prompts, key=lambda prompt: sum(len(one.content) for one in prompt.messages))
     )
 
 

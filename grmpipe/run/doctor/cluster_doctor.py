@@ -119,10 +119,7 @@ def checkpoint_gb(config: RunConfig) -> float:
 
 def count_trained_values(shape: ModelShape, lora: LoraConfig) -> int:
     """The trained values of a model, or of its adapters; 0 if its size isn't declared."""
-    if not shape.declared:
-        return 0
-    footprint = footprint_of_shape(shape)
-    return footprint.adapter_parameters(lora.rank, lora.target_modules) if lora.learns else footprint.num_parameters
+    return footprint_of_shape(shape).count_trained(lora) if shape.declared else 0
 
 
 # -- what lies between machines --------------------------------------------------------------------------------------

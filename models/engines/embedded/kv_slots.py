@@ -1,8 +1,10 @@
 """The cache of a running batch (keys, values, experts): one slot per row, grown by doubling."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 import torch
@@ -108,12 +110,15 @@ class KvSlots:
 
     def _allocate(self, num_rows: int, num_tokens: int) -> Tensor:
         shape = self.shape
+        size = (shape.num_layers, num_rows, num_tokens, 2, shape.num_kv_heads, shape.head_dim)
         # Zeros, not garbage: a masked NaN is still a NaN.
-        return torch.zeros(
-            (shape.num_layers, num_rows, num_tokens, 2, shape.num_kv_heads, shape.head_dim),
-            dtype=shape.dtype,
-            device=shape.device,
-        )
+        num_bytes = math.prod(size) * shape.dtype.itemsize
+        if shape.device.type != "cpu" or num_bytes == 0:
+            return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        # The system gives memory to such a page when it is first written, so room beyond the rows' tokens costs none;
+        # torch.zeros would write to all of it.
+        pages = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=shape.dtype).view(size)
 
 
 def _grow(held: int, needed: int, most: int) -> int:
