@@ -72,7 +72,7 @@ def on_h100(name: str, prompts: Path, *more: str) -> RunConfig:
 
 def planned(name: str, prompts: Path) -> str:
     """The blocks of a plan that say whether it fits, and how fast it would be."""
-    blocks = plan(on_h100(name, prompts)).split("\n\n")
+    blocks = plan(on_h100(name, prompts)).text.split("\n\n")
     kept = [block for block in blocks if block.startswith(SHOWN)]
     return re.sub(r"\nthe run: .*", "", "\n\n".join(kept))
 

@@ -233,9 +233,14 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     """The objective. Raises ConfigError, RunFailed or RunInterrupted."""
     escape_what_stdout_lacks()
     if config.task == "doctor":  # works without the other imports
+        from grmpipe.data.catalogs import is_made
         from grmpipe.run.doctor.doctor import doctor
 
         print(doctor(config.engine.sglang.python))
+        if not all(is_made(model.path) for model in config.models.values()):  # of the tiny ones nobody asks
+            from grmpipe.capacity.plan.machine import describe_run_memory
+
+            print(f"this run        {describe_run_memory(config)}")
         if config.cluster.address is not None:
             examine(config, config.cluster.address)
         return None

@@ -109,7 +109,8 @@ def objective_of_complete(run_dir: Path) -> float | None:
 
 def prepare_training(config: RunConfig) -> Prepared:
     prepared = divide_gpus(prepare(config))
-    check_memory(prepared)
+    for warning in check_memory(prepared):
+        print(f"grmpipe: note: {warning}", file=sys.stderr)
     return prepared
 
 
@@ -172,7 +173,10 @@ def rejudge() -> RunTask[PreparedRejudging]:
 def show_plan(config: RunConfig) -> None:
     from grmpipe.capacity.plan.plan_report import plan
 
-    print(plan(config))
+    planned = plan(config)
+    print(planned.text)
+    if planned.refusal:
+        raise ConfigError(planned.refusal)
 
 
 def show_simulation(config: RunConfig) -> float:

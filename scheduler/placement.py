@@ -1,12 +1,14 @@
 """Places roles on slots, and checks that the machines have them. Pure: starts nothing, asks no machine."""
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from models.bounds import Bounded, above, at_least, one_of
 
 RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
+SLOTS_LISTED = 4  # of a row of slots with the same roles: a longer one has one line of a table
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -240,15 +242,33 @@ def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
 
 
 def describe(placement: Placement) -> str:
-    """A table: slot -> the processes on it, each with its share."""
+    """A table: slot -> the processes on it, each with its share. A row of slots with the same roles has one line."""
     rows = [("slot", "resource", "processes")]
     for name, pool in placement.pools.items():
-        for slot in range(pool.slots):
-            here = [s for seats in placement.seats.values() for s in seats if s.pool == name and slot in s.slots]
-            text = ", ".join(s.name if s.share == 1 else f"{s.name} ({s.share:.0%})" for s in here)
-            rows.append((f"{name} {slot}", pool.resource, text or "(empty)"))
+        on_slot = [
+            [s for seats in placement.seats.values() for s in seats if s.pool == name and slot in s.slots]
+            for slot in range(pool.slots)
+        ]
+        for first, last in _alike(on_slot):
+            where = f"{name} {first}" if first == last else f"{name} {first}..{last}"
+            ends = zip(on_slot[first], on_slot[last], strict=True)
+            rows.append((where, pool.resource, ", ".join(_name_seats(*both) for both in ends) or "(empty)"))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{slot:<{widths[0]}}  {what:<{widths[1]}}  {who}" for slot, what, who in rows)
+
+
+def _alike(on_slot: Sequence[Sequence[Seat]]) -> Iterator[tuple[int, int]]:
+    """First and last slot of each row that a table may show in one line; of a short row each slot."""
+    kinds = [[(seat.role, seat.share, len(seat.slots)) for seat in here] for here in on_slot]
+    for _, row in itertools.groupby(range(len(on_slot)), key=kinds.__getitem__):
+        slots = list(row)
+        yield from [(slots[0], slots[-1])] if len(slots) > SLOTS_LISTED else [(slot, slot) for slot in slots]
+
+
+def _name_seats(first: Seat, last: Seat) -> str:
+    """A seat's name and share, or those of a row of seats of one role."""
+    name = first.name if first.rank == last.rank else f"{first.name}..{last.rank}"
+    return name if first.share == 1 else f"{name} ({first.share:.0%})"
 
 
 def _blocks(

@@ -207,6 +207,19 @@ def test_the_table_shows_who_is_on_a_slot() -> None:
     ]
 
 
+def test_a_row_of_slots_with_the_same_roles_has_one_line_of_the_table() -> None:
+    pools = {"hosts": PoolConfig(slots=66), "few": PoolConfig(slots=2, resource="gpu")}
+    roles = {"env": RoleConfig(pool="hosts", replicas=64), "policy": RoleConfig(pool="few", slots_per_replica=2)}
+    assert describe(place(PlacementConfig(pools=pools, roles=roles), ("env", "policy"))).splitlines() == [
+        "slot         resource  processes",
+        "hosts 0..63  cpu       env-0..63",
+        "hosts 64     cpu       (empty)",
+        "hosts 65     cpu       (empty)",
+        "few 0        gpu       policy-0",
+        "few 1        gpu       policy-0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("make", "key"),
     [

@@ -26,6 +26,7 @@ GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
 # Of the embedded engine, for each row: logits, the same in float32, their log-probs, probabilities, and these summed in
 # float64 (sampling.py).
 BYTES_OF_SAMPLED_LOGIT = 4 + 4 + 4 + 4 + 8
+CERTAIN = ("weights", "state", "moments")  # kinds of use that no length changes
 PROCESS_BYTES = (
     0.3 * GB
 )  # a process on cores before it has a model: Python and libraries (benchmarks/process_memory.md)
@@ -107,8 +108,8 @@ def growing_cache(
     role: ServedRole, sized: Sized, footprint: Footprint, pool: PoolConfig, at_once: InFlight
 ) -> list[MemoryUse]:
     """Keys and values that grow with the requests, by copying: for a moment the old and the new ones are held. Room is
-    made for twice as many rows or tokens, which on a CPU takes no memory until they come (KvSlots). And what the largest
-    step computes in one layer, or the logits of all rows.
+    made for twice as many rows or tokens, which on a CPU takes no memory until they come (KvSlots). And what the
+    largest step computes in one layer, or the logits of all rows.
     """
     rows, tokens = at_once.requests, at_once.tokens
     cached = rows * tokens
@@ -188,8 +189,8 @@ def with_room_for(answer_tokens: int, train: TrainConfig, batch_tokens: int | No
 def checkpoint_copy(
     train: TrainConfig, num_values: int, held: Sequence[MemoryUse], pool: PoolConfig
 ) -> list[MemoryUse]:
-    """The copy of the trained values of a rank and of their moments, which it writes while it trains on. At the end of a
-    run it comes when activations are gone. A rank on a GPU has it in the memory of its machine.
+    """The copy of the trained values of a rank and of their moments, which it writes while it trains on. At the end of
+    a run it comes when activations are gone. A rank on a GPU has it in the memory of its machine.
     """
     if pool.resource != "cpu" or not train.async_checkpoints:
         return []

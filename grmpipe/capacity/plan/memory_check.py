@@ -1,19 +1,19 @@
-"""Refuses slots that certainly can't hold the memory of their processes, before a run starts.
+"""Refuses slots, or a machine, that certainly can't hold the memory of their processes, before a run starts.
 
-Weights, gradients and moments are certain. A plan warns of what depends on lengths (keys and values, activations).
+Weights, gradients and moments are certain. What depends on lengths (keys and values, activations) is warned of: by a
+plan, and for the machine at a run's start.
 """
 
 from collections.abc import Mapping
 
 from grmpipe.capacity.plan.gpu_shares import compute_shares, list_undecided, with_shares
+from grmpipe.capacity.plan.machine import explain_refusal, list_certain, measure_machine, warn_of
 from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, memory_of_slots, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_longest, with_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
 from models.lm.footprint import read_footprint
-
-CERTAIN = ("weights", "state", "moments")
 
 
 def divide_gpus(prepared: Prepared) -> Prepared:
@@ -34,16 +34,23 @@ def divide_gpus(prepared: Prepared) -> Prepared:
     return prepared.under(config)
 
 
-def check_memory(prepared: Prepared) -> None:
-    """Check slots with known memory, and models that are here. Raises ConfigError."""
-    placement = with_memory(prepared.placement, find_devices(prepared.config))
-    if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
-        return
+def check_memory(prepared: Prepared) -> list[str]:
+    """Check this machine's memory and slots with known memory, for models that are here; what may not fit, in words.
+    Raises ConfigError for what can't.
+    """
+    if prepared.config.cluster.address is not None:
+        return []
     facts = facts_for_check(prepared)
-    uses = {role: [use for use in list_memory(facts, role) if use.kind in CERTAIN] for role in facts.placement.seats}
-    for one in memory_of_slots(facts, uses):
+    uses = {role: list_memory(facts, role) for role in facts.placement.seats}
+    certain = {role: list_certain(held) for role, held in uses.items()}
+    for one in memory_of_slots(facts, certain):
         if one.is_overfull:
-            raise ConfigError(too_full(one, uses, facts.placement.pools[one.pool].resource))
+            raise ConfigError(too_full(one, certain, facts.placement.pools[one.pool].resource))
+    if (machine := measure_machine(facts, uses)) is None:
+        return []
+    if why := explain_refusal(machine, facts):
+        raise ConfigError(why)
+    return warn_of(machine, facts)
 
 
 def facts_for_check(prepared: Prepared) -> RunFacts:

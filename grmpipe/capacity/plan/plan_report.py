@@ -1,11 +1,14 @@
 """The text of a plan: placement, memory, the arithmetic of a batch, the time of a step. Reads a facts."""
 
+from dataclasses import dataclass
+
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
 from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
-from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, slot_memory
+from grmpipe.capacity.plan.machine import explain_refusal, measure_machine, warn_of
+from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, size, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
@@ -25,8 +28,19 @@ KIND_IN_WORDS = {
 }
 
 
-def plan(config: RunConfig) -> str:
-    """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked.
+
+    refusal: why the run can't start on this machine; empty if it may.
+    """
+
+    text: str
+    refusal: str
+
+
+def plan(config: RunConfig) -> Plan:
+    """Raises ConfigError."""
     facts = collect_facts(config)
     config = with_shares(facts, compute_shares(facts))
     facts = facts.under(config)
@@ -36,8 +50,11 @@ def plan(config: RunConfig) -> str:
         engines(facts),
         memory(uses),
         slot_memory(facts, uses),
-        arithmetic(facts),
     ]
+    machine = measure_machine(facts, uses)
+    if machine is not None:
+        blocks[-1] += f"\nthis machine: {size(machine.held)} of {size(machine.limit)} ({machine.sums})"
+    blocks.append(arithmetic(facts))
     unchecked = list(facts.unchecked)
     if not config.env.env_kind.is_single:
         unchecked.append("the time of a step: it counts one turn of each rollout, and no time of its environment")
@@ -47,9 +64,11 @@ def plan(config: RunConfig) -> str:
         unchecked.append(f"the time of a step: {error}")
     footprints = {role: sized.footprint for role, sized in facts.models.items()}
     noted = [*device_notes(config, facts.roles, footprints), *hyperparameter_notes(config)]
-    blocks += format_block("warnings", [*overfull_slots(facts, uses), *noted])
+    refusal = explain_refusal(machine, facts) if machine is not None else ""
+    too_small = warn_of(machine, facts) if machine is not None and not refusal else []
+    blocks += format_block("warnings", [*overfull_slots(facts, uses), *too_small, *noted])
     blocks += format_block("not checked here", unchecked)
-    return "\n\n".join(blocks)
+    return Plan(text="\n\n".join(blocks), refusal=refusal)
 
 
 # -- engines -------------------------------------------------------------------------------------------------------
@@ -137,7 +156,10 @@ def learner_pace(facts: RunFacts, work: StepWork, learner: LearnerSpeed) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.3g} s"
+    """A time in words: of more than two minutes in minutes, from an hour on in hours."""
+    if value >= 3600:
+        return f"{value / 3600:.1f} h"
+    return f"{value / 60:.1f} min" if value > 120 else f"{value:.3g} s"
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------

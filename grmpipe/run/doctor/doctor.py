@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from grmpipe.config.io.resolve_config import BY_DEVICE
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
 from grmpipe.trackers.tracker import TrackerConfig
 from models.engines import installed
 from models.settings import INSTALL_PEFT
+from scheduler.host_memory import read_memory_bytes
 
 NEEDED = (
     "torch",
@@ -37,6 +39,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
 LEAST_TORCH = (2, 13)  # varlen attention with grouped heads
 LEAST_CAPABILITY = (8, 0)
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")  # flags of processors; the last one is ARM's
 
 
 def doctor(sglang_python: str = "") -> str:
@@ -47,7 +50,8 @@ def doctor(sglang_python: str = "") -> str:
         f"peft            {find_version('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}"
     )
     lines += [f"{name:<15} {find_version(name) or missing}" for name, missing in OPTIONAL.items()]
-    lines.append(f"cores           {os.cpu_count() or 1}")
+    lines.append(f"cores           {os.cpu_count() or 1}; {bf16_units()}")
+    lines.append(f"memory          {read_memory_bytes() / 1e9:.3g} GB")
     lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
     lines.append(f"isolation       {describe_isolation()}")
     lines += [tracker_line(row) for row in TrackingConfig().shipped.values()]
@@ -80,6 +84,17 @@ def gpus() -> str:
     if capability < LEAST_CAPABILITY:
         notes.append("no bfloat16 in hardware, no flash attention: these need compute 8.0 (A100) or newer")
     return "; ".join(notes)
+
+
+def bf16_units(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Whether the cores multiply in bfloat16, and what dtype=auto takes on them."""
+    try:
+        words = set(cpu_info.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return f"dtype=auto is {BY_DEVICE[False]} on them"
+    found = [unit for unit in BF16_UNITS if unit in words]
+    has = f"units for bfloat16 ({', '.join(found)})" if found else "no units for bfloat16, which is slow without"
+    return f"{has}; dtype=auto is {BY_DEVICE[False]} on them"
 
 
 def cuda() -> str:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import list_memory, overfull_slots, sum_held_memory
-from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan
+from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan, seconds
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import KINDS
@@ -29,7 +29,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def planned(*overrides: str) -> str:
-    return plan(composed(*overrides))
+    return plan(composed(*overrides)).text
 
 
 @pytest.fixture
@@ -48,8 +48,16 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
     assert "in flight: at most 32 groups, 256 rollouts" in text
     for use in ("weights", "gradients", "optimizer, two moments", "gathered layers", "activations of 4096 tokens"):
         assert re.search(rf"[KM]B  {use}\n", text)
-    assert "train 0    380 MB  policy + learner\n  judging 0  203 MB  grm" in text
+    assert "train 0    873 MB  policy + learner\n  judging 0  445 MB  grm\nthis machine: 2.49 GB of " in text
     assert "not checked here" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0121, "0.0121 s"), (120.0, "120 s"), (121.0, "2.0 min"), (3599.0, "60.0 min"), (29200.0, "8.1 h")],
+)
+def test_long_times_are_in_minutes_and_hours(value: float, words: str) -> None:
+    assert seconds(value) == words
 
 
 def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_reference() -> None:
@@ -282,7 +290,7 @@ def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[s
 
 @pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
 def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str) -> None:
-    text = plan(composed(f"+experiment={experiment}"))
+    text = plan(composed(f"+experiment={experiment}")).text
     assert "judged by a rule" in text and "grm-0" not in text
 
 

@@ -129,7 +129,7 @@ def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
     )
     work, asked = step_work(facts), judge_lengths("safety", facts)
     assert work.scorer_tokens["meta_rm"] == pytest.approx(128 * 2 * (asked.prompt_tokens + asked.new_tokens))
-    (weights,) = list_memory(facts, "meta_rm")
+    weights, _ = list_memory(facts, "meta_rm")
     assert weights.num_bytes == list_memory(facts, "safety")[0].num_bytes
     assert "meta_rm  " in times(facts)
 
@@ -142,6 +142,6 @@ def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
     played = policy_lengths(facts)
     work = step_work(facts)
     assert work.scorer_tokens == {"scalar": pytest.approx(128 * (played.prompt_tokens + played.new_tokens))}
-    assert [use.what for use in list_memory(facts, "scalar")] == ["weights"]
+    assert [use.what for use in list_memory(facts, "scalar")] == ["weights", "Python and libraries"]
     assert "scalar   " in times(facts)
     assert "taste    a scalar" in arithmetic(facts)

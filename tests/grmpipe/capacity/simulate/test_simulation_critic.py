@@ -28,7 +28,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def test_a_plan_tells_the_critics_place_memory_and_work() -> None:
-    text = plan(composed("placement=two_ranks", "train.micro_batch_tokens=1024"))
+    text = plan(composed("placement=two_ranks", "train.micro_batch_tokens=1024")).text
     assert "learner-1 (33%), grm-0 (33%), critic-1 (33%)" in text
     told = text.split("  critic   ")[1].split("memory per slot")[0]
     assert "optimizer, two moments, over 2 ranks" in told and "activations of 1024 tokens" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,19 @@ def test_the_line_of_sglang_says_whether_nccl_connects_it_with_the_learner(
     line = doctor.sglang(sys.executable)
     assert line.startswith(f"in the environment of {sys.executable}{said}")
     assert ("NCCL" in line) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "flags\t\t: fpu avx2 avx512_bf16 amx_bf16",
+            "units for bfloat16 (amx_bf16, avx512_bf16); dtype=auto is float32",
+        ),
+        ("Features\t: fp asimd bf16", "units for bfloat16 (bf16); dtype=auto is float32"),
+        ("flags\t\t: fpu avx2", "no units for bfloat16, which is slow without; dtype=auto is float32"),
+    ],
+)
+def test_the_line_of_the_cores_says_whether_they_multiply_in_bfloat16(flags: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
+    assert doctor.bf16_units(tmp_path / "cpuinfo") == f"{said} on them"
