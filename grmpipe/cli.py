@@ -237,7 +237,8 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         from grmpipe.run.doctor.doctor import doctor
 
         print(doctor(config.engine.sglang.python))
-        if not all(is_made(model.path) for model in config.models.values()):  # of the tiny ones nobody asks
+        chosen = not all(is_made(model.path) for model in config.models.values())  # of the tiny ones nobody asks
+        if chosen and config.cluster.address is None:
             from grmpipe.capacity.plan.machine import describe_run_memory
 
             print(f"this run        {describe_run_memory(config)}")

@@ -18,6 +18,7 @@ from grmpipe import cli as entry
 from grmpipe.config.run_config import RunConfig
 from grmpipe.run.doctor.doctor import cuda_mismatch, doctor, driver_version, format_package
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -141,6 +142,13 @@ def test_the_doctor_names_packages_cores_gpus_and_tracking(tmp_path: Path) -> No
     for part in ("torch", "transformers", "ray", "cores", "GPUs", "wandb", "tensorboard"):
         assert any(line.startswith(part) for line in result.stdout.splitlines()), part
     assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_names_the_memory_of_chosen_models(capsys: pytest.CaptureFixture[str]) -> None:
+    entry.run_task(entry.compose(overrides=["task=doctor"]))
+    assert "\nthis run" not in capsys.readouterr().out
+    entry.run_task(entry.compose(overrides=["task=doctor", f"policy.path={SHIPPED / 'policy'}"]))
+    assert re.search(r"\nthis run        about 2\.\d+ GB of .* \(policy ", capsys.readouterr().out)
 
 
 def test_the_doctor_examines_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

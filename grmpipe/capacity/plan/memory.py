@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
-from grmpipe.capacity.plan.in_flight import InFlight, count_batch_tokens, requests_in_flight
+from grmpipe.capacity.plan.in_flight import InFlight, count_batch_tokens, longest_rollout, requests_in_flight
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, scorer_dtypes
 from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
@@ -265,7 +265,10 @@ def adapter_state(lora: LoraConfig, train: TrainConfig, footprint: Footprint) ->
 def critic_memory(facts: RunFacts, footprint: Footprint, ranks: int) -> list[MemoryUse]:
     """The uses of a critic: those of a learner without a reference."""
     config = facts.config
-    train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train))
+    batch_tokens = longest_rollout(facts).batch_tokens(
+        config.train.groups_per_batch, config.train.group_size, shares=False
+    )
+    train = with_room_for(config.rollout.max_new_tokens, critic_train(config.critic, config.train), batch_tokens)
     shards = ranks // train.parallel.dp_replicate
     return _rank_memory(whole_state(train, footprint), shards, estimate_working(train, footprint, shards), train)
 
