@@ -27,9 +27,7 @@ GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
 # float64 (sampling.py).
 BYTES_OF_SAMPLED_LOGIT = 4 + 4 + 4 + 4 + 8
 CERTAIN = ("weights", "state", "moments")  # kinds of use that no length changes
-PROCESS_BYTES = (
-    0.3 * GB
-)  # a process on cores before it has a model: Python and libraries (benchmarks/process_memory.md)
+PROCESS_BYTES = 0.35 * GB  # a process on cores before it has a model (benchmarks/process_memory.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,11 @@ def list_memory(facts: RunFacts, role: str) -> list[MemoryUse]:
             model, batch_tokens = trained[role], count_batch_tokens(trained[role], facts)
             num_values = sized.footprint.count_trained(facts.config.models[model].lora)
             held = learner_memory(facts.config, sized.footprint, seated.replicas, model, batch_tokens)
-        return [*held, *checkpoint_copy(facts.config.train, num_values // seated.replicas, held, pool), *own]
+        return [
+            *held,
+            *copies_to_files(facts.config.train, num_values // seated.replicas, sized.footprint, held, pool),
+            *own,
+        ]
     if (dtype := scorer_dtypes(facts.config).get(role)) is not None:  # its batches have no gradients, and are small
         return [MemoryUse(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights"), *own]
     num_gpus = seated.width if pool.resource == "gpu" else 1
@@ -186,16 +188,19 @@ def with_room_for(answer_tokens: int, train: TrainConfig, batch_tokens: int | No
     return replace(train, micro_batch_tokens=tokens if batch_tokens is None else min(tokens, batch_tokens))
 
 
-def checkpoint_copy(
-    train: TrainConfig, num_values: int, held: Sequence[MemoryUse], pool: PoolConfig
+def copies_to_files(
+    train: TrainConfig, num_values: int, footprint: Footprint, held: Sequence[MemoryUse], pool: PoolConfig
 ) -> list[MemoryUse]:
-    """The copy of the trained values of a rank and of their moments, which it writes while it trains on. At the end of
-    a run it comes when activations are gone. A rank on a GPU has it in the memory of its machine.
+    """What a rank on cores copies to write it: its trained values and their moments, with `train.async_checkpoints`
+    while it trains on; the whole model, for the export at the end, when activations are gone. A rank on a GPU has these
+    in the memory of its machine.
     """
-    if pool.resource != "cpu" or not train.async_checkpoints:
+    if pool.resource != "cpu":
         return []
-    gone = 0.0 if 0 < train.checkpoint_every < train.num_steps else total(use for use in held if use.kind == "other")
-    return [MemoryUse(what="copy for a checkpoint", num_bytes=max(0.0, num_values * (4 + BYTES_OF_ADAM) - gone))]
+    copied = num_values * (4 + BYTES_OF_ADAM) if train.async_checkpoints else 0
+    at_end = max(copied, footprint.weight_bytes("float32")) - total(use for use in held if use.kind == "other")
+    in_between = copied if 0 < train.checkpoint_every < train.num_steps else 0
+    return [MemoryUse(what="copies for checkpoints, export", num_bytes=max(0.0, at_end, in_between))]
 
 
 def _rank_memory(held: Sequence[MemoryUse], shards: int, working: Working, train: TrainConfig) -> list[MemoryUse]:

@@ -76,3 +76,16 @@ def test_a_cache_holds_what_is_in_flight_twice_and_a_learner_no_more_than_its_ba
     assert held[f"KV of 32 rows x {at_once.tokens} tokens, twice during growth"] == 2 * cache
     tokens = count_batch_tokens("policy", facts)
     assert f"activations of {tokens} tokens" in [use.what for use in list_memory(facts, "learner")]
+
+
+def test_a_learner_on_cores_copies_what_it_writes_beside_activations_or_after_them() -> None:
+    def copied(*overrides: str) -> float:
+        facts = facts_with("train.num_steps=30", *overrides)
+        return {use.what: use.num_bytes for use in list_memory(facts, "learner")}["copies for checkpoints, export"]
+
+    num_bytes = 3 * 4 * 370_368  # weights and two moments
+    assert copied("train.checkpoint_every=20") == num_bytes
+    assert copied("train.checkpoint_every=30") == 0, "activations take more, and are gone at the end"
+    assert copied("train.checkpoint_every=20", "train.async_checkpoints=false") == 0
+    tiny = ("train.group_size=2", "train.groups_per_batch=1", "train.checkpoint_every=0", "rollout.max_new_tokens=1")
+    assert 0 <= copied(*tiny) < num_bytes

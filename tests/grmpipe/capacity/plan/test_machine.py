@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan import machine
 from grmpipe.capacity.plan.machine import MachineMemory, describe_run_memory, measure_machine
-from grmpipe.capacity.plan.memory import list_memory
+from grmpipe.capacity.plan.memory import PROCESS_BYTES, list_memory
 from grmpipe.capacity.plan.memory_check import check_memory
 from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.plan.run_facts import collect_facts
@@ -79,5 +79,5 @@ def test_all_processes_on_cores_count_and_those_elsewhere_do_not() -> None:
     assert one.certain == pytest.approx(CERTAIN_MB * 1e6, rel=0.01)
     in_process = measured("cluster=inprocess")
     assert in_process is not None
-    assert one.held - in_process.held == pytest.approx(3 * 0.3e9 + machine.RAY_BYTES + (256 << 20))
+    assert one.held - in_process.held == pytest.approx(3 * PROCESS_BYTES + machine.RAY_BYTES + (256 << 20))
     assert measured("placement.pools.judging.slots=4096") is None, "another machine's placement"

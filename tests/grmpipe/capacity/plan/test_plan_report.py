@@ -48,7 +48,7 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
     assert "in flight: at most 32 groups, 256 rollouts" in text
     for use in ("weights", "gradients", "optimizer, two moments", "gathered layers", "activations of 4096 tokens"):
         assert re.search(rf"[KM]B  {use}\n", text)
-    assert "train 0    873 MB  policy + learner\n  judging 0  445 MB  grm\nthis machine: 2.49 GB of " in text
+    assert "train 0    973 MB  policy + learner\n  judging 0  495 MB  grm\nthis machine: 2.64 GB of " in text
     assert "not checked here" not in text
 
 
