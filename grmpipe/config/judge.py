@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +21,41 @@ from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
 from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
 from models.types import ThinkingBudget
 
-KINDS = ("generative", "scalar", "rule", "function", "env", "label", "custom")
+
+@dataclass(frozen=True, slots=True)
+class JudgeKind:
+    """How people read of a kind of judge.
+
+    shown:     its name; the value of the key `named_by`, below the judge's section, completes it.
+    score:     what its number is called: "reward" where that is no score on the judge's scale.
+    scaled_by: a key below the judge's section that brings the reward to the judge's scale.
+    writes:    whether it writes judgements, of which several may make a verdict.
+    """
+
+    shown: str = "the judge"
+    score: str = "score"
+    named_by: str = ""
+    scaled_by: str = ""
+    writes: bool = False
+
+    def describe(self, read: Callable[[str], object]) -> JudgeKind:
+        """The kind as one judge has it: `read` gives its settings by their keys, None or "null" for one without."""
+        name = read(self.named_by) if self.named_by else ""
+        is_scaled = bool(self.scaled_by) and read(self.scaled_by) not in (None, "null")
+        return replace(self, shown=f"{self.shown} {name or ''}".rstrip(), score="score" if is_scaled else self.score)
+
+
+KINDS = {
+    "generative": JudgeKind(score="GRM score", writes=True),
+    "scalar": JudgeKind(shown="the reward model"),
+    "rule": JudgeKind(shown="the rule", named_by="rule"),
+    "function": JudgeKind(
+        shown="the reward function", score="reward", named_by="function", scaled_by="function_call.score_range"
+    ),
+    "env": JudgeKind(shown="the environment", score="reward"),
+    "label": JudgeKind(shown="the labels"),
+    "custom": JudgeKind(named_by="custom.target", writes=True),
+}
 FUNCTION_BATCHES = ("rollout", "group")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
@@ -270,6 +305,11 @@ class JudgeConfig(Bounded):
         if self.kind == "generative":
             return self.num_judgements == 1 and not self.protocol_kind.compares
         return self.kind != "custom"
+
+    @property
+    def shown(self) -> JudgeKind:
+        """What people read it by."""
+        return KINDS[self.kind].describe(lambda key: attrgetter(key)(self))
 
     @property
     def has_scale(self) -> bool:

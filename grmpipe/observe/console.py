@@ -57,7 +57,7 @@ class ConsoleSink(Tracker):
 
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """Print three rollouts with the GRM's critiques, so that no score is shown without its critique."""
-        self._print(*(sample_panel(row, self._width) for row in rows[:SAMPLES_SHOWN]))
+        self._print(*(sample_panel(row, self._width, self._shown.sample) for row in rows[:SAMPLES_SHOWN]))
 
     def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
         """`files`: name -> its content."""
@@ -73,13 +73,13 @@ class ConsoleSink(Tracker):
                 self.console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def sample_panel(row: SampleRow, width: int) -> Panel:
+def sample_panel(row: SampleRow, width: int, number: str) -> Panel:
     parts = [("question", row.question, ""), ("answer", row.answer, "cyan")]
     parts += [("critique", row.critique, "yellow")] if row.critique else []  # a rule writes none
     grid = Table.grid(padding=(0, 2))
     for part, text, style in parts:
         grid.add_row(Text(part, style="dim"), Text(replace_controls(text), style=style))
-    score = "no score" if row.score is None else f"score {row.score:g}"
+    score = f"no {number}" if row.score is None else f"{number} {row.score:g}"
     title = Text(f"{row.group_id} · sibling {row.sibling}")
     ended = Text(f"{score} · {truth_text(row)}")
     return Panel(grid, title=title, subtitle=ended, title_align="left", width=width)

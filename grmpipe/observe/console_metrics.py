@@ -62,14 +62,19 @@ OF_CASCADE = (Gauge("escalated_share", "escalated", 2, 4), Gauge("audit_error", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaugeSet:
-    """The gauges of a run. With several judges the reward is theirs together, and no score is."""
+    """The gauges of a run. With several judges the reward is theirs together, and no score is. sample: what the number
+    of a sample is called.
+    """
 
     line: Sequence[Gauge]
     held_out: Sequence[Gauge]
+    sample: str = "score"
 
 
+WITHOUT_SCORE = [REWARD if gauge is SCORE else gauge for gauge in LINE]
 ONE_JUDGE = GaugeSet(line=LINE, held_out=HELD_OUT)
-SEVERAL_JUDGES = GaugeSet(line=[REWARD if gauge is SCORE else gauge for gauge in LINE], held_out=HELD_OUT_REWARD)
+ONE_REWARD = GaugeSet(line=WITHOUT_SCORE, held_out=HELD_OUT_REWARD[:3], sample="reward")
+SEVERAL_JUDGES = GaugeSet(line=WITHOUT_SCORE, held_out=HELD_OUT_REWARD)
 
 
 def failures_by_cause(metrics: Metrics) -> dict[str, int]:

@@ -124,6 +124,7 @@ def make_sections(run: RunFiles) -> dict[str, object]:
                 note="fixed responses: a stable judge gives them the same scores",
             ),
         ),
+        "judge_title": capitalise(run.judge.shown),
         "failures": failure_bars(run),
         "time": present(chart("Seconds of each step", wait_series(run))),
         "waits": wait_bars(run),
@@ -143,9 +144,11 @@ def make_sections(run: RunFiles) -> dict[str, object]:
 
 
 def score_charts(run: RunFiles, ringing: Sequence[float]) -> list[Chart | None]:
-    """The score of a single judge, or the reward that several make."""
+    """The score of a single judge, or its reward if that is on no scale; or the reward that several make."""
     if not run.judging.by_judge:
-        return [chart("GRM score", make_series(run, SCORES), marked=ringing, note="the training reward")]
+        series = make_series(run, REWARDS if run.judge.score == "reward" else SCORES)
+        title, note = capitalise(run.judge.score), f"the training reward, by {run.judge.shown}"
+        return [chart(title, series, marked=ringing, note=note)]
     parts = find_series(run, REWARD_OF_PART)
     return [
         chart("Reward", make_series(run, REWARDS), marked=ringing, note="of all judges together"),
@@ -167,11 +170,19 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
     for name, value in run.eval_final.items() or run.eval_initial.items():
         if is_end_of_interval(name, run.eval_final or run.eval_initial):
             continue
+        title = name.replace("_", " ")
+        if name == "grm_score" and not run.judging.by_judge:
+            if run.judge.score in run.eval_final | run.eval_initial:  # the reward, which has a tile of its own
+                continue
+            title = run.judge.score
         before = short(run.eval_initial[name]) if run.eval_final and name in run.eval_initial else ""
-        yield Tile(name=name.replace("_", " "), value=short(value), before=before)
-    if asked := run.judging.asked:
+        yield Tile(name=title, value=short(value), before=before)
+    failed = sum(run.judging.failed.values())
+    if (asked := run.judging.asked) and run.judge.writes:
         yield Tile(name="judgements", value=f"{asked:,}")
-        yield Tile(name="failed", value=percent(sum(run.judging.failed.values()) / asked))
+        yield Tile(name="failed", value=percent(failed / asked))
+    elif failed:
+        yield Tile(name="failed verdicts", value=f"{failed:,}")
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
 
@@ -182,10 +193,16 @@ def is_end_of_interval(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 def failure_bars(run: RunFiles) -> list[Bar]:
-    """Failed judgements as shares of all; bars are scaled to the most frequent cause."""
+    """Failed judgements as shares of all, or failed verdicts of what writes none; bars are scaled to the most frequent
+    cause.
+    """
     asked, failed = run.judging.asked, run.judging.failed
     return [
-        Bar(name=cause, share=count / max(1, *failed.values()), text=f"{count:,} ({percent(count / max(1, asked))})")
+        Bar(
+            name=cause,
+            share=count / max(1, *failed.values()),
+            text=f"{count:,} ({percent(count / max(1, asked))})" if run.judge.writes else f"{count:,}",
+        )
         for cause, count in sorted(failed.items(), key=lambda item: -item[1])
     ]
 
@@ -267,6 +284,10 @@ def charts_by_area(run: RunFiles) -> dict[str, list[Chart]]:
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------
+
+
+def capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def show_text(text: str) -> str:

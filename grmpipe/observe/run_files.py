@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+import yaml
 
+from grmpipe.config.judge import KINDS, JudgeKind
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.judge.verdict import get_shown_score
 from grmpipe.observe.changes import read_changes
@@ -38,6 +40,7 @@ from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_reco
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
 LARGEST = 1e100  # number that is shown
@@ -104,6 +107,7 @@ class RunFiles:
     eval_initial: Metrics
     eval_final: Metrics
     busy_s: Metrics
+    judge: JudgeKind
     judging: JudgingSummary
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
     figures: str  # of task=evaluate
@@ -141,6 +145,7 @@ def read_run(run_dir: Path) -> RunFiles:
         eval_initial=find_numbers(part(evaluations, "initial")) if summary else (*seen, {})[0],
         eval_final=find_numbers(part(evaluations, "final")) or ({}, *seen[1:])[-1],
         busy_s=find_numbers(part(summary, "busy_s")),
+        judge=find_judge(read_values(config)),
         judging=(
             read_as(JudgingSummary, summary["judging"])
             if "judging" in summary
@@ -159,6 +164,34 @@ def find_title(run_dir: Path, config: str) -> str:
     """The title of a run: its experiment's name, because directories are named by date."""
     name = re.search(r"^experiment_name: (\S+)$", config, re.MULTILINE)
     return f"{name[1]}, {run_dir.resolve().name}" if name else run_dir.resolve().name
+
+
+def find_judge(values: Mapping[str, str]) -> JudgeKind:
+    """What gives the reward, by what people read; values: dotted key -> value as text. A run without a readable
+    configuration has a judge.
+    """
+    if (composed := values.get("reward.kind", "single")) != "single":
+        return JudgeKind(shown="no judge") if composed == "none" else JudgeKind(shown="the judges", writes=True)
+    name = values.get("reward.judge", "null")
+    section = "judge" if name in ("null", "judge") else f"judges.{name}"
+    kind = KINDS.get(values.get(f"{section}.kind", ""), KINDS["generative"])
+    return kind.describe(lambda key: values.get(f"{section}.{key}"))
+
+
+def read_values(config: str) -> dict[str, str]:
+    """Dotted key -> value as text. Empty if it is no YAML."""
+    try:
+        return dict(flatten_fields("", yaml.load(config, LOADER) or {}))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+
+
+def flatten_fields(prefix: str, value: object) -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        return [
+            one for key, own in value.items() for one in flatten_fields(f"{prefix}.{key}" if prefix else str(key), own)
+        ]
+    return [(prefix, "null" if value is None else str(value))]
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

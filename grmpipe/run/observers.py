@@ -17,7 +17,7 @@ from grmpipe.config.keys.redact import environment_secrets, mask, redact
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.console import ConsoleSink
-from grmpipe.observe.console_metrics import ONE_JUDGE, SEVERAL_JUDGES, describe_run_signal
+from grmpipe.observe.console_metrics import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, describe_run_signal
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import decode_what_can_be
@@ -83,6 +83,9 @@ def list_files(config: RunConfig) -> dict[str, str]:
     files = dict(
         [*before, *((f"{role}/", f"the trained GRM {role}") for role in config.trained_grms if role != GRM), last]
     )
+    if not any(judge.shown.writes for judge in config.asked.judges.values()):
+        files["judgements.jsonl"] = "every verdict; what teachers score"
+        files["eval_judgements.jsonl"] = "every verdict on them"
     if config.main_judge.kind == "label":  # the judge is the policy
         files["policy/"] = "the trained judge: give it as grm.path"
     return files
@@ -121,7 +124,8 @@ class Observers:
         """state:  that a resume continues from.
         gauges: whether the console shows each step; it shows metrics of a policy.
         """
-        shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else ONE_JUDGE
+        one = ONE_REWARD if config.main_judge.shown.score == "reward" else ONE_JUDGE
+        shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else one
         console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
         libraries = [row.library for row in config.tracking.chosen.values()]
         setup_logging(run_dir, console.console if console else None, libraries)

@@ -22,7 +22,7 @@ from grmpipe.validate.sections import section
 
 log = logging.getLogger(__name__)
 
-
+TRIED_REFERENCES = 1000  # of a file of prompts: mathematics takes milliseconds each
 HELD_OUT_OF = {
     "tiny://train": "tiny://held_out",
     "tiny://tools/train": "tiny://tools/held_out",
@@ -76,6 +76,8 @@ def read_data(config: RunConfig) -> Data:
             columns = {column for prompt in select_reaching(config, name, train) for column in prompt.columns}
             with section(f"{judge.key}."):
                 FunctionJudge(judge).function.check_columns(columns, config.data.path)
+    if config.main_judge.kind != "label":
+        note_unknown_truths(config.truth, config.data.path, train)
     return Data(train=train, held_out=held_out)
 
 
@@ -174,6 +176,22 @@ def check_references(judge: JudgeConfig, path: str, prompts: Sequence[Prompt]) -
             raise ConfigError(f"{error}; it was tried on {find_place(path, prompt)}, with {PROBED}") from error
         except ValueError as error:
             raise ValueError(f"{find_place(path, prompt)}: {error}") from error
+
+
+def note_unknown_truths(judge: JudgeConfig, path: str, prompts: Sequence[Prompt]) -> None:
+    """Say once which prompts have a reference that the rule of the true accuracy can't read: they enter no accuracy."""
+    tried = [prompt for prompt in prompts if prompt.reference is not None][:TRIED_REFERENCES]
+    unread, first = 0, ""
+    for prompt in tried:
+        try:
+            check_reference(judge, prompt)
+        except ValueError as error:
+            unread, first = unread + 1, first or f"{find_place(path, prompt)}: {error}"
+    if unread:
+        log.warning(
+            "true accuracy: the rule %s can't read the references of %s of %d prompts tried, which enter none; %s",
+            judge.rule, "all" if unread == len(tried) else unread, len(tried), first,
+        )  # fmt: skip
 
 
 def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:

@@ -19,7 +19,14 @@ from grmpipe.validate.context_limits import (
     check_template,
     check_thinking_budget,
 )
-from grmpipe.validate.data import Data, check_references, load_held_out, prompts_at, select_reaching
+from grmpipe.validate.data import (
+    Data,
+    check_references,
+    load_held_out,
+    note_unknown_truths,
+    prompts_at,
+    select_reaching,
+)
 from grmpipe.validate.engines import (
     check_installed,
     check_options,
@@ -255,6 +262,7 @@ def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -
             f"{key}: no prompt has a reference, which the rule that scores the answers needs; add the field "
             "reference, or type judge=generative"
         )
+    note_unknown_truths(config.truth, path, kept)
     return PromptSet(prompts=kept, num_left_out=len(lacking))
 
 

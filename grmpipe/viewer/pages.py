@@ -113,6 +113,8 @@ def draw_curves(run: ViewedRun) -> list[Chart | None]:
     """Charts of metrics.jsonl. Steps with an alarm are marked."""
     charts, ringing = [], [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
     for title, curves in CURVES.items():
+        if title == "Score" and run.judge.score == "reward":  # the same once more
+            continue
         series = [
             Series(name=name, points=run.series(metric), quiet=name == "batches") for name, metric in curves.items()
         ]
@@ -132,7 +134,7 @@ def judge_and_truth(by_step: Mapping[int, Means]) -> Chart | None:
     reward = [(step, one) for step, one, _ in known if one is not None]
     truth = [(step, one) for step, _, one in known if one is not None]
     series = [Series(name="reward", points=reward), Series(name="truth", points=truth)]
-    return chart("Judge and truth", series, note="means of trained rollouts") if truth else None
+    return chart("Reward and truth", series, note="means of trained rollouts") if truth else None
 
 
 def present(*charts: Chart | None) -> list[Chart]:

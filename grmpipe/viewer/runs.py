@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-import yaml
-
+from grmpipe.config.judge import JudgeKind
 from grmpipe.config.keys.redact import environment_secrets, mask
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.changes import read_changes
@@ -19,6 +18,7 @@ from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.run_files import (
     NEVER_ENDED,
     config_text,
+    find_judge,
     find_numbers,
     find_title,
     get_list,
@@ -26,12 +26,12 @@ from grmpipe.observe.run_files import (
     number,
     read_bytes,
     read_object,
+    read_values,
 )
 from grmpipe.run_dir.directory import holds_run
 from grmpipe.types import Metrics
 from grmpipe.viewer.index import JOURNALS, RunIndex
 
-LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 SHOWN_KEYS = 6  # that tell runs apart
 MAX_DEPTH = 4  # of runs below the folder: runs/<experiment>/<date>, runs/sweeps/<date>/<number>
 NOT_RUNS = {"checkpoints", "policy", "grm", "policy_versions"}
@@ -49,6 +49,10 @@ class ViewedRun:
     def config(self) -> str:
         """config.yaml without secrets."""
         return config_text(read_bytes(self.run_dir / "config.yaml"), environment_secrets())
+
+    @property
+    def judge(self) -> JudgeKind:
+        return find_judge(flat_config(self))
 
     @property
     def metrics(self) -> Sequence[Metrics]:
@@ -196,18 +200,7 @@ def flat_config(run: ViewedRun) -> Mapping[str, str]:
 @functools.lru_cache(maxsize=1024)
 def read_flat_config(path: Path, size: int, changed_ns: int) -> Mapping[str, str]:
     """size, changed_ns: of the file, to read it again once it changed."""
-    try:
-        return dict(flatten_fields("", yaml.load(config_text(read_bytes(path), environment_secrets()), LOADER) or {}))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-
-
-def flatten_fields(prefix: str, value: object) -> list[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        return [
-            one for key, own in value.items() for one in flatten_fields(f"{prefix}.{key}" if prefix else str(key), own)
-        ]
-    return [(prefix, "null" if value is None else str(value))]
+    return read_values(config_text(read_bytes(path), environment_secrets()))
 
 
 def tell_apart(runs: Mapping[str, ViewedRun]) -> dict[str, str]:

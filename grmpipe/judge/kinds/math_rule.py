@@ -1,11 +1,15 @@
 """A rule for answers that are mathematics, by the library math-verify. It is imported at the first use."""
 
 import importlib.util
+import re
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
 INSTALL = 'pip install "grmpipe[math]"'
+# A text in plain words. The library reads one as a product of its letters: "Paris" as a*i*p*r*s, the same as "pairs".
+# Short products (xyz) and labels (ABC) are no such text.
+TEXT = re.compile(r"(?i:yes|no)|(?=.*(?:[^\W\d_]{4}|[^\W\d_]{2}\s+[^\W\d_]))(?![A-Z]+$)(?:[^\W\d_]|[\s.,;:'’!?-])+")
 TIMEOUT_S = 1  # per step of the library; a tower of powers would never end
 
 
@@ -24,7 +28,7 @@ def means_the_same(text: str, reference: str) -> bool:
     from math_verify import verify
 
     expected = parse_reference(reference)
-    if not expected:
+    if not expected or (expected[-1] == reference and TEXT.fullmatch(reference.strip())):
         raise ValueError(f"reference {reference[:80]!r} contains no mathematics; type judge.rule=contains_reference")
     return bool(verify(list(expected), parse_math(text), timeout_seconds=TIMEOUT_S))
 

@@ -53,7 +53,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
         for name in (FIGURES, JUDGED, JUDGE_RESULTS, POLICY_RESULTS):  # of an evaluation here before
             (self._run_dir / name).unlink(missing_ok=True)
         if ready.items:
-            self._observers.note(f"the judge judges {len(ready.items)} labelled items")
+            giver = self._config.main_judge.shown.shown
+            self._observers.note(f"{giver} judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
         if ready.prompt_sets:
             await evaluate_policy(ready, running, self._context, self._counters, self._policies, self._rows)

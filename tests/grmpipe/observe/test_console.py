@@ -14,9 +14,10 @@ import pytest
 from configs import run_config
 from rich.console import Console
 
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole
-from grmpipe.observe.console_metrics import SEVERAL_JUDGES, describe_run_signal, failures_by_cause
+from grmpipe.observe.console_metrics import ONE_REWARD, SEVERAL_JUDGES, describe_run_signal, failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.run.observers import Observers, list_files
 from grmpipe.trackers.tracker import SampleRow
@@ -117,8 +118,9 @@ def test_several_judges_have_one_more_line_and_a_reward_in_the_place_of_a_score(
 
 
 def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
-    pointwise = SimpleNamespace(kind="pointwise")
-    config = SimpleNamespace(trained_grms={"grm": None, "safety": None}, main_judge=pointwise)
+    pointwise = JudgeConfig()
+    asked = SimpleNamespace(judges={"judge": pointwise})
+    config = SimpleNamespace(trained_grms={"grm": None, "safety": None}, main_judge=pointwise, asked=asked)
     files = list_files(config)  # type: ignore[arg-type]
     assert (files["grm/"], files["safety/"]) == ("the trained GRM", "the trained GRM safety")
     assert list(files)[-1] == "run.log"
@@ -126,8 +128,27 @@ def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
 
 
 def test_a_judge_that_learned_as_the_policy_is_listed_as_a_judge() -> None:
-    config = SimpleNamespace(trained_grms={}, main_judge=SimpleNamespace(kind="label"))
+    label = JudgeConfig(kind="label")
+    config = SimpleNamespace(trained_grms={}, main_judge=label, asked=SimpleNamespace(judges={"judge": label}))
     assert list_files(config)["policy/"] == "the trained judge: give it as grm.path"  # type: ignore[arg-type]
+
+
+def test_the_number_of_a_reward_function_is_called_reward() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=2, console=console, shown=ONE_REWARD)
+    sink.log(1, {"train/reward": 1.83, "train/grm_score": 1.83, "eval/reward": 1.47, "eval/grm_score": 1.47})
+    sink.print_samples([row(score=2), row(score=None)])
+    text = text_of(console)
+    assert "reward 1.83" in text and "held-out:  reward 1.47" in text
+    assert "reward 2 · truly right" in text and "no reward" in text
+    assert "score" not in text
+
+
+def test_a_judge_that_writes_nothing_has_verdicts_and_no_critiques() -> None:
+    rule = JudgeConfig(kind="rule")
+    config = SimpleNamespace(trained_grms={}, main_judge=rule, asked=SimpleNamespace(judges={"judge": rule}))
+    files = list_files(config)  # type: ignore[arg-type]
+    assert "critique" not in files["judgements.jsonl"] + files["eval_judgements.jsonl"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -197,6 +197,40 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
     assert (tmp_path / REPORT).read_text().count('class="band"') == 2, "the alarm is marked beside score and truth"
 
 
+JUDGES = {  # judge, its title on the page, what its number is called
+    "{kind: function, function: mylab.brief, function_call: {score_range: null}}": (
+        "The reward function mylab.brief", "Reward",
+    ),
+    "{kind: function, function: mylab.brief, function_call: {score_range: [0, 5]}}": (
+        "The reward function mylab.brief", "Score",
+    ),
+    "{kind: rule, rule: contains_reference}": ("The rule contains_reference", "Score"),
+    "{kind: env}": ("The environment", "Reward"),
+    "{kind: scalar}": ("The reward model", "Score"),
+    "{kind: generative, function: unused}": ("The judge", "GRM score"),
+    "{": ("The judge", "GRM score"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_what_gives_the_reward_is_called_by_what_it_is(tmp_path: Path, judge: str) -> None:
+    title, number = JUDGES[judge]
+    (tmp_path / "config.yaml").write_text(f"judge: {judge}\nreward: {{kind: single, judge: null}}\n")
+    write_metrics(tmp_path, step(1, train__reward=0.5, eval__reward=0.5, eval__grm_score=0.5), step(2, train__reward=1))
+    text = text_of(tmp_path)
+    assert f"{title} Failed" in text and "None of 0" not in text
+    assert f"{number} the training reward, by {title[0].lower()}{title[1:]} " in text
+    assert ("grm" in text.partition("All metrics")[0].lower()) == (number == "GRM score")
+
+
+def test_failures_of_what_writes_no_judgements_have_no_share_of_them(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("judge: {kind: function, function: mylab.brief}\n")
+    write_metrics(tmp_path, {**step(1), "judge/asked": 45, "judge/failed_broken": 45})
+    text = text_of(tmp_path)
+    assert "failed verdicts 45" in text and "Failed verdicts by cause broken 45 " in text
+    assert "45 (" not in text and "judgements 45" not in text
+
+
 def several(number: int) -> dict[str, float]:
     own = {
         "judge/judge/asked": 8.0,

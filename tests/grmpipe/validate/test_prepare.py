@@ -137,6 +137,21 @@ def test_held_out_prompts_are_not_trained(tmp_path: Path) -> None:
     assert not {prompt.messages for prompt in data.train} & {prompt.messages for prompt in data.held_out}
 
 
+def test_references_that_the_rule_of_the_truth_cannot_read_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"{number}?", "reference": "Rome" if number % 2 else number} for number in range(20)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "train.jsonl"), "eval_path": None}
+    read_data(config(data=data))
+    (told,) = [one for one in caplog.messages if one.startswith("true accuracy: ")]
+    assert "the rule exact_answer can't read the references of 10 of 20 prompts" in told
+    assert "train.jsonl, line 2: reference 'Rome' isn't one number" in told and "judge.rule=contains_reference" in told
+    caplog.clear()
+    read_data(config(data=data, judge={"rule": "contains_reference"}))
+    assert not [one for one in caplog.messages if "true accuracy" in one]
+
+
 def test_a_held_out_prompt_in_another_case_or_spacing_is_not_trained(tmp_path: Path) -> None:
     questions = {"train": ("WHAT is 6 x 7?\n", "What  is\t6 x 7?", "What is 6 x 8?"), "held_out": ("What is 6 x 7?",)}
     for name, asked in questions.items():

@@ -152,7 +152,7 @@ def test_the_page_of_a_run_has_curves_and_where_judge_and_truth_part(tmp_path: P
     (page,) = fetch(write_run(tmp_path / "run"), "/run/run?since=1")
     text = visible(page)
     assert "mine, run no end recorded" in text
-    for title in ("Reward", "True accuracy", "Failed judgements", "Judge and truth"):
+    for title in ("Reward", "True accuracy", "Failed judgements", "Reward and truth"):
         assert f'aria-label="{title}"' in page
     assert "0.8 to 1 1 0" in text
     assert "before step 1 since step 1" in text
@@ -220,6 +220,15 @@ def test_a_group_has_its_siblings_side_by_side_with_their_critiques(tmp_path: Pa
     assert "judge: 8 Convincing" in first
     assert "judge: 3 Too short" in second
     assert "failed: unparseable no mark" in second
+
+
+def test_a_reward_function_has_its_name_and_no_score_on_the_pages(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "config.yaml").write_text("judge: {kind: function, function: mylab.brief}\n")
+    run, group = map(visible, fetch(run_dir, "/run/run", "/group/run?group=g1"))
+    assert "Is the reward function mylab.brief right?" in run
+    assert "by the reward that the reward function mylab.brief gave" in run
+    assert "score" not in group.replace("score_std", "") and "reward 0.8 spread" in group
 
 
 def test_a_held_out_answer_has_its_page(tmp_path: Path) -> None:
