@@ -58,11 +58,11 @@ def _check(file: Path) -> str:
         raise ValueError(f"path: {str(file)!r} is no whole GGUF file ({error}); fetch it again") from error
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    if family not in GGUF_SUPPORTED_ARCHITECTURES:
+    known = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})  # sections of a file, listed with them
+    if family not in known:
         raise ValueError(
             f"path: {str(file)!r} has the architecture {family}, which transformers can't read from a GGUF file; give "
-            "the model's Hugging Face directory or hub name. It reads "
-            f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}"
+            f"the model's Hugging Face directory or hub name. It reads {', '.join(known)}"
         )
     return kind.removeprefix("MOSTLY_")
 

@@ -1,10 +1,10 @@
 """Finds a model's files on this machine: a directory as it is, a hub name or a converted GGUF file in the cache."""
 
-import json
 import re
 from pathlib import Path
 
 from models.gguf_files import SUFFIX, convert_gguf
+from models.model_files import PlainConfig, read_json
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -31,7 +31,51 @@ def find_files(path: str, *, weights: bool) -> str:
         if is_hub_name(path):
             raise NotHere(f"path: {path!r} has no weights in the cache (*.safetensors){how(path)}")
         raise ValueError(f"path: {path!r} holds no weights (*.safetensors); give a complete model")
+    if weights:
+        _check_weights(Path(directory), path)
     return directory
+
+
+def _check_weights(directory: Path, path: str) -> None:
+    """Check that files of weights are whole and have the shapes of config.json, by their headers alone.
+
+    Raises ValueError (`path: ...`).
+    """
+    from safetensors import SafetensorError, safe_open  # late, as below
+
+    shards = _shards(directory)
+    if lacking := sorted(name for name in shards if not (directory / name).is_file()):
+        raise ValueError(
+            f"path: {path!r} lacks {', '.join(lacking[:3])}, {len(lacking)} of the {len(shards)} files of its weights; "
+            "give a complete model"
+        )
+    config = PlainConfig.read(str(directory))
+    for file in [directory / name for name in sorted(shards)] or sorted(directory.glob(WEIGHT_FILES[0])):
+        try:
+            with safe_open(file, "np") as tensors:
+                for name in tensors.keys() if config is not None else ():
+                    if name.endswith("embed_tokens.weight"):
+                        _check_embedding(tuple(tensors.get_slice(name).get_shape()), config, path)
+        except SafetensorError as error:
+            raise ValueError(
+                f"path: {str(file)!r} is no whole file of weights ({error}; {file.stat().st_size} bytes); "
+                "fetch it again"
+            ) from error
+
+
+def _check_embedding(shape: tuple[int, ...], config: PlainConfig, path: str) -> None:
+    expected = config.vocab_size, config.values.get("hidden_size")
+    if shape != expected:
+        raise ValueError(
+            f"path: the weights in {path!r} have {shape[0]} rows of {shape[-1]} for tokens, and its config.json says "
+            f"{expected[0]} of {expected[1]} (vocab_size, hidden_size): they are of two models; give a directory with "
+            "the weights' own config.json and tokenizer"
+        )
+
+
+def _shards(directory: Path) -> set[str]:
+    """The files of weights that an index names. Empty without one: then there is one file, or it has no index."""
+    return set((read_json(str(directory), "model.safetensors.index.json").get("weight_map") or {}).values())
 
 
 def is_hub_name(path: str) -> bool:
@@ -90,9 +134,7 @@ def find_missing_files(path: str) -> str:
         return f"{path} isn't in the cache{how(path)}"
     except ValueError as error:
         return str(error).removeprefix("path: ")
-    index = directory / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
-    lacking = sorted(name for name in {"config.json", *names} if not (directory / name).is_file())
+    lacking = sorted(name for name in {"config.json", *_shards(directory)} if not (directory / name).is_file())
     if not lacking and not any(list(directory.glob(pattern)) for pattern in WEIGHT_FILES):
         lacking = ["*.safetensors"]
     return f"{path} lacks {', '.join(lacking[:3])}{how(path)}" if lacking else ""

@@ -35,6 +35,7 @@ def find_model(role: ServedRole, config: RunConfig, *, weights: bool = True) -> 
             options.thinking_markers,
             options.tool_parser,
         )
+        _ = renderer.thinking  # it renders a message, which a chat template may refuse
     check_vocabulary(role.key, options, renderer)
     window = resolve_context_limit(role, renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.

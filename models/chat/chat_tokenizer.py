@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +82,7 @@ class ChatTokenizer:
             rendered = self.tokenizer.apply_chat_template(
                 conversation, tools=tools, tokenize=False, add_generation_prompt=asks_next, **self._template_kwargs
             )
-        except (TemplateError, TypeError) as error:  # TypeError: of arguments in a form that the template doesn't take
+        except Exception as error:  # a template is code; TypeError also for arguments in a form that it doesn't take
             raise ValueError(f"chat_template: it can't render a conversation of {roles}: {error}") from error
         assert isinstance(rendered, str)
         return rendered

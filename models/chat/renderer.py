@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -198,7 +199,7 @@ def _sizes(path: str) -> tuple[int, int]:
         config = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"path: {path!r} is not a Hugging Face model (a directory with config.json): {error}"
+            f"path: {path!r} is not a Hugging Face model (a directory with config.json): {_first_line(error)}"
         ) from error
     window = getattr(config, "max_position_embeddings", None)  # not every architecture has one
     if window is None:
@@ -211,9 +212,27 @@ def _load_tokenizer(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _plain_tokenizer(path) if plain else _tokenizer_of_family(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
+        _check_tokenizer_files(path)
+        raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {_first_line(error)}") from error
+    if len(tokenizer) == len(tokenizer.added_tokens_decoder):  # what transformers makes where there are no files
+        _check_tokenizer_files(path)
     tokenizer.model_max_length = sys.maxsize  # callers check the window; a warning to stderr helps no one
     return tokenizer
+
+
+def _check_tokenizer_files(path: str) -> None:
+    """Raises ValueError for a directory without a tokenizer."""
+    directory = Path(path)
+    if directory.is_dir() and not any(one for pattern in TOKENIZER_FILES for one in directory.glob(pattern)):
+        raise ValueError(
+            f"path: {path!r} holds no tokenizer (tokenizer.json or tokenizer.model); copy the tokenizer's files of the "
+            "model there, tokenizer_config.json too"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    """What transformers says is often followed by advice on its installation."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
 
 
 def _plain_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -44,15 +44,28 @@ def load_model(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, 
     transformers.utils.logging.disable_progress_bar()
     try:
         with ONE_LOAD_AT_A_TIME:
-            model = kind.from_pretrained(
+            model, found = kind.from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
                 attn_implementation=PACKED_ATTENTION,
                 local_files_only=Path(path).is_dir(),
+                output_loading_info=True,
             )
     except OSError as error:
         raise ValueError(f"path: the weights in {path!r} can't be loaded: {error}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"path: the weights in {path!r} have other shapes than its config.json says; give a "
+            "directory with the weights' own config.json"
+        ) from error
+    if kind is AutoModelForCausalLM and (lacking := sorted(found["missing_keys"])):
+        raise ValueError(
+            f"path: the weights in {path!r} lack {len(lacking)} tensors of the model, such as {lacking[0]}, and would "
+            "begin there at random; give a complete model"
+        )
     nn.Module.to(model, device)
     find_output_head(model)
     return model.eval()

@@ -202,13 +202,14 @@ def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_
 
 
 def test_a_failure_within_the_run_exits_1_with_one_message(inputs: Path, launched: Callable[..., Forked]) -> None:
-    """Invalid weights are found when they are read."""
+    """Weights of another shape within are found when they are read."""
     shutil.copytree(SHIPPED / "policy", inputs / "torn")
-    (inputs / "torn" / "model.safetensors").write_bytes(b"no tensors")
+    shape = json.loads((inputs / "torn" / "config.json").read_text())
+    (inputs / "torn" / "config.json").write_text(json.dumps({**shape, "intermediate_size": 300}))
     quiet = ("cluster=inprocess", "tracking=none", "tracking.console=false")
     process = launched("+experiment=quickstart", "policy.path=torn", *quiet)
     assert process.wait() == 1, process.output
     said = process.errors.strip().splitlines()
-    assert said[0].startswith("grmpipe: ")
+    assert said[0].startswith("grmpipe: path: the weights in ") and "other shapes than its config.json" in said[0]
     assert said[-1].startswith("See runs/quickstart/")
     assert "Traceback" not in process.errors

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -27,6 +29,38 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_directory_is_where_it_is() -> None:
     assert find_files(str(SHIPPED / "policy"), weights=True) == str(SHIPPED / "policy")
+
+
+def change(directory: Path, name: str, **values: object) -> None:
+    (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | values))
+
+
+def cut(directory: Path, end: int) -> None:
+    (directory / "model.safetensors").write_bytes((SHIPPED / "policy/model.safetensors").read_bytes()[:end])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut in the weights": (lambda one: cut(one, 300_000), r"model\.safetensors' is no whole file .*; 300000 bytes\)"),
+    "cut in the header": (lambda one: cut(one, 100), r"is no whole file of weights .* fetch it again$"),
+    "empty": (lambda one: cut(one, 0), r"is no whole file of weights"),
+    "a pointer": (lambda one: (one / "model.safetensors").write_text("version https://git-lfs"), r"is no whole file"),
+    "a shard is missing": (
+        lambda one: (one / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}'),
+        r"lacks 1\.safetensors, 1 of the 1 files of its weights; give a complete model$",
+    ),
+    "other rows": (lambda one: change(one, "config.json", vocab_size=4000), r"489 rows of 96 .* says 4000 of 96 "),
+    "another width": (lambda one: change(one, "config.json", hidden_size=128), r"489 rows of 96 .* says 489 of 128 "),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_weights_that_are_not_whole_or_of_another_model_are_refused_in_words(tmp_path: Path, how: str) -> None:
+    shutil.copytree(SHIPPED / "policy", tmp_path / "model")
+    spoil, said = BROKEN[how]
+    spoil(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"^path: .*{said}"):
+        find_files(str(tmp_path / "model"), weights=True)
+    assert find_files(str(tmp_path / "model"), weights=False)
 
 
 def test_a_relative_directory_is_found_from_anywhere_and_goes_before_a_hub_name(

@@ -127,6 +127,40 @@ def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.Mon
         assert found.path == path
 
 
+NO_CHAT = "{{ raise_exception('this model has no chat') }}"
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[-1].content }}"
+)
+
+
+@pytest.mark.parametrize("role", ["policy", "grm"])
+@pytest.mark.parametrize(
+    ("template", "said"), [(NO_CHAT, "this model has no chat"), ("{{ 1 / 0 }}", "division by zero")]
+)
+def test_a_chat_template_that_raises_is_refused_by_its_key(tmp_path: Path, role: str, template: str, said: str) -> None:
+    (tmp_path / "raises.jinja").write_text(template)
+    run = config(**{role: {"chat_template": str(tmp_path / "raises.jinja")}})
+    served = resolve_roles(run, Placement(pools={}, seats={})).served[role]
+    with pytest.raises(ConfigError, match=rf"^{role}\.chat_template: it can't render a conversation of .*: {said}$"):
+        find_model(served, run)
+
+
+def test_a_chat_template_without_a_system_role_is_refused_only_for_prompts_with_one(tmp_path: Path) -> None:
+    (tmp_path / "user.jinja").write_text(NO_SYSTEM)
+    policy = {"chat_template": str(tmp_path / "user.jinja")}
+    talk = [{"role": "user", "content": "6 x 7?"}]
+    for name, messages in (("user", talk), ("system", [{"role": "system", "content": "Be brief."}, *talk])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages, "reference": 42}) + "\n")
+    for name in ("user", "system"):
+        data = {"path": str(tmp_path / f"{name}.jsonl"), "eval_path": None}
+        run = config(policy=policy, judge={"kind": "rule"}, data=data, train={"groups_per_batch": 1})
+        if name == "user":
+            prepare(run)
+            continue
+        with pytest.raises(ConfigError, match=r"^policy\.chat_template: .* of system, user: no system role$"):
+            prepare(run)
+
+
 def test_held_out_prompts_are_not_trained(tmp_path: Path) -> None:
     for name, numbers in (("train", range(20)), ("held_out", range(15, 40))):
         rows = [{"prompt": f"{number} + 1?", "reference": number + 1} for number in numbers]

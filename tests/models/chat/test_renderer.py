@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -138,6 +139,32 @@ def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(
         for piece in ("[", "1", "][", "<th", "ink>", "]")
         for token_id in tokenizer.encode(piece, add_special_tokens=False)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("tokenizer.json", None, r"holds no tokenizer \(tokenizer\.json or tokenizer\.model\); copy"),
+        ("tokenizer.json", '{"model": {', r"no tokenizer could be loaded from .*"),
+        ("config.json", "{", r"is not a Hugging Face model .* not a valid JSON file\."),
+        ("config.json", "[]", r"is not a Hugging Face model .* Should have a `model_type` key .*"),
+        ("config.json", '{"model_type": "megafoo"}', r"is not a Hugging Face model .* model type `megafoo` .*"),
+    ],
+)  # fmt: skip
+def test_a_directory_without_a_file_that_can_be_read_is_refused_in_a_line(
+    path: Path, tmp_path: Path, name: str, content: str | None, complaint: str
+) -> None:
+    shutil.copytree(path, tmp_path / "model")
+    (tmp_path / "model" / name).unlink() if content is None else (tmp_path / "model" / name).write_text(content)
+    with pytest.raises(ValueError, match=complaint) as told:
+        Renderer.load(str(tmp_path / "model"))
+    assert str(told.value).startswith("path: ") and "\n" not in str(told.value)
+
+
+def test_a_directory_without_any_file_of_a_tokenizer_is_refused_as_such(path: Path, tmp_path: Path) -> None:
+    shutil.copy(path / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"^path: .* holds no tokenizer"):
+        Renderer.load(str(tmp_path))
 
 
 @pytest.mark.parametrize(

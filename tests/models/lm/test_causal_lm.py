@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
@@ -28,6 +29,19 @@ def model(tmp_path: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     Qwen3ForCausalLM(tiny_config()).save_pretrained(tmp_path)
     return load_causal_lm(str(tmp_path))
+
+
+def test_weights_that_lack_tensors_or_have_other_shapes_are_refused(tmp_path: Path, model: PreTrainedModel) -> None:
+    values = load_file(tmp_path / "model.safetensors")
+    del values["model.layers.1.mlp.up_proj.weight"]
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lack 1 tensors of the model, such as model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
+        load_causal_lm(str(tmp_path))
+    tiny_config(intermediate_size=48).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^path: .* other shapes than its config\.json says"):
+        load_causal_lm(str(tmp_path))
 
 
 def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
