@@ -44,7 +44,7 @@ def load_model(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, 
     transformers.utils.logging.disable_progress_bar()
     try:
         with ONE_LOAD_AT_A_TIME:
-            model, found = kind.from_pretrained(
+            model, found = kind.from_pretrained(  # type: ignore[misc]  # a pair with output_loading_info
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),

