@@ -53,8 +53,8 @@ def _check_weights(directory: Path, path: str) -> None:
     for file in [directory / name for name in sorted(shards)] or sorted(directory.glob(WEIGHT_FILES[0])):
         try:
             with safe_open(file, "np") as tensors:
-                for name in tensors.keys():
-                    if config is not None and name.endswith("embed_tokens.weight"):
+                for name in [one for one in [*tensors.keys()] if one.endswith("embed_tokens.weight")]:
+                    if config is not None:
                         _check_embedding(tuple(tensors.get_slice(name).get_shape()), config, path)
         except SafetensorError as error:
             raise ValueError(

@@ -42,6 +42,7 @@ MOST_DENIALS = 8  # in a row, once the endpoint has served something: a gateway 
 
 # Allowed after a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
 VERSION_SUFFIX = re.compile(r"[-@:](\d{3,}(?![a-z])[\w.-]*|v\d[\w.]*|latest|preview)", re.IGNORECASE)
+GGUF_ENDING = re.compile(r"(?:[-.](?:i?q\d[\w]*|b?f16|f32|mxfp4))?(?:-\d{5}-of-\d{5})?\.gguf$")
 
 
 class BusyError(Exception):
@@ -271,11 +272,20 @@ def count_used_tokens(status: int, body: Mapping[str, Any], num_expected: int, m
 
 
 def same_model(asked: str, answered: str) -> bool:
-    """Whether two names differ only in a version, a vendor's prefix or capitals."""
-    bare = [name.casefold().rsplit("/", 1)[-1].removesuffix("-latest") for name in (asked, answered)]
-    longer, shorter = max(bare, key=len), min(bare, key=len)
+    """Whether two names differ only in a version, a vendor's prefix or capitals, or one is the path of the other's GGUF
+    file, as local servers answer.
+    """
+    shorter, longer = sorted(map(_bare_name, (asked, answered)), key=len)
     suffix = longer.removeprefix(shorter)
     return not suffix or (suffix != longer and VERSION_SUFFIX.fullmatch(suffix) is not None)
+
+
+def _bare_name(name: str) -> str:
+    """Without folders, and of a file without its type, quantization and number of parts."""
+    file = re.split(r"[/\\]", name.casefold())[-1]
+    if file.endswith(".gguf"):
+        file = GGUF_ENDING.sub("", file)
+    return re.sub(r"[-:]latest$", "", file)
 
 
 def read_api_key(config: OpenAIConfig, use: EndpointUse) -> str:

@@ -37,7 +37,7 @@ HEADERS: tuple[dict[str, str], ...] = (
 
 def chat_answer(content: object = "Score: 7", finish: object = "stop", **more: object) -> dict[str, Any]:
     choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": finish}
-    return {"model": "m", "choices": [choice], **more}
+    return {"model": "m", "choices": [choice]} | more
 
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -181,6 +181,31 @@ def test_an_answer_that_says_no_reason_has_ended_if_it_is_shorter_than_its_limit
         read(0, "8 of 10.")
     with pytest.raises(EngineRefused, match="without a finish_reason, and it has no content"):
         read(3, "")
+
+
+SERVERS = {  # what a server on this machine answers to a request for judge
+    "llama-server": chat_answer(usage=USAGE, model="/models/judge.Q4_K_M.gguf", timings={"predicted_ms": 12.5}),
+    "llama_cpp.server": chat_answer(usage=USAGE, model="judge", logprobs=None),
+    "Ollama": chat_answer(usage=USAGE, model="judge", system_fingerprint="fp_ollama"),
+    "Ollama, without a reason": chat_answer(finish=None, usage=USAGE, model="judge"),
+    "LM Studio": chat_answer(usage=USAGE, model="publisher/judge", stats={}, system_fingerprint="judge"),
+    "without a count": chat_answer(model="judge"),
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_answers_of_servers_on_this_machine_are_read_whole(server: str) -> None:
+    answer = OpenAIEngine("judge", "grm", CONFIG).read(reply_to(json.dumps(SERVERS[server]).encode()), LIMIT)
+    assert (answer.text, answer.finish_reason) == ("Score: 7", "stop")
+    assert answer.num_tokens == (0 if server == "without a count" else 5)
+
+
+def test_a_model_that_was_loaded_and_asked_nothing_has_given_no_answer() -> None:
+    """Ollama's answer while it loads."""
+    with pytest.raises(EngineRefused, match="finish_reason 'load'"):
+        OpenAIEngine("judge", "grm", CONFIG).read(
+            reply_to(json.dumps(chat_answer("", "load", model="judge")).encode()), LIMIT
+        )
 
 
 def test_a_number_that_no_float_holds_is_no_score() -> None:
