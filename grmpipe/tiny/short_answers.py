@@ -102,7 +102,8 @@ QUESTIONS: dict[str, tuple[str, dict[Split, str]]] = {
                 "child children, foot feet, woman women, leaf leaves, wife wives, wolf wolves, baby babies, "
                 "party parties, bus buses, dish dishes, tomato tomatoes, shelf shelves, loaf loaves, lady ladies, "
                 "family families, dog dogs, horse horses, tree trees, bird birds, apple apples, boy boys, "
-                "glass glasses, brush brushes, match matches, cherry cherries, butterfly butterflies, scarf scarves, echo echoes"
+                "glass glasses, brush brushes, match matches, cherry cherries, butterfly butterflies, scarf scarves, "
+                "echo echoes"
             ),
         },
     ),
