@@ -3,7 +3,8 @@
     python benchmarks/process_memory.py python launch.py +experiment=quickstart tracking=none
 
 Prints the peak of each process (PSS, its share of pages that several processes map) and of all of them together, and
-how long the command took. Give a command of at least a few seconds: memory is read five times a second.
+how long the command took. Give a command of at least a few seconds: memory is read five times a second at most, and
+no more often than takes a twentieth of a core.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from scheduler.processes.cpu_time import list_family  # noqa: E402
 
 EVERY_S = 0.2
+LEAST_REST = 19  # times what a reading took: one of gigabytes takes a tenth of a second, and holds the process up
 LEAST = 30e6  # bytes of a process that is listed
 
 
@@ -29,13 +31,14 @@ def main(command: list[str]) -> int:
     most, moment = 0, dict[int, int]()
     with subprocess.Popen(command) as run:
         while run.poll() is None:
+            began_s = time.monotonic()
             now = {pid: pss for pid in list_family([run.pid]) if (pss := pss_bytes(pid))}
             for pid, pss in now.items():
                 names[pid] = name_process(pid) or names.get(pid, "")
                 peaks[pid] = max(peaks[pid], pss)
             if sum(now.values()) > most:
                 most, moment = sum(now.values()), now
-            time.sleep(EVERY_S)
+            time.sleep(max(EVERY_S, LEAST_REST * (time.monotonic() - began_s)))
     for pid, peak in peaks.most_common():
         if peak >= LEAST:
             print(f"{peak / 1e9:6.2f} GB, {moment.get(pid, 0) / 1e9:5.2f} when all had most: {names[pid]}")

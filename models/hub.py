@@ -64,7 +64,7 @@ def _check_weights(directory: Path, path: str) -> None:
 
 
 def _check_embedding(shape: tuple[int, ...], config: PlainConfig, path: str) -> None:
-    expected = config.vocab_size, config.values.get("hidden_size")
+    expected = config.vocab_size, config.values.get("hidden_size", shape[-1])
     if shape != expected:
         raise ValueError(
             f"path: the weights in {path!r} have {shape[0]} rows of {shape[-1]} for tokens, and its config.json says "
