@@ -75,15 +75,17 @@ def series(points: Points) -> tuple[list[int], list[float]]:
     return steps, [points[step] for step in steps]
 
 
-def draw(run_dirs: Sequence[Path], out: Path, title: str) -> None:
-    """Raises ValueError if no run has any of the metrics."""
-    curves = {curve: [points_of(run_dir, curve) for run_dir in run_dirs] for curve in CURVES}
+def draw(run_dirs: Sequence[Path], out: Path, title: str, *, score: bool = True) -> None:
+    """score: whether the GRM's score is drawn too. Raises ValueError if no run has any of the metrics."""
+    chosen = [curve for curve in CURVES if score or "accuracy" in curve.metric]
+    curves = {curve: [points_of(run_dir, curve) for run_dir in run_dirs] for curve in chosen}
     if not any(seed for seeds in curves.values() for seed in seeds):
         raise ValueError(f"no metrics to draw in {', '.join(map(str, run_dirs))}; give directories of training runs")
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for curve, seeds in curves.items():
         draw_curve(axes, curve, seeds)
     dress(axes, title, len(run_dirs))
+    axes.set_ylabel("share of problems solved; score / 10" if score else "share of problems solved")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=160)
     plt.close(figure)
@@ -94,7 +96,6 @@ def dress(axes: Axes, title: str, num_runs: int) -> None:
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
     axes.text(0, 1.03, f"{seeds}; faint: mean of training batches", transform=axes.transAxes, color="#666", fontsize=9)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("share of problems solved; score / 10")
     axes.set_ylim(0, 1)
     axes.margins(x=0.03)
     axes.grid(axis="y", color="#ddd", linewidth=0.8)
@@ -107,9 +108,10 @@ def main() -> None:
     parser.add_argument("run_dirs", nargs="+", type=Path, help="one directory per seed")
     parser.add_argument("--out", type=Path, default=Path("docs/learning_curve.png"), help="a .png or .svg file")
     parser.add_argument("--title", default="A policy learns from a generative judge")
+    parser.add_argument("--no-score", action="store_true", help="of runs without a GRM")
     args = parser.parse_args()
     try:
-        draw(args.run_dirs, args.out, args.title)
+        draw(args.run_dirs, args.out, args.title, score=not args.no_score)
     except ValueError as error:
         parser.error(str(error))
     print(args.out)

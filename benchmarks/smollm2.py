@@ -42,8 +42,9 @@ answers a step.
 |---|---|---|---|---|---|---|---|
 {rows}
 
-Gains of true accuracy over three seeds: {gains}. Time is that of the whole command, with both evaluations and the
-export; memory the peak of all its processes together, each with its share of what they map (PSS).
+Gains of true accuracy over three seeds: {gains}.
+Time is that of the whole command, with its evaluations and the export; memory the peak of all its processes together,
+each with its share of what they map (PSS).
 
 ![Learning curves of three seeds](../docs/smollm2.png)
 
@@ -135,7 +136,7 @@ def main() -> None:
     runs = [run(folder, f"{seed}", weights, [f"seed={seed}"]) for seed in SEEDS]
     brevity = run(folder, "brevity", weights, [f"judge.function={BREVITY}"])
     plot = [sys.executable, "benchmarks/plot_learning_curve.py", *(str(folder / one.name) for one in runs)]
-    plot += ["--title", "SmolLM2-135M learns to answer in one word", "--out", str(PICTURE)]
+    plot += ["--no-score", "--title", "SmolLM2-135M answers short questions", "--out", str(PICTURE)]
     subprocess.run(plot, cwd=ROOT, check=True)
     page = report(runs, brevity)
     REPORT.write_text(page, encoding="utf-8")
