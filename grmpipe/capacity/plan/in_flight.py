@@ -72,7 +72,8 @@ class Longest:
         """The packed tokens of a batch of these. shares: a group has its prompt once."""
         if not shares:
             return groups * group_size * self.tokens
-        return groups * (self.prompt + group_size * (self.tokens - self.prompt))
+        prompt = min(self.prompt, self.tokens)  # one that is longer than the window is skipped
+        return groups * (prompt + group_size * (self.tokens - prompt))
 
 
 def longest_rollout(facts: RunFacts) -> Longest:

@@ -76,7 +76,7 @@ def describe_run_memory(config: RunConfig) -> str:
     if machine is None:
         return "its processes aren't on the cores of this machine; task=plan shows their memory"
     refusal = explain_refusal(machine, facts)
-    if problem := refusal or "; ".join(warn_of(machine, facts)):
+    if problem := refusal or "; ".join(describe_shortage(machine, facts)):
         return problem
     return f"about {size(machine.held)} of {size(machine.limit)} ({machine.sums})"
 
@@ -118,7 +118,7 @@ def explain_refusal(machine: MachineMemory, facts: RunFacts) -> str:
     )
 
 
-def warn_of(machine: MachineMemory, facts: RunFacts) -> list[str]:
+def describe_shortage(machine: MachineMemory, facts: RunFacts) -> list[str]:
     """A warning if the run may not fit: what takes most, and what makes it smaller."""
     if machine.held <= machine.limit:
         return []

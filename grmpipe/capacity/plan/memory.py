@@ -96,7 +96,7 @@ def engine_memory(
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
         held.append(MemoryUse(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
     if at_once is not None:
-        return [*held, *growing_cache(role, sized, footprint, pool, at_once)]
+        return [*held, *list_growing_cache(role, sized, footprint, pool, at_once)]
     if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:
         held.append(MemoryUse(what="activations, CUDA graphs", num_bytes=own))
     room = kv_room(role, footprint, num_gpus, pool)
@@ -106,7 +106,7 @@ def engine_memory(
     return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
 
 
-def growing_cache(
+def list_growing_cache(
     role: ServedRole, sized: Sized, footprint: Footprint, pool: PoolConfig, at_once: InFlight
 ) -> list[MemoryUse]:
     """Keys and values that grow with the requests, by copying: for a moment the old and the new ones are held. Room is

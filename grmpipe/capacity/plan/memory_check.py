@@ -7,7 +7,7 @@ plan, and for the machine at a run's start.
 from collections.abc import Mapping
 
 from grmpipe.capacity.plan.gpu_shares import compute_shares, list_undecided, with_shares
-from grmpipe.capacity.plan.machine import explain_refusal, list_certain, measure_machine, warn_of
+from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, list_certain, measure_machine
 from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, memory_of_slots, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_longest, with_memory
 from grmpipe.config.run_config import ConfigError
@@ -50,7 +50,7 @@ def check_memory(prepared: Prepared) -> list[str]:
         return []
     if why := explain_refusal(machine, facts):
         raise ConfigError(why)
-    return warn_of(machine, facts)
+    return describe_shortage(machine, facts)
 
 
 def facts_for_check(prepared: Prepared) -> RunFacts:

@@ -7,7 +7,7 @@ from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
 from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
-from grmpipe.capacity.plan.machine import explain_refusal, measure_machine, warn_of
+from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, measure_machine
 from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, size, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
@@ -65,7 +65,7 @@ def plan(config: RunConfig) -> Plan:
     footprints = {role: sized.footprint for role, sized in facts.models.items()}
     noted = [*device_notes(config, facts.roles, footprints), *hyperparameter_notes(config)]
     refusal = explain_refusal(machine, facts) if machine is not None else ""
-    too_small = warn_of(machine, facts) if machine is not None and not refusal else []
+    too_small = describe_shortage(machine, facts) if machine is not None and not refusal else []
     blocks += format_block("warnings", [*overfull_slots(facts, uses), *too_small, *noted])
     blocks += format_block("not checked here", unchecked)
     return Plan(text="\n\n".join(blocks), refusal=refusal)

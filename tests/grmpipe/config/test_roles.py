@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.io.resume_rules import find_changed_keys
@@ -355,6 +356,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED / "policy", tmp_path / "short")
     shape = json.loads((tmp_path / "short" / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps({**shape, "vocab_size": 400}))
+    weights = load_file(tmp_path / "short" / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    save_file({**weights, name: weights[name][:400].clone()}, tmp_path / "short" / "model.safetensors")
     with pytest.raises(ConfigError, match=r"^policy\.path: the tokenizer in .* has ids up to 488, .* has 400 rows"):
         find("policy", config(policy={"path": str(tmp_path / "short")}))
 

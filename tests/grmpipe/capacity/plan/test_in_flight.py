@@ -89,3 +89,10 @@ def test_a_learner_on_cores_copies_what_it_writes_beside_activations_or_after_th
     assert copied("train.checkpoint_every=20", "train.async_checkpoints=false") == 0
     tiny = ("train.group_size=2", "train.groups_per_batch=1", "train.checkpoint_every=0", "rollout.max_new_tokens=1")
     assert 0 <= copied(*tiny) < num_bytes
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_prompt_beyond_the_window_counts_as_the_window(shares: bool) -> None:
+    longest = Longest(prompt=900, answer=64, window=512)
+    assert longest.tokens == 512
+    assert longest.batch_tokens(groups=2, group_size=4, shares=shares) == (2 * 512 if shares else 2 * 4 * 512)
