@@ -59,7 +59,8 @@ which the reward would pay more for: at the start a sampled word alone is nearly
 sentence is what gets reinforced.
 
 The last row is the same run with a reward for brevity alone (`brief` in this script). Its reward rises as well, and
-true accuracy falls. The reward can't show it: the held-out evaluation does, by a rule that no reward sees.
+true accuracy falls. The reward can't show it: the held-out evaluation does, by a rule that no reward sees. No alarm on
+reward hacking rang: few sampled answers were right before, too, so that their accuracy had little to lose.
 """
 MEMORY = re.compile(r"([0-9.]+) GB together, of \d+ processes; (\d+) s")
 
