@@ -237,7 +237,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         from grmpipe.run.doctor.doctor import doctor
 
         print(doctor(config.engine.sglang.python))
-        chosen = not all(is_made(model.path) for model in config.models.values())  # of the tiny ones nobody asks
+        chosen = not all(is_made(model.path) for model in config.models.values())  # tiny models fit everywhere
         if chosen and config.cluster.address is None:
             from grmpipe.capacity.plan.machine import describe_run_memory
 

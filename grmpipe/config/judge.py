@@ -307,7 +307,7 @@ class JudgeConfig(Bounded):
         return self.kind != "custom"
 
     @property
-    def shown(self) -> JudgeKind:
+    def in_words(self) -> JudgeKind:
         """What people read it by."""
         return KINDS[self.kind].describe(lambda key: attrgetter(key)(self))
 

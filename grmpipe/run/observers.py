@@ -83,7 +83,7 @@ def list_files(config: RunConfig) -> dict[str, str]:
     files = dict(
         [*before, *((f"{role}/", f"the trained GRM {role}") for role in config.trained_grms if role != GRM), last]
     )
-    if not any(judge.shown.writes for judge in config.asked.judges.values()):
+    if not any(judge.in_words.writes for judge in config.asked.judges.values()):
         files["judgements.jsonl"] = "every verdict; what teachers score"
         files["eval_judgements.jsonl"] = "every verdict on them"
     if config.main_judge.kind == "label":  # the judge is the policy
@@ -124,7 +124,7 @@ class Observers:
         """state:  that a resume continues from.
         gauges: whether the console shows each step; it shows metrics of a policy.
         """
-        one = ONE_REWARD if config.main_judge.shown.score == "reward" else ONE_JUDGE
+        one = ONE_REWARD if config.main_judge.in_words.score == "reward" else ONE_JUDGE
         shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else one
         console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
         libraries = [row.library for row in config.tracking.chosen.values()]

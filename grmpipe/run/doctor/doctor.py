@@ -93,7 +93,7 @@ def bf16_units(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         return f"dtype=auto is {BY_DEVICE[False]} on them"
     found = [unit for unit in BF16_UNITS if unit in words]
-    has = f"units for bfloat16 ({', '.join(found)})" if found else "no units for bfloat16, which is slow without"
+    has = f"units for bfloat16 ({', '.join(found)})" if found else "no units for bfloat16, in which they are slow"
     return f"{has}; dtype=auto is {BY_DEVICE[False]} on them"
 
 

@@ -53,7 +53,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
         for name in (FIGURES, JUDGED, JUDGE_RESULTS, POLICY_RESULTS):  # of an evaluation here before
             (self._run_dir / name).unlink(missing_ok=True)
         if ready.items:
-            giver = self._config.main_judge.shown.shown
+            giver = self._config.main_judge.in_words.shown
             self._observers.note(f"{giver} judges {len(ready.items)} labelled items")
             self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
         if ready.prompt_sets:

@@ -36,7 +36,7 @@ def test_the_line_of_sglang_says_whether_nccl_connects_it_with_the_learner(
             "units for bfloat16 (amx_bf16, avx512_bf16); dtype=auto is float32",
         ),
         ("Features\t: fp asimd bf16", "units for bfloat16 (bf16); dtype=auto is float32"),
-        ("flags\t\t: fpu avx2", "no units for bfloat16, which is slow without; dtype=auto is float32"),
+        ("flags\t\t: fpu avx2", "no units for bfloat16, in which they are slow; dtype=auto is float32"),
     ],
 )
 def test_the_line_of_the_cores_says_whether_they_multiply_in_bfloat16(flags: str, said: str, tmp_path: Path) -> None:
