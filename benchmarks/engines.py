@@ -48,20 +48,28 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.installed import vllm_missing
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
+from grmpipe.models.settings import SPECULATIONS, EmbeddedConfig, VllmConfig
+from grmpipe.models.types import (
+    Completion,
+    Engine,
+    GroupLink,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    ignore_first_token,
+)
+from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.observe.journal import read_journal
+from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.tiny.tokenizer import build_tokenizer
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.embedded.fused_decoder import FusedDecoder
-from models.engines.engine_kind import EngineSpec
-from models.engines.installed import vllm_missing
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
-from models.settings import SPECULATIONS, EmbeddedConfig, VllmConfig
-from models.types import Completion, Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
-from models.weights.sending import open_transport
-from models.weights.weight_stream import WeightStream
-from scheduler.weights.weight_push import SyncConfig, SyncReport
-from scheduler.weights.weight_sync import WeightSync
 
 OUTPUT = Path(__file__).with_suffix(".md")
 PLAIN = "embedded, plain module"

@@ -16,6 +16,8 @@ from pathlib import Path
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.judge.pointwise_adapter import judge_alone
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import ignore_first_token
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -25,8 +27,6 @@ from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.types import Rollout
 from grmpipe.validate.prepare import prepare
-from models.seeds import derive_seed
-from models.types import ignore_first_token
 
 STEPS_PER_BLOCK = 6  # counted steps; a block has one more at each end, where the pipeline fills and drains
 STAGES = ("rollouts", "judgements", "micro-batches and step", "weight sync")

@@ -31,10 +31,10 @@ from grmpipe.capacity.cost import (  # noqa: E402
     engine_speed,
     learner_speed,
 )
-from models.lm.flops import PackedSizes  # noqa: E402
-from models.lm.footprint import Footprint, footprint_of_shape  # noqa: E402
-from models.settings import ModelShape  # noqa: E402
-from scheduler.devices import DEVICES, DeviceSpec  # noqa: E402
+from grmpipe.models.lm.flops import PackedSizes  # noqa: E402
+from grmpipe.models.lm.footprint import Footprint, footprint_of_shape  # noqa: E402
+from grmpipe.models.settings import ModelShape  # noqa: E402
+from grmpipe.scheduler.devices import DEVICES, DeviceSpec  # noqa: E402
 
 TABLE = Path(__file__).with_suffix(".yaml")
 PAGE = Path(__file__).with_suffix(".md")

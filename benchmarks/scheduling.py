@@ -32,12 +32,12 @@ from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
+from grmpipe.models.engines.simulated.simulated_engine import Author, SimulatedEngine
+from grmpipe.models.types import EngineSpeed, Message
 from grmpipe.pipeline.expected_lengths import ExpectedLengths
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt
-from models.engines.simulated.simulated_engine import Author, SimulatedEngine
-from models.types import EngineSpeed, Message
-from scheduler.placement import Placement
-from scheduler.routing.router import Router
 
 # A row's time doesn't depend on the rest of its batch.
 APART = EngineSpeed(step_s=2e-3, row_s=0.0, cached_token_s=0.0, prefill_token_s=5e-6, max_rows=32)
@@ -87,7 +87,7 @@ def make_queue(groups: int, staleness: int, sigma: float, sibling_correlation: f
 
 
 def run(load: Workload, placement: Placement, costs: Costs, *, paced: bool, num_steps: int) -> SimulatedRun:
-    held = nullcontext() if paced else patch("scheduler.admission.AdmissionPace.step_ended", lambda *_: None)
+    held = nullcontext() if paced else patch("grmpipe.scheduler.admission.AdmissionPace.step_ended", lambda *_: None)
     with held:
         return simulate(load, placement, costs, num_steps)
 

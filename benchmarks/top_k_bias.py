@@ -19,12 +19,12 @@ from torch import Tensor
 
 from grmpipe.algorithm.distillation import divergence
 from grmpipe.data.prompts import load_prompts
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import RequestContext, SamplingParams, TokenScores, make_scoring_params
 from grmpipe.tiny.resolve import resolve_model
-from models.chat.renderer import Renderer
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.settings import EmbeddedConfig
-from models.types import RequestContext, SamplingParams, TokenScores, make_scoring_params
 
 REPORT = Path(__file__).with_suffix(".md")
 POLICY, TEACHER = "tiny://policy", "tiny://teacher_arithmetic"

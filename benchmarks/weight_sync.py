@@ -33,9 +33,9 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from models.types import GroupLink, WeightBucket
-from models.weights.sending import WeightTransport, open_transport
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.types import GroupLink, WeightBucket
+from grmpipe.models.weights.sending import WeightTransport, open_transport
+from grmpipe.models.weights.weight_stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
 SIZES = (1_000_000, 10_000_000, 100_000_000, 500_000_000)
@@ -64,13 +64,13 @@ class Receiver:
     """The engine's end, with weights only."""
 
     def __init__(self, num_parameters: int, hashing: bool) -> None:
-        from models.weights.inbox import WeightInbox
+        from grmpipe.models.weights.inbox import WeightInbox
 
         torch.set_num_threads(1)
         self._model = RandomModel(num_parameters)
         self._inbox = WeightInbox(self._model, CPU)
         self._hashes = (
-            nullcontext() if hashing else patch("models.weights.receive_tensors.tensor_checksums", no_checksums)
+            nullcontext() if hashing else patch("grmpipe.models.weights.receive_tensors.tensor_checksums", no_checksums)
         )
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class Copy:
 def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hashing: bool) -> Row:
     receiver = Receiver.remote(num_parameters, hashing)
     stream = WeightStream(model, "float32", BUCKET_BYTES)
-    hashes = nullcontext() if hashing else patch("models.weights.sending.tensor_checksums", no_checksums)
+    hashes = nullcontext() if hashing else patch("grmpipe.models.weights.sending.tensor_checksums", no_checksums)
     with tempfile.TemporaryDirectory() as folder, hashes:
         sender = open_transport(way, "float32", CPU, folder)
         mine, engines = two_links() if way == "gloo" else (None, None)

@@ -125,7 +125,7 @@ if ((status == 0 && others)); then
   steps+=($!)
 fi
 if ((status == 0)); then
-  attend "${on_head[@]}" python -m scheduler.processes.await_nodes "$address" "${#nodes[@]}" "$join_s" || status=$?
+  attend "${on_head[@]}" python -m grmpipe.scheduler.processes.await_nodes "$address" "${#nodes[@]}" "$join_s" || status=$?
 fi
 
 run=(python "$project/launch.py" "$@" "cluster.address=$address" "run_dir=$run_dir" resume=auto)

@@ -7,29 +7,9 @@ run.metrics.to_arrow()                                          # ... as rows an
 """
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-_ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(_ROOT))  # `models` and `scheduler` are common names: ours are found before all others
-try:
-    import models
-    import scheduler
-finally:
-    sys.path.remove(str(_ROOT))
-for _found in (models, scheduler):
-    _theirs = Path(_found.__file__ or _found.__path__[0])
-    _folder = _theirs.parent.parent.resolve()
-    # Ray unpacks each package that it sends in a folder of its own, beside the others.
-    _is_sent = _ROOT.parent.name == "py_modules_files" and _folder.parent == _ROOT.parent.resolve()
-    if _folder != _ROOT.resolve() and not _is_sent:
-        raise ImportError(
-            f"grmpipe has a package {_found.__name__} ({_ROOT / _found.__name__}), and another one was imported before "
-            f"it ({_theirs}); rename that"
-        )
-
-from models.import_path import put_working_folder_last  # noqa: E402
+from grmpipe.models.import_path import put_working_folder_last
 
 if TYPE_CHECKING:
     from grmpipe.cli import compose

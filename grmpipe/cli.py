@@ -49,6 +49,8 @@ from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys,
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.keys.redact import SHAPED, USERINFO, environment_secrets, keep_secret, mask, mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.import_path import put_working_folder_last
+from grmpipe.models.terminal_text import replace_controls
 from grmpipe.new_project import write_new_project
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
@@ -56,8 +58,6 @@ from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import stoppable
 from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
 from grmpipe.validate.machines import check_seats
-from models.import_path import put_working_folder_last
-from models.terminal_text import replace_controls
 
 CONF = Path(__file__).parent / "conf"
 VERSION_BASE = "1.3"  # of Hydra

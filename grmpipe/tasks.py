@@ -19,9 +19,9 @@ from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import stoppable
 from grmpipe.run_dir.directory import RunLocation
 from grmpipe.run_dir.run_lock import RunLock
+from grmpipe.scheduler.event_loop import run_to_end
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
 from grmpipe.validate.prepare import Prepared, prepare
-from scheduler.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from grmpipe.validate.evaluation import PreparedEvaluation

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
-from models.types import Completion, Message, TokenScores, ToolCall, VersionSpan
+from grmpipe.models.types import Completion, Message, TokenScores, ToolCall, VersionSpan
 
 InfraCause = Literal["timeout", "refused", "died"]
 INFRA_CAUSES: tuple[InfraCause, ...] = get_args(InfraCause)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from models.stored_files import find_cache_folder
+from grmpipe.models.stored_files import find_cache_folder
 
 log = logging.getLogger(__name__)
 

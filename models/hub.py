@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from models.gguf_files import SUFFIX, convert_gguf
-from models.model_files import PlainConfig, read_json
+from grmpipe.models.gguf_files import SUFFIX, convert_gguf
+from grmpipe.models.model_files import PlainConfig, read_json
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")

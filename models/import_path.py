@@ -1,11 +1,12 @@
-"""The folders that Python imports from. `models` and `scheduler` are common names: a working folder comes last, so that
-folders of a user's with these names hide none of ours.
+"""The folders that Python imports from, and whose code a file is: ours, a library's or the user's.
+
+`models` and `scheduler` are common names, so ours are imported as grmpipe.models and grmpipe.scheduler, by links in a
+checkout. The checkout itself comes last on the path: `import models` means the user's.
 """
 
 import csv
 import functools
 import importlib
-import importlib.util
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,22 +14,24 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parents[1]
-COMMON_NAMES = ("models", "scheduler")
-PACKAGES = (*COMMON_NAMES, "grmpipe")
+ROOT = Path(__file__).parents[2]  # by the name grmpipe/models/import_path.py
+IS_CHECKOUT = (ROOT / "grmpipe" / "models").is_symlink()
 STDLIB = tuple(dict.fromkeys(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")))
 SITES = frozenset(("site-packages", "dist-packages"))  # folders that installers write to, of this Python or of another
 
 
 def put_working_folder_last(*more: Path) -> None:
-    """Move the working folder, and that of the running script, behind all others; ours is among these.
+    """Move the working folder, and that of the running script, behind all others, and a checkout of ours behind them.
 
     more: folders of the user's to add behind them, where the path lacks them.
     """
     last = {"", str(Path.cwd()), str(Path(sys.argv[0] if sys.argv else "").absolute().parent)}
     first = [path for path in sys.path if path not in last]
     moved = [path for path in (*sys.path, *map(str, more)) if path in last or path not in sys.path]
-    sys.path[:] = dict.fromkeys([*first, str(ROOT), *moved])
+    if IS_CHECKOUT:
+        sys.path[:] = [path for path in dict.fromkeys([*first, *moved]) if path != str(ROOT)] + [str(ROOT)]
+    else:  # beside libraries
+        sys.path[:] = dict.fromkeys([*first, str(ROOT), *moved])
 
 
 def list_import_paths() -> list[str]:
@@ -38,9 +41,9 @@ def list_import_paths() -> list[str]:
 
 @functools.cache
 def list_our_folders() -> tuple[str, ...]:
-    """The folders of our packages, which Ray sends to a machine one by one; with a slash at their ends."""
-    specs = (importlib.util.find_spec(name) for name in PACKAGES)
-    return tuple(f"{folder}/" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
+    """The folders of our package, and those that links in it lead to; with a slash at their ends."""
+    linked = (ROOT / "models", ROOT / "scheduler") if IS_CHECKOUT else ()
+    return tuple(f"{folder}/" for folder in (ROOT / "grmpipe", *linked))
 
 
 def is_library(file: str) -> bool:
@@ -74,34 +77,24 @@ def import_module(module: str, key: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"{key}: {module} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
-            f"PYTHONPATH{explain_hidden_package(error.name or '' if isinstance(error, ImportError) else '')}"
+            "PYTHONPATH"
         ) from error
 
 
-def explain_hidden_package(module: str) -> str:
-    """What to say of a module that isn't found because its package has a name of ours; empty for others."""
-    name = module.partition(".")[0]
-    folders = [Path(path or ".").absolute() for path in sys.path if name in COMMON_NAMES]
-    found = [path for folder in folders if folder != ROOT for path in (folder / name, folder / f"{name}.py")]
-    theirs = next((path for path in found if path.exists()), None)
-    return f"; {name} is a package of grmpipe ({ROOT / name}), which hides {theirs}: rename that" if theirs else ""
-
-
 def worker_setup() -> Callable[[], None]:
-    """What another process does before it imports anything by name: it finds our packages as Ray sent them, else where
-    this process has them, and the user's modules behind them. A function within a function is sent by its value.
+    """What another process does before it imports anything by name: it finds our package as Ray sent it, else where
+    this process has it, and the user's modules behind it. A function within a function is sent by its value.
     """
-    root, names, paths = str(ROOT), PACKAGES, [str(Path(path or ".").absolute()) for path in sys.path]
+    root, paths = str(ROOT), [str(Path(path or ".").absolute()) for path in sys.path]
 
-    def find_packages() -> None:
+    def find_package() -> None:
         import importlib
         import sys
 
         before = list(sys.path)
         sys.path[:0] = [*(path for path in before if "/py_modules_files/" in path), root]
-        for name in names:  # from now on they are ours
-            importlib.import_module(name)
+        importlib.import_module("grmpipe")  # from now on it is ours
         sys.path[:] = [*before, *(path for path in paths if path not in before)]
-        importlib.import_module("models.import_path").put_working_folder_last()
+        importlib.import_module("grmpipe.models.import_path").put_working_folder_last()
 
-    return find_packages
+    return find_package

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from models.bounds import Bounded, above, above_0_to_1, at_least, one_of
-from models.chat.tool_calls import AUTO_PARSER, check_tool_parser
-from models.urls import check_url
+from grmpipe.models.bounds import Bounded, above, above_0_to_1, at_least, one_of
+from grmpipe.models.chat.tool_calls import AUTO_PARSER, check_tool_parser
+from grmpipe.models.urls import check_url
 
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from models.types import VersionSpan
+from grmpipe.models.types import VersionSpan
 
 
 def join_spans(model: str, stretches: Iterable[tuple[int, int, int]], latest: int) -> tuple[VersionSpan, ...]:

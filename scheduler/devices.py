@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from models.bounds import Bounded, above, at_least
+from grmpipe.models.bounds import Bounded, above, at_least
 
 GB = 1e9
 

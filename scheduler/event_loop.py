@@ -9,7 +9,7 @@ from asyncio.tasks import _unregister_task  # in asyncio's documentation of "tas
 from collections.abc import Awaitable, Collection, Coroutine
 from typing import TypeVar
 
-from scheduler.daemon_threads import DaemonThreads
+from grmpipe.scheduler.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from models.bounds import Bounded, above, at_least, one_of
+from grmpipe.models.bounds import Bounded, above, at_least, one_of
 
 RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
 SLOTS_LISTED = 4  # of a row of slots with the same roles: a longer one has one line of a table

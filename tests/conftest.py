@@ -20,9 +20,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
+from grmpipe.models.engines.installed import vllm_missing
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
-from models.engines.installed import vllm_missing
-from scheduler import gc_tuning
+from grmpipe.scheduler import gc_tuning
 
 sys.path.append(str(Path(__file__).parent))  # a fork imports forks.py by its name
 

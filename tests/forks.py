@@ -25,7 +25,7 @@ IMPORTED = [
     "grmpipe.run.tasks.train",
     "grmpipe.train.learner.learner",
     "grmpipe.train.critic.critic_learner",
-    "models.engines.embedded.embedded_engine",
+    "grmpipe.models.engines.embedded.embedded_engine",
 ]
 FORKS = multiprocessing.get_context("forkserver")
 

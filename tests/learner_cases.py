@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from grmpipe.capacity.plan.memory import learner_memory
 from grmpipe.config.io.yaml_io import build_config
-from models.lm.footprint import read_footprint
+from grmpipe.models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "grmpipe" / "capacity" / "plan" / "fake_learner_process.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.types import Message, ParsedTurn, ToolSpec
+from grmpipe.models.types import Message, ParsedTurn, ToolSpec
 
 
 class Letters:

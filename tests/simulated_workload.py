@@ -11,9 +11,9 @@ from grmpipe.config.data import RolloutConfig
 from grmpipe.config.task_settings import SimulateConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
+from grmpipe.models.types import EngineSpeed, Message
+from grmpipe.scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from grmpipe.types import Prompt
-from models.types import EngineSpeed, Message
-from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
 COSTS = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=1e-5, step_s=0.1), sync_s=0.1)

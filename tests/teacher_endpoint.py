@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from grmpipe.models.lm.score import ScoredText, score_sequences
+from grmpipe.models.types import PromptScoring
 from grmpipe.tiny.resolve import resolve_model
-from models.lm.score import ScoredText, score_sequences
-from models.types import PromptScoring
 
 
 class TeacherServer(ThreadingHTTPServer):

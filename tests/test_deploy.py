@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
-from scheduler.processes.await_nodes import await_nodes
+from grmpipe.scheduler.processes.await_nodes import await_nodes
 
 DEPLOY = ROOT / "deploy"
 # `ray start`: has its sockets in FAKE_TMP. The head listens.
@@ -91,7 +91,7 @@ def test_a_job_starts_ray_on_every_node_examines_them_and_runs(tmp_path: Path) -
     for node in ("n2", "n3"):
         assert any(call.startswith(f"ray on {node}: start --block --address=127.0.0.1:{job.port} ") for call in calls)
     awaited, examined, ran = (call for call in calls if call.startswith("python on n1"))
-    assert awaited.endswith(f"-m scheduler.processes.await_nodes 127.0.0.1:{job.port} 3 600")
+    assert awaited.endswith(f"-m grmpipe.scheduler.processes.await_nodes 127.0.0.1:{job.port} 3 600")
     assert calls.index(head) < calls.index(next(call for call in calls if call.startswith("ray on n2")))
     assert examined.endswith(" task=doctor")
     config = built(overrides_in(ran.split(": ", 1)[1]))

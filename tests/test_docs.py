@@ -24,9 +24,9 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.models.types import Message
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt, Verdict
-from models.types import Message
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -134,10 +134,11 @@ def imported(path: Path) -> set[str]:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of this project for a dotted name, or the file that defines it."""
+    """The file of this project for a dotted name, or the file that defines it; by its real path, without links."""
     parts = name.split(".")
-    if parts[0] not in PACKAGES:
+    if parts[0] != "grmpipe":
         return None
+    parts = parts[1:] if parts[1:2] in (["models"], ["scheduler"]) else parts
     for end in range(len(parts), 0, -1):
         base = ROOT.joinpath(*parts[:end])
         for path in (base.with_suffix(".py"), base / "__init__.py"):
@@ -195,6 +196,16 @@ def test_scheduler_knows_no_model_and_models_import_no_other_package() -> None:
             if file is not None and file.relative_to(ROOT).parts[0] != package:
                 assert package == "scheduler", f"{path} imports {name}"
                 assert file.relative_to(ROOT).as_posix() in SCHEDULER_SEES, f"{path} imports {name}"
+
+
+def test_models_and_scheduler_are_imported_by_one_name() -> None:
+    """As grmpipe.models: by `from models` a class would exist twice, and a user's package of that name may be found."""
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in [ROOT / "launch.py", *sources(), *files]:
+        found = {name.split(".")[0] for name in imported(path)}
+        assert found.isdisjoint({"models", "scheduler"}), path
+    for name in ("models", "scheduler"):
+        assert (ROOT / "grmpipe" / name).readlink() == Path("..", name)
 
 
 def test_nothing_imports_the_tiny_models_by_a_statement() -> None:

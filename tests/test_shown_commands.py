@@ -22,8 +22,8 @@ from shown_commands import BLOCK, ROOT, SHELLS, pages, shown_commands, split
 
 from grmpipe.cli import compose
 from grmpipe.config.io.yaml_io import to_yaml
+from grmpipe.models.engines.embedded.embedded_kind import EmbeddedKind
 from grmpipe.validate.machines import SEATING_TASKS, place_roles
-from models.engines.embedded.embedded_kind import EmbeddedKind
 
 # First words of commands that are not ours: nothing here checks them.
 NOT_CHECKED = {
@@ -36,7 +36,7 @@ TAKE_WORDS = {
     "benchmarks/recipes.py": range(99), "benchmarks/plan_rates.py": (0,), "benchmarks/hacking_alarm.py": (1,),
     "benchmarks/learner_memory.py": range(99), "benchmarks/process_memory.py": range(1, 99),
     "grmpipe.tiny.upcycle": (1,), "grmpipe.config.io.reference": (0,),
-    "scheduler.processes.await_nodes": (2, 3),
+    "grmpipe.scheduler.processes.await_nodes": (2, 3),
 }  # fmt: skip
 OF_A_USER = ModuleType("my_package.my_module")  # of which a page shows the dotted path
 OF_A_USER.MyEngine = EmbeddedKind  # type: ignore[attr-defined]

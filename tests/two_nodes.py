@@ -81,7 +81,7 @@ def start(folder: Path, options: list[str], cores: int, environment: Mapping[str
 
 def await_nodes(address: str, wanted: int, environment: Mapping[str, str]) -> None:
     """Wait as the scripts in deploy/ do."""
-    command = [sys.executable, "-m", "scheduler.processes.await_nodes", address, str(wanted), "240"]
+    command = [sys.executable, "-m", "grmpipe.scheduler.processes.await_nodes", address, str(wanted), "240"]
     subprocess.run(command, env=dict(environment), check=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.evaluation_files import to_line
 from grmpipe.evaluation.judge_accuracy import JudgedItem
+from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import CHECKSUM
 from grmpipe.observe.plain_json import plain
@@ -28,7 +29,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, ToolCall, VersionSpan
 
 SCRIPT = "<script>document.title='owned'</script>"
 

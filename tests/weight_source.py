@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models.types import GroupLink, InlineBytes, WeightBucket, WeightTensor
-from models.weights.checksums import checksum as checksum_of
+from grmpipe.models.types import GroupLink, InlineBytes, WeightBucket, WeightTensor
+from grmpipe.models.weights.checksums import checksum as checksum_of
 
 
 class CountingLearner:

@@ -6,7 +6,7 @@ import random
 import re
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening, PolicyFault
-from models.types import Message
+from grmpipe.models.types import Message
 
 
 class GuessNumber:

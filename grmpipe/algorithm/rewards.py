@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.types import Completion
 from grmpipe.types import Rollout, Verdict
-from models.types import Completion
 
 # (group_id, sibling) -> the critic's values, [C] float64, by token of its completions
 Values = Mapping[tuple[str, int], np.ndarray]

@@ -8,9 +8,9 @@ tokens, as EngineSpeed needs. An engine's arithmetic of attention is left out: 7
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from models.lm.footprint import BYTES
-from models.types import EngineSpeed
-from scheduler.devices import GB, DeviceSpec
+from grmpipe.models.lm.footprint import BYTES
+from grmpipe.models.types import EngineSpeed
+from grmpipe.scheduler.devices import GB, DeviceSpec
 
 LINK_SHARE = 0.7  # of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
 DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.config.keys.entry_names import LEARNER as GRM_LEARNER
-from models.types import EngineSpeed
-from scheduler.placement import Placement, Seat
+from grmpipe.models.types import EngineSpeed
+from grmpipe.scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
 CRITIC = "critic"

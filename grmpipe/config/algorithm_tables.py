@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 from grmpipe.config.keys.path_table import PathTable
-from models.bounds import Bounded, above, at_least, between_0_and_1
+from grmpipe.models.bounds import Bounded, above, at_least, between_0_and_1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from models.bounds import Bounded, above, at_least, not_empty
-from models.settings import ParallelConfig
+from grmpipe.models.bounds import Bounded, above, at_least, not_empty
+from grmpipe.models.settings import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from grmpipe.config.train import (
     check_skipped,
     check_spread,
 )
-from scheduler.processes.call_limits import WORK_FACTOR
+from grmpipe.scheduler.processes.call_limits import WORK_FACTOR
 
 TASKS = (
     "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from grmpipe.config.judge import LabelConfig
 from grmpipe.config.task_settings import RftConfig
-from models.bounds import Bounded, above, above_0_to_1, at_least, not_empty, one_of
-from models.types import ThinkingBudget
+from grmpipe.models.bounds import Bounded, above, above_0_to_1, at_least, not_empty, one_of
+from grmpipe.models.types import ThinkingBudget
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.bounds import Bounded, at_least, between_0_and_1, one_of
+from grmpipe.models.bounds import Bounded, at_least, between_0_and_1, one_of
 
 DEFAULT = "default"  # in place of a source: for prompts of all others
 FORMS = ("loss", "advantage")

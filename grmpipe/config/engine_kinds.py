@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable
 
 from grmpipe.config.keys.dotted_path import find_at, is_dotted
-from models.engines.embedded.embedded_kind import EmbeddedKind
-from models.engines.engine_kind import AnyEngine, EngineKind
-from models.engines.openai.openai_kind import OpenAIKind
-from models.engines.sglang.sglang_kind import SglangKind
-from models.engines.vllm.vllm_kind import VllmKind
+from grmpipe.models.engines.embedded.embedded_kind import EmbeddedKind
+from grmpipe.models.engines.engine_kind import AnyEngine, EngineKind
+from grmpipe.models.engines.openai.openai_kind import OpenAIKind
+from grmpipe.models.engines.sglang.sglang_kind import SglangKind
+from grmpipe.models.engines.vllm.vllm_kind import VllmKind
 
 ENGINE_KINDS: dict[str, type[AnyEngine]] = {
     "embedded": EmbeddedKind,
@@ -28,8 +28,8 @@ def engine_kind(name: str, key: str) -> type[AnyEngine]:
     found = find_at(name, key)
     if not inspect.isclass(found) or not issubclass(found, EngineKind) or inspect.isabstract(found):
         raise ValueError(
-            f"{key}: {name} is no engine; it must be a class derived from models.engines.engine_kind.EngineKind, with "
-            "`read_options` and `make`"
+            f"{key}: {name} is no engine; it must be a class derived from "
+            "grmpipe.models.engines.engine_kind.EngineKind, with `read_options` and `make`"
         )
     return found
 

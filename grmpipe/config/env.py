@@ -8,8 +8,8 @@ from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.keys.redact import MIN_SECRET_CHARS, mask, mask_arguments, secrets_in
-from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
-from models.urls import check_url
+from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
+from grmpipe.models.urls import check_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

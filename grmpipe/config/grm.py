@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY
-from models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
-from models.settings import ModelConfig, ParallelConfig, PolicyConfig
+from grmpipe.models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
+from grmpipe.models.settings import ModelConfig, ParallelConfig, PolicyConfig
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from models.bounds import Bounded, one_of, positive
+from grmpipe.models.bounds import Bounded, one_of, positive
 
 INPROCESS, PROCESS, CONTAINER = "inprocess", "process", "container"
 ISOLATION_KINDS = (INPROCESS, PROCESS, CONTAINER)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from models.bounds import Bounded, above
+from grmpipe.models.bounds import Bounded, above
 
 ALL = "all"
 KEEP = (ALL, "text")

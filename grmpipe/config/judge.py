@@ -18,8 +18,8 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
-from models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
-from models.types import ThinkingBudget
+from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
+from grmpipe.models.types import ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.bounds import Bounded, at_least, one_of
+from grmpipe.models.bounds import Bounded, at_least, one_of
 
 ACTIONS = ("warn", "pause", "stop")
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from models.bounds import Bounded, at_least, finite, one_of, positive
+from grmpipe.models.bounds import Bounded, at_least, finite, one_of, positive
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grmpipe.config.keys.entry_names import JUDGE, REWARD, first_apart
-from models.bounds import Bounded, one_of
+from grmpipe.models.bounds import Bounded, one_of
 
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")

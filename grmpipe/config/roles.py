@@ -10,10 +10,10 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.yaml_io import overlaid
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
-from models.chat.renderer import Renderer
-from models.engines.engine_kind import AnyEngine, EngineSpec
-from scheduler.placement import Placement
-from scheduler.weights.weight_push import TOLERANCE_QUANTIZED, SyncConfig
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.engine_kind import AnyEngine, EngineSpec
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.weights.weight_push import TOLERANCE_QUANTIZED, SyncConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

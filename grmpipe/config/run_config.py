@@ -10,8 +10,8 @@ from grmpipe.config.keys.entry_names import ENV, JUDGE, POLICY
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_judges import Judging
 from grmpipe.config.run_sections import RunKeys, SharedSections
-from models.engines.engine_kind import AnyEngine
-from models.settings import ParallelConfig
+from grmpipe.models.engines.engine_kind import AnyEngine
+from grmpipe.models.settings import ParallelConfig
 
 
 class ConfigError(ValueError):

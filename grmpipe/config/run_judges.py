@@ -8,7 +8,7 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import GRM, JUDGE, POLICY
-from models.engines.engine_kind import AnyEngine
+from grmpipe.models.engines.engine_kind import AnyEngine
 
 SCORED_AT_ONCE = 1024  # rollouts that teachers have in flight
 

@@ -13,11 +13,11 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, RejudgeConfig, SimulateConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from models.settings import EngineConfig, PolicyConfig
-from scheduler.placement import ClusterConfig, PlacementConfig
-from scheduler.slots.balance import BalanceConfig
-from scheduler.slots.engine_replacement import HealthConfig
-from scheduler.weights.weight_sync import SyncConfig
+from grmpipe.models.settings import EngineConfig, PolicyConfig
+from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig
+from grmpipe.scheduler.slots.balance import BalanceConfig
+from grmpipe.scheduler.slots.engine_replacement import HealthConfig
+from grmpipe.scheduler.weights.weight_sync import SyncConfig
 
 
 # task=new: a project of your own to begin with.

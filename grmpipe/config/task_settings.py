@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.bounds import Bounded, at_least, between_0_and_1, not_empty, one_of
-from models.settings import DTYPES
-from scheduler.devices import DeviceSpec
+from grmpipe.models.bounds import Bounded, at_least, between_0_and_1, not_empty, one_of
+from grmpipe.models.settings import DTYPES
+from grmpipe.scheduler.devices import DeviceSpec
 
 WHAT = ("judge", "policy", "both")
 HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
+from grmpipe.models.bounds import Bounded, at_least
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
-from models.bounds import Bounded, at_least
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from grmpipe.config.algorithm_tables import (
 )
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.keys.path_table import PathTable
-from models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
-from models.settings import AUTO, CHECKPOINTING, DTYPES, LM_HEAD, ROUTER, Activations, ParallelConfig
+from grmpipe.models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
+from grmpipe.models.settings import AUTO, CHECKPOINTING, DTYPES, LM_HEAD, ROUTER, Activations, ParallelConfig
 
 MIN_GROUP_STD = 1e-6  # [reward] added to the standard deviation of a group, or of a batch (GRPO's epsilon)
 STD_KINDS = ("population", "sample", "none")

@@ -12,11 +12,11 @@ from grmpipe.config.keys.user_code import format_value
 from grmpipe.data.prompts import parse_message, refuse_half_characters, require_text
 from grmpipe.data.rows import Findings, Row, read_rows
 from grmpipe.data.stream import permute
+from grmpipe.models.types import Message, VersionSpan
 from grmpipe.types import TrainingSample
-from models.types import Message, VersionSpan
 
 if TYPE_CHECKING:
-    from models.chat.renderer import Renderer
+    from grmpipe.models.chat.renderer import Renderer
 
 log = logging.getLogger(__name__)
 AUTHOR = "demonstration"  # in place of the model that sampled a token

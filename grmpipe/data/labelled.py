@@ -7,8 +7,8 @@ from grmpipe.data.catalogs import find_catalog
 from grmpipe.data.labelled_schemas import EXAMPLES, FIELDS, LabelledRow, read_labels
 from grmpipe.data.prompts import list_texts, refuse_half_characters, restore
 from grmpipe.data.rows import Findings, read_rows
+from grmpipe.models.types import Message
 from grmpipe.types import Labelled, RankedResponses
-from models.types import Message
 
 WHOLE = ("reference", "item_id", "source", "subset", "best")  # whole numbers among them are never floats
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.catalogs import find_catalog, is_made
 from grmpipe.data.rows import Findings, Row, parse_json, read_rows
+from grmpipe.models.types import Message
 from grmpipe.types import Criterion, Prompt
-from models.types import Message
 
 ROLES = ("system", "user", "assistant")
 FIELDS = ("messages", "prompt", "reference", "rubric", "info", "prompt_id", "source")

@@ -12,7 +12,7 @@ from grmpipe.config.keys.user_code import call_guarded, describe_code, format_va
 from grmpipe.envs.env import MAX_SAVED, Action, Env, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.fault_owner import FaultRules, decide_fault, raise_faults
 from grmpipe.envs.opened_envs import OpenedEnvs
-from models.types import Message, ToolSpec
+from grmpipe.models.types import Message, ToolSpec
 
 ROLES = ("system", "user", "assistant", "tool")
 NO_RULES = FaultRules()

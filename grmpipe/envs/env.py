@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from grmpipe.models.types import Message, ToolCall, ToolSpec
 from grmpipe.types import EnvCause, Prompt
-from models.types import Message, ToolCall, ToolSpec
 
 MAX_SAVED = 2**20  # bytes of an environment's state; it is written after each turn
 

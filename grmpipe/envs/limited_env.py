@@ -14,10 +14,10 @@ from grmpipe.config.keys.user_code import call_guarded, shorten
 from grmpipe.envs.checked_env import NO_RULES, check, check_observation, check_opening
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.fault_owner import raise_faults, readable
+from grmpipe.models.types import Message
+from grmpipe.scheduler.event_loop import TimeIsUp, within
+from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.types import EnvCause
-from models.types import Message
-from scheduler.event_loop import TimeIsUp, within
-from scheduler.events import EventSink, NoEvents
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Protocol
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
-from grmpipe.types import BegunRollout, Prompt, Rollout, TruncationReason, Turn
-from models.chat.long_texts import count_chars, off_loop_if_long
-from models.types import (
+from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     Generates,
@@ -26,6 +25,7 @@ from models.types import (
     ToolSpec,
     ignore_first_token,
 )
+from grmpipe.types import BegunRollout, Prompt, Rollout, TruncationReason, Turn
 
 DECIMALS_S = 4  # of measured times
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import Play, RolloutRequest, keep_nothing
+from grmpipe.models.seeds import derive_seed
 from grmpipe.types import EnvCause, Failed, Prompt, Rollout
-from models.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5  # wait before the second episode; twice as long before each further one

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, TurnRenderer, play
+from grmpipe.models.types import Generates, SamplingParams, ignore_first_token
 from grmpipe.types import Prompt, Rollout
-from models.types import Generates, SamplingParams, ignore_first_token
 
 ONE_TURN = EpisodeLimits(max_turns=1)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from models.seeds import derive_seed
-from models.types import (
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import (
     Completion,
     Generates,
     RequestContext,
@@ -20,10 +20,10 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from scheduler.routing.migration import Continuation
+from grmpipe.scheduler.routing.migration import Continuation
 
 if TYPE_CHECKING:
-    from models.chat.renderer import Renderer
+    from grmpipe.models.chat.renderer import Renderer
 
 SECOND = "answer"  # suffix of the second request's id
 

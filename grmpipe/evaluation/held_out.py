@@ -24,14 +24,14 @@ from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.verdict import get_reward
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import EngineRefused, ignore_first_token
 from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
-from models.seeds import derive_seed
-from models.types import EngineRefused, ignore_first_token
-from scheduler.clock import ActiveClock
 
 log = logging.getLogger(__name__)
 

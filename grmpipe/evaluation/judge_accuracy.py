@@ -17,6 +17,7 @@ from grmpipe.evaluation.leaderboards import Leaderboard, find_leaderboard
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
 from grmpipe.judge.votes import Vote, mean
+from grmpipe.models.seeds import derive_seed
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -28,7 +29,6 @@ from grmpipe.types import (
     ScoredResponse,
     Verdict,
 )
-from models.seeds import derive_seed
 
 T = TypeVar("T")
 Outcome = Literal["right", "wrong", "tied", "failed"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateSyntaxError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.types import Message
+from grmpipe.models.types import Message
 
 SHARED = Path(__file__).parent / "templates" / "shared"  # the only files that a template can include
 JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, loader=FileSystemLoader(SHARED))

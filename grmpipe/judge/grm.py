@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grmpipe.judge.markup import Markup
-from models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
-from models.engines.endpoint_use import NoRequestLog
-from models.types import (
+from grmpipe.models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
+from grmpipe.models.engines.endpoint_use import NoRequestLog
+from grmpipe.models.types import (
     ChatEngine,
     Completion,
     Generates,
@@ -20,9 +20,9 @@ from models.types import (
     SamplingParams,
     Usage,
 )
-from scheduler.clock import ActiveClock
-from scheduler.events import EventSink
-from scheduler.work_queue import BusyMeter
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.work_queue import BusyMeter
 
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 

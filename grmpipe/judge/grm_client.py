@@ -10,10 +10,10 @@ from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.judgement_patterns import answer_pattern, judgement_pattern
 from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.verdict import make_failure
+from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.seeds import derive_seed, first_name
+from grmpipe.models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, ThinkingBudget
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
-from models.engines.request_gates import PrioritySemaphore
-from models.seeds import derive_seed, first_name
-from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

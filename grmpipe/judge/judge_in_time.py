@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 from grmpipe.judge.verdict import make_failure, only_finite, report_failures
+from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Judge, JudgeReport, JudgeTask, Prompt, Rollout
-from scheduler.run_together import raise_first_failure
 
 LATE = report_failures(make_failure("timeout", "group deadline", attempts=1))
 

@@ -11,7 +11,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
 from grmpipe.judge.verdict_forms import Form
-from models.chat.thinking import ThinkingMarkers
+from grmpipe.models.chat.thinking import ThinkingMarkers
 
 MAX_SCORES = 1001  # alternatives in one pattern
 USUAL = ThinkingMarkers(open=THOUGHT_BEGINS, close=THOUGHT_ENDS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from models.types import RequestLog, Scorer, Usage
+from grmpipe.models.types import RequestLog, Scorer, Usage
 
 
 class LoggedScorer:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.raw_scores import sigmoid
+from grmpipe.models.types import EngineRefused, Scorer
 from grmpipe.types import Judgement
-from models.types import EngineRefused, Scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.user_code import UserCodeError, describe_code, describe_error, format_value
 from grmpipe.judge.verdict_forms import Form
+from grmpipe.models.chat.thinking import KNOWN_MARKERS
+from grmpipe.models.types import Completion
 from grmpipe.types import DataCause
-from models.chat.thinking import KNOWN_MARKERS
-from models.types import Completion
 
 Scores = tuple[float, ...]
 Unparseable = Literal["unparseable"]

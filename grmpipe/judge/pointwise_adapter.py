@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from grmpipe.judge.verdict import make_failure, only_finite, report_failures
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.types import Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Turn
-from models.types import Completion, Message, VersionSpan
 
 
 @runtime_checkable

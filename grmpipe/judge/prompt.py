@@ -20,8 +20,8 @@ from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, prot
 from grmpipe.judge.conversation_template import ConversationTemplate
 from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
+from grmpipe.models.types import Message
 from grmpipe.types import Criterion, Prompt
-from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
 ITEM_OF = {"responses": "response", "steps": "step"}  # lists of texts, and the name of each in a loop

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.trajectory import Passage, Trajectory, Voice
-from models.types import Message
+from grmpipe.models.types import Message
 
 FENCES: dict[Voice, str] = {"policy": "> ", "environment": "| "}
 LEGEND = 'The response begins each line with "> ", what tools and the environment answered with "| ".'

@@ -12,8 +12,8 @@ from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE, REFERENCE, DistillCo
 from grmpipe.judge.grm import PromptRenderer
 from grmpipe.judge.prompt_injection import fence_text
 from grmpipe.judge.verdict import get_reward
+from grmpipe.models.types import Message
 from grmpipe.types import JudgeReport, Prompt, Rollout
-from models.types import Message
 
 Rollouts = Mapping[int, Rollout]  # siblings, by number: those that have ended
 Reports = Mapping[int, JudgeReport]  # on them, those that are known

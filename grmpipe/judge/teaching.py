@@ -12,6 +12,10 @@ from functools import partial
 import numpy as np
 
 from grmpipe.judge.teacher_context import NO_INSERTION, Insertion, TeacherContext
+from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, make_scoring_params
+from grmpipe.scheduler.work_queue import BusyMeter
 from grmpipe.types import (
     Cause,
     Failed,
@@ -26,10 +30,6 @@ from grmpipe.types import (
     Verdict,
     judge_tasks_of_turn,
 )
-from models.chat.long_texts import count_chars, off_loop_if_long
-from models.engines.request_gates import PrioritySemaphore
-from models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, make_scoring_params
-from scheduler.work_queue import BusyMeter
 
 SCORING = "@teacher"  # in place of a judge's name in a task: no judge can have it
 

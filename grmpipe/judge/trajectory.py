@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt, Rollout, TruncationReason
-from models.types import Message
 
 Voice = Literal["policy", "environment", "note"]
 

@@ -9,11 +9,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.console_metrics import ONE_JUDGE, GaugeSet, step_lines
 from grmpipe.observe.guard import Guard
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics
-from models.terminal_text import replace_controls
 
 SAMPLES_SHOWN = 3
 PANEL_COLUMNS = 96  # longer lines are hard to read

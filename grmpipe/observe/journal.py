@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from grmpipe.models.checksum import checksum
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.plain_json import json_bytes
-from models.checksum import checksum
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from grmpipe.counts import Counts
 from grmpipe.judge.purpose import PURPOSES, current_purpose
+from grmpipe.models.types import RequestLog, Usage
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
-from models.types import RequestLog, Usage
 
 JUDGE_REQUESTS = "judge_requests.jsonl"
 TYPES = {"n": int, "model": str, "purpose": str, "prompt": int, "cached": int, "sampled": int}  # of a line's fields

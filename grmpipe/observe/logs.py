@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from grmpipe.config.keys.redact import environment_secrets, mask
-from models.terminal_text import replace_controls
+from grmpipe.models.terminal_text import replace_controls
 
-OURS = ("grmpipe", "models", "scheduler")
+OURS = "grmpipe"
 REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request
 NOISY = ("ray", "transformers", "torch", "vllm", "sglang", "asyncio")
 _LOCK = threading.Lock()
@@ -42,8 +42,7 @@ def setup_logging(run_dir: Path, console: Console | None = None, trackers: Seque
         library.propagate = True
     for name in REQUESTS:
         logging.getLogger(name).setLevel(logging.WARNING)
-    for name in OURS:
-        replace_handlers(logging.getLogger(name), _console_handler(console or Console(stderr=True)))
+    replace_handlers(logging.getLogger(OURS), _console_handler(console or Console(stderr=True)))
 
 
 @contextlib.contextmanager
@@ -54,7 +53,7 @@ def kept_logging() -> Iterator[None]:
     with _LOCK:
         if not _KEPT:
             captured = warnings.showwarning is logging._showwarning  # type: ignore[attr-defined]
-            loggers = [logging.getLogger(name) for name in ("", *NOISY, *REQUESTS, *OURS)]
+            loggers = [logging.getLogger(name) for name in ("", *NOISY, *REQUESTS, OURS)]
             kept = [(one, one.handlers, one.level, one.propagate) for one in loggers]
             for one in loggers:
                 one.handlers = []  # else the run would close the user's

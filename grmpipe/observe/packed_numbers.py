@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from models.types import UNKNOWN_ID
+from grmpipe.models.types import UNKNOWN_ID
 
 Record = dict[str, Any]
 PACKED, THINNED, TEACHER = "packed", "thinned", "teacher"

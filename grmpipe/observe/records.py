@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.models.types import Completion, Message, TokenScores
 from grmpipe.observe.packed_numbers import TEACHER, unpack_numbers
 from grmpipe.types import (
     CascadeEvent,
@@ -25,7 +26,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, TokenScores
 
 DIGITS, MAX_EXPONENT = 9, 308
 # Binary exponent of a number, from np.frexp -> the power of ten by which it has DIGITS digits, or one more, before the

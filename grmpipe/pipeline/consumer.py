@@ -11,10 +11,10 @@ from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
 from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.why_waiting import describe_pending
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.work_queue import BusyMeter
 from grmpipe.types import JudgedGroup
-from scheduler.clock import ActiveClock
-from scheduler.weights.weight_sync import SyncReport
-from scheduler.work_queue import BusyMeter
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig
 from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import EnvCause, Failed, InfraCause
-from scheduler.clock import ActiveClock
 
 CAUSES: Mapping[str, InfraCause] = {  # causes of dropped groups that are the fault of the policy's engines
     "rollout_refused": "refused",

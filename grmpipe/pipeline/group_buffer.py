@@ -11,8 +11,8 @@ from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState,
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
+from grmpipe.scheduler.admission import Admission, AdmissionPace, Ledger
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, Rollout
-from scheduler.admission import Admission, AdmissionPace, Ledger
 
 
 class GroupBuffer:

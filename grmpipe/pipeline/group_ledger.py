@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState, RecoveredGroup
+from grmpipe.scheduler.admission import Ledger
 from grmpipe.types import GroupEnd
-from scheduler.admission import Ledger
 
 NUM_ENDS_REMEMBERED = 256  # ended groups whose end is still known
 

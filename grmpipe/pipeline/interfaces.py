@@ -12,10 +12,10 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
 from grmpipe.pipeline.stall_times import StallTimes
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
-from scheduler.clock import ActiveClock
-from scheduler.events import EventSink
-from scheduler.weights.weight_sync import SyncReport
 
 KILLED_ENGINES = "rollout_killed_engines"  # the cause of dropping such a group
 

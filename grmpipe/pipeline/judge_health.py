@@ -2,8 +2,8 @@
 
 from grmpipe.judge.monitor.position_bias import PositionBias, bias_metrics
 from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Failed, JudgeReport, Metrics
-from scheduler.clock import ActiveClock
 
 
 class JudgeHealth:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Failed, Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout
-from scheduler.clock import ActiveClock
 
 
 class OutageBreaker:

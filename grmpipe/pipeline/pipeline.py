@@ -49,11 +49,11 @@ from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.producer import Producer
 from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
+from grmpipe.scheduler.admission import Ledger
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.types import JudgedGroup
-from scheduler.admission import Ledger
-from scheduler.clock import ActiveClock
-from scheduler.run_together import run_until
-from scheduler.weights.weight_sync import SyncReport
 
 
 class Pipeline:

@@ -11,6 +11,8 @@ from grmpipe.envs.episode_slots import Booking
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.judge.verdict import only_finite
+from grmpipe.models.seeds import derive_seed, first_name
+from grmpipe.models.types import EngineRefused
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.expected_lengths import ExpectedLengths
 from grmpipe.pipeline.flow_health import FlowHealth
@@ -18,13 +20,11 @@ from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup, RolloutTimes
 from grmpipe.pipeline.why_waiting import why_waiting
+from grmpipe.scheduler.clock import ActiveClock, PauseGate
+from grmpipe.scheduler.routing.router import RequestKillsEngines
+from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.work_queue import BusyMeter, Stage
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
-from models.seeds import derive_seed, first_name
-from models.types import EngineRefused
-from scheduler.clock import ActiveClock, PauseGate
-from scheduler.routing.router import RequestKillsEngines
-from scheduler.weights.weight_sync import SyncReport
-from scheduler.work_queue import BusyMeter, Stage
 
 log = logging.getLogger(__name__)
 

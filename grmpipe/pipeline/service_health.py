@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Cause, Failed
-from scheduler.clock import ActiveClock
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grmpipe.counts import Counts
-from scheduler.work_queue import BusyMeter, StateMeter
+from grmpipe.scheduler.work_queue import BusyMeter, StateMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

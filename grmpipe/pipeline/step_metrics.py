@@ -12,8 +12,8 @@ from grmpipe.judge.monitor.position_bias import correlation
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.interfaces import RolloutKey, StepReport
 from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.scheduler.admission import Ledger
 from grmpipe.types import Failed, JudgedGroup, Metrics, Verdict
-from scheduler.admission import Ledger
 
 
 def step_metrics(

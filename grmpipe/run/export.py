@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from models.settings import ModelConfig
+from grmpipe.models.settings import ModelConfig
 
 
 class Exports(Protocol):

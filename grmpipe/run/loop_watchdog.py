@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from grmpipe.envs.limited_env import LANE
-from models.import_path import is_library, list_our_folders
+from grmpipe.models.import_path import is_library, list_our_folders
 
 log = logging.getLogger(__name__)
 

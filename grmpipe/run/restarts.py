@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grmpipe.run_dir.checkpoints import Checkpoints
-from scheduler.processes.actors import ActorDied
-from scheduler.slots.replacement_tries import ReplacementTries
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.slots.replacement_tries import ReplacementTries
 
 log = logging.getLogger(__name__)
 RUN = "run"  # what is tried again, as a whole

@@ -26,8 +26,8 @@ from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import BEGINNING
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.scheduler.run_together import describe_failure
 from grmpipe.trackers.tracker import SampleRow
-from scheduler.run_together import describe_failure
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 
 from grmpipe.envs.play import Play, RolloutRequest
+from grmpipe.models.seeds import first_name
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_records
 from grmpipe.observe.packed_numbers import pack_numbers
 from grmpipe.observe.records import Record, decode_sampled, encode_rollout
 from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup
 from grmpipe.types import BegunRollout, Prompt, Rollout
-from models.seeds import first_name
 
 log = logging.getLogger(__name__)
 

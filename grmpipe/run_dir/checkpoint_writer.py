@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from grmpipe.models.stored_files import StoredFile, sync_file
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.identity import check_is_there
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import StoredFile, sync_file
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.models.stored_files import StoredFile, describe_files, first_difference, sync_directory, sync_file
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import StoredFile, describe_files, first_difference, sync_directory, sync_file
 
 STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"

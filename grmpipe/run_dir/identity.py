@@ -13,7 +13,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import is_made
 from grmpipe.judge.prompt import find_template
-from models.stored_files import compute_checksum
+from grmpipe.models.stored_files import compute_checksum
 
 IDENTITY_FILE = "run.json"
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.judge.verdict import only_finite
+from grmpipe.models.seeds import name_repetition
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_records, read_what_can_be, replace_journal
 from grmpipe.observe.jsonl_sink import is_up_to
@@ -29,7 +30,6 @@ from grmpipe.observe.records import Record
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup, UncountedWork
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Verdict
-from models.seeds import name_repetition
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from typing import BinaryIO
 import msgspec
 
 from grmpipe.config.journals import JournalsConfig
+from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.observe.append_file import end_of_last_line
 from grmpipe.observe.journal import UNREADABLE, Thinning, encode_line, parsed, read_thinning
 from grmpipe.observe.packed_numbers import NUMBERS, TEXT, THINNED, drop_numbers
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS
 from grmpipe.observe.records import Record
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
-from models.seeds import first_name, is_drawn
 
 DRAFT = ".thin"
 # What stands where text stood, if it is of the same type: other things have names of a user.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
+from grmpipe.models.types import Message
 from grmpipe.tiny.comparisons import make_comparisons
 from grmpipe.tiny.judgements import RankedTexts, make_judgements
 from grmpipe.tiny.problems import LARGE, Split, make_problems
@@ -11,7 +12,6 @@ from grmpipe.tiny.resolve import SCHEME, resolve_model
 from grmpipe.tiny.short_answers import make_short_questions
 from grmpipe.tiny.walks import format_entries, make_walks
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
-from models.types import Message
 
 __all__ = ["make_labelled", "make_prompts", "resolve_model"]
 

@@ -6,8 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from grmpipe.models.stored_files import find_cache_folder
 from grmpipe.tiny.recipes import RECIPES, AnyRecipe, MetaRmRecipe, Recipe
-from models.stored_files import find_cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec
+from grmpipe.models.lm.scalar_head import compute_packed_scores, last_of_samples, start_scalar_head
 from grmpipe.tiny.build import MAX_GRAD_NORM, lr_share, one_thread
 from grmpipe.tiny.judgements import RankedTexts, ScoredText, make_judgements
 from grmpipe.tiny.problems import PASSING_SCORE, Problem, Split, is_right, judge_prompt, parse_score
 from grmpipe.tiny.recipes import MetaRmRecipe, ScalarRecipe
 from grmpipe.tiny.tiny_sampler import MAX_CRITIQUE_TOKENS, TinySampler
 from grmpipe.tiny.tokenizer import TURN_END, encode_content, encode_prompt
-from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.lm.scalar_head import compute_packed_scores, last_of_samples, start_scalar_head
 
 NUM_HELD_OUT_ITEMS = 512  # every second one is a scored text
 NUM_VOTES = 8

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening, PolicyFault
-from models.types import Message
+from grmpipe.models.types import Message
 
 TURN = re.compile(r"(?P<number>\d+)|(?P<name>\w+)", re.ASCII)
 

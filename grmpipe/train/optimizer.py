@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.lm.offloaded_memory import OffloadedMemory
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Metrics
-from models.lm.offloaded_memory import OffloadedMemory
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:

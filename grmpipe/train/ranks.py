@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
-from models.stored_files import StoredFile
-from scheduler.processes.actors import ActorRanks
+from grmpipe.models.stored_files import StoredFile
+from grmpipe.scheduler.processes.actors import ActorRanks
 
 FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls, so the interval grows
 

@@ -8,13 +8,13 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.freed_memory import keep_freed_memory
+from grmpipe.models.lm.checkpoint import ShardedSave, load_sharded
+from grmpipe.models.lm.parallel.ranks import choose_device, join_ranks
+from grmpipe.models.stored_files import StoredFile
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.optimizer import WaitingMoments, make_optimizer, schedule_lr, update
 from grmpipe.types import Metrics
-from models.freed_memory import keep_freed_memory
-from models.lm.checkpoint import ShardedSave, load_sharded
-from models.lm.parallel.ranks import choose_device, join_ranks
-from models.stored_files import StoredFile
 
 
 class TrainingRank(ABC):

@@ -13,14 +13,14 @@ from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.parse import compile_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.verdict_forms import Form
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.chat.thinking import ThinkingMarkers, thinks
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.models import FoundScalarModel
 from grmpipe.validate.sections import section
-from models.chat.renderer import Renderer
-from models.chat.thinking import ThinkingMarkers, thinks
-from models.types import Message
 
 log = logging.getLogger(__name__)
 

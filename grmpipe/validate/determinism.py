@@ -12,7 +12,7 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import arrival_orders
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
-from scheduler.placement import Placement
+from grmpipe.scheduler.placement import Placement
 
 FINE_TUNING = ("train_judge_rft", "train_meta_rm")
 CHECKED = ("train", "plan", "simulate", *FINE_TUNING)

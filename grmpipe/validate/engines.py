@@ -13,11 +13,11 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import Model, ResolvedRole, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.kinds import math_rule
+from grmpipe.models.chat.renderer import mean_the_same
+from grmpipe.models.engines.engine_kind import Endpoint
+from grmpipe.models.lm.footprint import Heads
+from grmpipe.scheduler.placement import Placement
 from grmpipe.validate.sections import section
-from models.chat.renderer import mean_the_same
-from models.engines.engine_kind import Endpoint
-from models.lm.footprint import Heads
-from scheduler.placement import Placement
 
 
 def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None:

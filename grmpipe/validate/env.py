@@ -8,10 +8,10 @@ from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.fault_owner import exception_at
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
+from grmpipe.models.chat.tool_calls import FORMATS
+from grmpipe.models.types import Message, ToolSpec
 from grmpipe.validate.sections import section
 from grmpipe.workflows.play_workflow import workflow_player
-from models.chat.tool_calls import FORMATS
-from models.types import Message, ToolSpec
 
 PROBE = ToolSpec(name="probe", description="", parameters={"type": "object", "properties": {}})
 

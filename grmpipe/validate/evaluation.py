@@ -11,6 +11,9 @@ from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
+from grmpipe.models.lm.footprint import read_heads
+from grmpipe.models.settings import LoraConfig
+from grmpipe.scheduler.placement import Placement, place
 from grmpipe.types import Labelled, Prompt
 from grmpipe.validate.context_limits import (
     check_judges,
@@ -39,9 +42,6 @@ from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
-from models.lm.footprint import read_heads
-from models.settings import LoraConfig
-from scheduler.placement import Placement, place
 
 log = logging.getLogger(__name__)
 

@@ -3,12 +3,12 @@
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import FSDP2
+from grmpipe.models.engines.installed import peft_missing
+from grmpipe.models.lm.footprint import Heads, read_heads
+from grmpipe.models.lm.packable_configs import is_known_to_pack
+from grmpipe.models.settings import ROUTER
+from grmpipe.scheduler.placement import Placement
 from grmpipe.validate.sections import section
-from models.engines.installed import peft_missing
-from models.lm.footprint import Heads, read_heads
-from models.lm.packable_configs import is_known_to_pack
-from models.settings import ROUTER
-from scheduler.placement import Placement
 
 
 def check_learns(model: Model, key: str) -> None:
@@ -17,7 +17,9 @@ def check_learns(model: Model, key: str) -> None:
     """
     if is_known_to_pack(model.path):
         return
-    from models.lm.packed_check import check_trainable  # late: an outline takes torch and transformers' models, seconds
+    from grmpipe.models.lm.packed_check import (
+        check_trainable,  # late: an outline takes torch and transformers' models, seconds
+    )
 
     with section(f"{key}."):
         check_trainable(model.path)
@@ -67,10 +69,10 @@ def check_experts(config: RunConfig, path: str, learner: str = "learner") -> Non
     ep, fp32_router = config.parallel[learner].ep, ROUTER in config.train.fp32_modules and learner == "learner"
     if ep == 1 and not fp32_router:
         return
-    from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
-    from models.lm.moe.fp32_router import check_has_routers
-    from models.lm.parallel.expert_parallel import check_divisible
-    from models.lm.scalar_head import outline_scalar_head
+    from grmpipe.models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
+    from grmpipe.models.lm.moe.fp32_router import check_has_routers
+    from grmpipe.models.lm.parallel.expert_parallel import check_divisible
+    from grmpipe.models.lm.scalar_head import outline_scalar_head
 
     outline = outline_scalar_head(path) if learner == "critic" else outline_causal_lm(path)
     if ep > 1:
@@ -102,7 +104,7 @@ def check_lora_targets(model: Model, config: RunConfig) -> None:
     """Check that the model has the layers that are to get adapters."""
     lora = config.models[model.name].lora
     if lora.learns:
-        from models.lm.lora import check_targets  # late: seconds, which few runs need
+        from grmpipe.models.lm.lora import check_targets  # late: seconds, which few runs need
 
         try:
             check_targets(model.path, lora)
@@ -116,8 +118,8 @@ def check_routing(config: RunConfig, policy: Model, role: ServedRole) -> None:
         return
     if config.algorithm.router_replay == "rollout":
         check_records_experts(role)
-    from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
-    from models.lm.moe.expert_routing import Routers
+    from grmpipe.models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
+    from grmpipe.models.lm.moe.expert_routing import Routers
 
     try:
         Routers.of(outline_causal_lm(policy.path))
@@ -139,8 +141,8 @@ def check_weight_names(model: Model, role: ServedRole) -> None:
     """Check that a trained model can be sent to its engines under names that they know."""
     if role.learner is None or not role.engine.checkpoint_names:
         return
-    from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
-    from models.lm.checkpoint_names import CheckpointNames
+    from grmpipe.models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
+    from grmpipe.models.lm.checkpoint_names import CheckpointNames
 
     try:
         CheckpointNames(outline_causal_lm(model.path))

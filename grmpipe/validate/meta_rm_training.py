@@ -10,6 +10,10 @@ from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.evaluation.labelled_judgements import LabelledJudgement, Split, read_examples
+from grmpipe.models.hub import find_files
+from grmpipe.models.lm.packed_check import check_packable
+from grmpipe.models.lm.scalar_head import outline_scalar_head
+from grmpipe.scheduler.placement import Placement, place
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_thinking_budget
 from grmpipe.validate.data import HELD_OUT_OF, load_judging_tasks
@@ -18,10 +22,6 @@ from grmpipe.validate.learners import check_experts, check_parallel, check_share
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_model, find_shared_limit
 from grmpipe.validate.sections import section
-from models.hub import find_files
-from models.lm.packed_check import check_packable
-from models.lm.scalar_head import outline_scalar_head
-from scheduler.placement import Placement, place
 
 
 def prepare_meta_training(config: RunConfig) -> MetaRmTraining:

@@ -7,13 +7,13 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
+from grmpipe.models.chat.renderer import Renderer, mean_the_same
+from grmpipe.models.engines.engine_kind import AnyEngine
+from grmpipe.models.hub import find_files, is_hub_name
+from grmpipe.models.model_files import read_json
+from grmpipe.models.settings import ModelConfig
 from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.sections import section
-from models.chat.renderer import Renderer, mean_the_same
-from models.engines.engine_kind import AnyEngine
-from models.hub import find_files, is_hub_name
-from models.model_files import read_json
-from models.settings import ModelConfig
 
 TEACHERS = "algorithm.distill.teachers"
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -150,8 +150,8 @@ def find_remote_model(options: ModelEntry, engine: AnyEngine) -> Model:
 
 def check_one_label(directory: str) -> None:
     """Raises ValueError (`path: ...`) for a model without a head of one number, or one that can't be packed."""
-    from models.lm.packed_check import unpackable  # late: seconds, which few runs need
-    from models.lm.scalar_head import outline_scalar_head, scalar_config
+    from grmpipe.models.lm.packed_check import unpackable  # late: seconds, which few runs need
+    from grmpipe.models.lm.scalar_head import outline_scalar_head, scalar_config
 
     scalar_config(directory)
     if (why := unpackable(outline_scalar_head(directory))) is not None:
@@ -179,8 +179,8 @@ def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel:
     """
     assert config.meta_rm.path is not None
     directory = find_files(resolve_model(config.meta_rm.path), weights=True)
-    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
-    from models.lm.scalar_head import outline_scalar_head, scalar_config
+    from grmpipe.models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from grmpipe.models.lm.scalar_head import outline_scalar_head, scalar_config
 
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
@@ -219,8 +219,8 @@ def find_critic(config: RunConfig, policy: Model) -> CriticModel:
     """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
     a smaller window.
     """
-    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
-    from models.lm.scalar_head import outline_scalar_head
+    from grmpipe.models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from grmpipe.models.lm.scalar_head import outline_scalar_head
 
     path = config.critic.path
     if path is None:

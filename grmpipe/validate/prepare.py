@@ -19,7 +19,9 @@ from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
+from grmpipe.models.lm.footprint import read_heads
 from grmpipe.observe.summary import Summary
+from grmpipe.scheduler.placement import Placement
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
 from grmpipe.validate.data import load_stored_tasks, read_data, read_demonstrations
@@ -47,8 +49,6 @@ from grmpipe.validate.models import (
 )
 from grmpipe.validate.role_placement import seat_roles
 from grmpipe.validate.sections import section
-from models.lm.footprint import read_heads
-from scheduler.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,17 +4,17 @@ import logging
 
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.engines.engine_kind import AnyEngine
+from grmpipe.models.engines.installed import nccl_version
+from grmpipe.models.types import TransportKind
+from grmpipe.models.weights.transports import TRANSPORTS, transport_kind
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.weights.choose_transport import WeightPath, choose_transport
 from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.engines import check_options, check_shared_engine, check_shares
 from grmpipe.validate.learners import check_backend, check_parallel
 from grmpipe.validate.machines import place_roles
 from grmpipe.validate.sections import section
-from models.engines.engine_kind import AnyEngine
-from models.engines.installed import nccl_version
-from models.types import TransportKind
-from models.weights.transports import TRANSPORTS, transport_kind
-from scheduler.placement import Placement
-from scheduler.weights.choose_transport import WeightPath, choose_transport
 
 log = logging.getLogger(__name__)
 

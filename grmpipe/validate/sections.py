@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from grmpipe.config.io.key_errors import under_key
 from grmpipe.config.run_config import ConfigError
-from models.hub import NotHere
+from grmpipe.models.hub import NotHere
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from grmpipe.models.types import Completion
 from grmpipe.observe.journal import UNREADABLE, decode_line
 from grmpipe.observe.packed_numbers import TEXT, THINNED
 from grmpipe.observe.records import decode, decode_report, decode_rollout
@@ -15,7 +16,6 @@ from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Promp
 from grmpipe.viewer.ingest import LABELLED, place_of_key
 from grmpipe.viewer.journal_lines import FailedLine, ItemLine
 from grmpipe.viewer.queries import RolloutRow
-from models.types import Completion
 
 T = TypeVar("T")
 

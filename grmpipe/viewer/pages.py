@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
+from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console_metrics import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
@@ -21,7 +22,6 @@ from grmpipe.viewer.figures import Means
 from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
-from models.terminal_text import replace_controls
 
 MAX_CHARS = 200_000  # of one text; what is longer loses its middle
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS, SHOWN_STEPS = 30, 8, 30, 60, 500

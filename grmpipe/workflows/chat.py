@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from grmpipe.models.types import FinishReason, Message
 from grmpipe.types import TruncationReason
-from models.types import FinishReason, Message
 
 RefusalCode = Literal[
     "invalid_request",

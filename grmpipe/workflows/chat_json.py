@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from grmpipe.models.types import Message, ToolCall, ToolSpec
 from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply, RefusalCode, TokenLogprob
-from models.types import Message, ToolCall, ToolSpec
 
 Json = Mapping[str, Any]  # an object of the wire; it stays in this file, the server and the client
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -23,11 +23,8 @@ from grmpipe.envs.play import (
     RolloutRequest,
     read_completion,
 )
-from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply, TokenLogprob
-from grmpipe.workflows.outcome import COMPLETION_ID
-from grmpipe.workflows.recorded_calls import RecordedCall, find_continued_call
-from models.chat.long_texts import count_chars, off_loop_if_long
-from models.types import (
+from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.types import (
     Completion,
     Generates,
     Message,
@@ -37,10 +34,13 @@ from models.types import (
     ToolSpec,
     ignore_first_token,
 )
-from scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply, TokenLogprob
+from grmpipe.workflows.outcome import COMPLETION_ID
+from grmpipe.workflows.recorded_calls import RecordedCall, find_continued_call
 
 if TYPE_CHECKING:
-    from models.chat.renderer import Renderer
+    from grmpipe.models.chat.renderer import Renderer
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import httpx
 
+from grmpipe.models.types import Message, ToolSpec
 from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply
 from grmpipe.workflows.chat_json import message_json, parse_refusal, parse_reply, tool_json
 from grmpipe.workflows.policy import ChatEndpoint
-from models.types import Message, ToolSpec
 
 LIMIT_S = 86_400.0
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grmpipe.models.types import Message, ToolSpec
 from grmpipe.workflows.chat import ChatOptions, ChatReply
 from grmpipe.workflows.chat_json import parse_messages, tools_of_json
-from models.types import Message, ToolSpec
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from grmpipe.models.types import Completion, Message, ToolSpec
 from grmpipe.types import Turn
 from grmpipe.workflows.chat import ChatReply
-from models.types import Completion, Message, ToolSpec
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

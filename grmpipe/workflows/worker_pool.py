@@ -16,12 +16,12 @@ import msgspec
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.fault_owner import RaisedElsewhere
 from grmpipe.envs.process_group import end_group, last_bytes, start_group
+from grmpipe.scheduler.processes.wire_types import RemoteTraceback
 from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.worker_process import Order, Raised, Returned, read_answer, to_line
-from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import describe_code, describe_error, plain_text
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.fault_owner import list_types
+from grmpipe.scheduler.event_loop import run_to_end
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.http_chat import HttpChat
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.outcome import plain_rewards
 from grmpipe.workflows.policy import ChatEndpoint, Policy, Task
-from scheduler.event_loop import run_to_end
 
 
 class Order(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 
-from models.chat.template_layout import (
+from grmpipe.models.chat.template_layout import (
     TOOL,
     ApplyTemplate,
     Layout,
@@ -19,7 +19,7 @@ from models.chat.template_layout import (
     texts_in,
     tool_json,
 )
-from models.types import Message, ToolCall, ToolSpec
+from grmpipe.models.types import Message, ToolCall, ToolSpec
 
 REMEMBERED_TOOLS = 512  # lists of tools
 USER, ASSISTANT = MessageShape(role="user"), MessageShape(role="assistant")

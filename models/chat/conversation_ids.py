@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
-from models.chat.chat_template import ChatTemplate
-from models.chat.chat_tokenizer import ChatTokenizer
-from models.chat.template_layout import Layout, MessageShape, TextSlot, split_message
-from models.types import Message, ToolSpec
+from grmpipe.models.chat.chat_template import ChatTemplate
+from grmpipe.models.chat.chat_tokenizer import ChatTokenizer
+from grmpipe.models.chat.template_layout import Layout, MessageShape, TextSlot, split_message
+from grmpipe.models.types import Message, ToolSpec
 
 REMEMBERED_LAYOUTS = 4096
 SAMPLES = (("system", "You are\nbrief."), ("user", "What is 6 x 7?\n\nSay it."), ("assistant", "It is 42."))

@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from models.chat.tool_call_checks import check_call, is_tool_name, quote_start
-from models.types import ParsedTurn, ToolCall, ToolSpec
+from grmpipe.models.chat.tool_call_checks import check_call, is_tool_name, quote_start
+from grmpipe.models.types import ParsedTurn, ToolCall, ToolSpec
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from models.chat.template_layout import texts_in
-from models.types import Message
+from grmpipe.models.chat.template_layout import texts_in
+from grmpipe.models.types import Message
 
 T = TypeVar("T")
 

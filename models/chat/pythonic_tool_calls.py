@@ -9,9 +9,9 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from models.chat.json_tool_calls import Reading
-from models.chat.tool_call_checks import MAX_NESTING, check_call, parameters_of, quote_start
-from models.types import ParsedTurn, ToolCall, ToolSpec
+from grmpipe.models.chat.json_tool_calls import Reading
+from grmpipe.models.chat.tool_call_checks import MAX_NESTING, check_call, parameters_of, quote_start
+from grmpipe.models.types import ParsedTurn, ToolCall, ToolSpec
 
 MAX_CODE_CHARS = 1 << 16  # of one list or call: what Python's parser takes without trouble
 JSON_NAMES = {"true": True, "false": False, "null": None}

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from models.chat.chat_template import ChatTemplate
-from models.chat.chat_tokenizer import ChatTokenizer
-from models.chat.conversation_ids import ConversationIds
-from models.chat.thinking import ThinkingMarkers, find_markers, with_thought
-from models.chat.tool_calls import AUTO_PARSER, FORMATS, ToolParser, detect_format, parser_named, read_turn
-from models.model_files import PlainConfig, is_plain_tokenizer, read_json
-from models.types import Completion, Message, ParsedTurn, ToolSpec
+from grmpipe.models.chat.chat_template import ChatTemplate
+from grmpipe.models.chat.chat_tokenizer import ChatTokenizer
+from grmpipe.models.chat.conversation_ids import ConversationIds
+from grmpipe.models.chat.thinking import ThinkingMarkers, find_markers, with_thought
+from grmpipe.models.chat.tool_calls import AUTO_PARSER, FORMATS, ToolParser, detect_format, parser_named, read_turn
+from grmpipe.models.model_files import PlainConfig, is_plain_tokenizer, read_json
+from grmpipe.models.types import Completion, Message, ParsedTurn, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,8 +46,7 @@ class Renderer:
     context_tokens: the model's window, prompt and new tokens together.
     chat_template_kwargs: further variables of the template, such as enable_thinking.
     thinking_markers: the markers around the model's thoughts; None: found in the tokenizer or the template.
-    tool_parser:    format of the model's calls of tools, by its name in models.chat.tool_calls; auto: found in the
-                    template.
+    tool_parser:    format of the model's calls of tools, by its name in tool_calls.py; auto: found in the template.
     """
 
     def __init__(
@@ -145,8 +144,8 @@ class Renderer:
 
     @cached_property
     def tool_parser_name(self) -> str | None:
-        """The format of the model's calls: a name of models.chat.tool_calls, or a dotted path. None if the template
-        takes no tools, or doesn't show which format it asks for.
+        """The format of the model's calls: a name of tool_calls.py, or a dotted path. None if the template takes
+        no tools, or doesn't show which format it asks for.
         """
         if self._tool_parser != AUTO_PARSER:
             return self._tool_parser

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.chat.tool_call_checks import find_problem, is_tool_name
-from models.types import Message, ToolCall, ToolSpec
+from grmpipe.models.chat.tool_call_checks import find_problem, is_tool_name
+from grmpipe.models.types import Message, ToolCall, ToolSpec
 
 TOOL = "tool"  # the role of a tool's result
 # What a template may do to a text shows in these characters: write it as JSON, as Python, or otherwise changed. Only

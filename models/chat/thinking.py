@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from models.types import Completion
+from grmpipe.models.types import Completion
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from models.types import ToolCall, ToolSpec
+from grmpipe.models.types import ToolCall, ToolSpec
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_NESTING = 32  # lists and objects within each other: deeper ones end in errors of recursion elsewhere

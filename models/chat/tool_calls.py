@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from models.chat.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
-from models.chat.pythonic_tool_calls import parse_pythonic
-from models.chat.xml_tool_calls import parse_qwen3_coder
-from models.import_path import import_module
-from models.types import ParsedTurn, ToolSpec
+from grmpipe.models.chat.json_tool_calls import CALL_START, parse_hermes, parse_llama3_json, parse_mistral
+from grmpipe.models.chat.pythonic_tool_calls import parse_pythonic
+from grmpipe.models.chat.xml_tool_calls import parse_qwen3_coder
+from grmpipe.models.import_path import import_module
+from grmpipe.models.types import ParsedTurn, ToolSpec
 
 log = logging.getLogger(__name__)
 

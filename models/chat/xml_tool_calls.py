@@ -7,9 +7,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from models.chat.json_tool_calls import CALL_END, Reading
-from models.chat.tool_call_checks import check_call, parameters_of, quote_start
-from models.types import ParsedTurn, ToolCall, ToolSpec
+from grmpipe.models.chat.json_tool_calls import CALL_END, Reading
+from grmpipe.models.chat.tool_call_checks import check_call, parameters_of, quote_start
+from grmpipe.models.types import ParsedTurn, ToolCall, ToolSpec
 
 FUNCTION_START, FUNCTION_END = "<function=", "</function>"
 CALL = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.chat.renderer import Renderer
-from models.types import EngineRefused, PromptScoring, SamplingParams
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.types import EngineRefused, PromptScoring, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

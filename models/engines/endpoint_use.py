@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from models.types import RequestLog, SendLimits, Usage
+from grmpipe.models.types import RequestLog, SendLimits, Usage
 
 
 class NoLimits:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from models.engines.endpoint_use import EndpointUse
-from models.engines.engine_memory import EngineMemory
-from models.settings import EngineConfig, LoraConfig, ModelConfig
-from models.types import ChatEngine, Engine, RemoteScorer, RemoteTeacher
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.engine_memory import EngineMemory
+from grmpipe.models.settings import EngineConfig, LoraConfig, ModelConfig
+from grmpipe.models.types import ChatEngine, Engine, RemoteScorer, RemoteTeacher
 
 UNBOUNDED_ROWS = UNBOUNDED_RANK = 1 << 30
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from models.settings import INSTALL_PEFT
+from grmpipe.models.settings import INSTALL_PEFT
 
 SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
 NCCL_BUILDS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

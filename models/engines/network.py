@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from models.urls import find_fault
+from grmpipe.models.urls import find_fault
 
 PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
 

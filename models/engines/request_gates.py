@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from models.priority_gate import PriorityGate
+from grmpipe.models.priority_gate import PriorityGate
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.lm.packed_check import probe_scores
-from models.lm.scalar_head import (
+from grmpipe.models.lm.packed_check import probe_scores
+from grmpipe.models.lm.scalar_head import (
     compute_packed_scores,
     find_padding,
     last_of_samples,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from models.engines.request_gates import SingleFlight
-from models.types import Completion, SamplingParams
+from grmpipe.models.engines.request_gates import SingleFlight
+from grmpipe.models.types import Completion, SamplingParams
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from models.types import FinishReason, SamplingParams
+from grmpipe.models.types import FinishReason, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
 NONE: Mapping[str, int] = MappingProxyType({})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.checkpoint_names import CheckpointNames
-from models.types import WeightTensor
+from grmpipe.models.lm.causal_lm import outline_causal_lm
+from grmpipe.models.lm.checkpoint_names import CheckpointNames
+from grmpipe.models.types import WeightTensor
 
 
 class Taken:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from models.settings import Activations
+from grmpipe.models.settings import Activations
 
 # The operators of attention: the only ones of a layer whose cost grows with the square of a sample's length.
 ATTENTION = [

@@ -17,13 +17,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from models.hub import is_hub_name
-from models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, compute_chosen_logprobs
-from models.lm.output_head import OutputHead, find_output_head
-from models.lm.packed_attention import PACKED_ATTENTION
-from models.lm.packing import Packing, Prefixes
-from models.lm.parallel.context_parallel import ContextRanks
-from models.settings import CHUNK_LOGITS
+from grmpipe.models.hub import is_hub_name
+from grmpipe.models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, compute_chosen_logprobs
+from grmpipe.models.lm.output_head import OutputHead, find_output_head
+from grmpipe.models.lm.packed_attention import PACKED_ATTENTION
+from grmpipe.models.lm.packing import Packing, Prefixes
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.settings import CHUNK_LOGITS
 
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
 ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained temporarily sets the process-wide default device and dtype

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from models.lm.checkpoint_metadata import SafeReader
-from models.lm.lora import merge_state, save_adapters
-from models.lm.parallel.ranks import group_for_files
-from models.settings import LoraConfig
-from models.stored_files import StoredFile, describe_files, sync_directory
+from grmpipe.models.lm.checkpoint_metadata import SafeReader
+from grmpipe.models.lm.lora import merge_state, save_adapters
+from grmpipe.models.lm.parallel.ranks import group_for_files
+from grmpipe.models.settings import LoraConfig
+from grmpipe.models.stored_files import StoredFile, describe_files, sync_directory
 
 # A single rank's state is complete, but torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")

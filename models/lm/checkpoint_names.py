@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from models.lm.causal_lm import make_on_meta
+from grmpipe.models.lm.causal_lm import make_on_meta
 
 EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 Shapes = dict[str, tuple[int, ...]]

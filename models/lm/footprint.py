@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from models.lm.flops import FULL, ModelFlops
-from models.model_files import PlainConfig
-from models.settings import CHUNK_LOGITS, KEEP_ALL, Activations, LoraConfig, ModelShape
+from grmpipe.models.lm.flops import FULL, ModelFlops
+from grmpipe.models.model_files import PlainConfig
+from grmpipe.models.settings import CHUNK_LOGITS, KEEP_ALL, Activations, LoraConfig, ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -249,9 +249,9 @@ def measure_outline(path: str) -> Footprint:
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from models.lm.causal_lm import ONE_LOAD_AT_A_TIME
-    from models.lm.output_head import OutputHead, find_output_head
-    from models.lm.parallelize import decoder_layers
+    from grmpipe.models.lm.causal_lm import ONE_LOAD_AT_A_TIME
+    from grmpipe.models.lm.output_head import OutputHead, find_output_head
+    from grmpipe.models.lm.parallelize import decoder_layers
 
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()

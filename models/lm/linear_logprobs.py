@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, put_in_columns
+from grmpipe.models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, put_in_columns
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 

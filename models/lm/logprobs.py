@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.settings import CHUNK_LOGITS
+from grmpipe.models.settings import CHUNK_LOGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.unshard import Outgoing, Piece, list_pieces, unshard
-from models.settings import LoraConfig
+from grmpipe.models.lm.causal_lm import outline_causal_lm
+from grmpipe.models.lm.unshard import Outgoing, Piece, list_pieces, unshard
+from grmpipe.models.settings import LoraConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
-    from models.lm.parallelize import Architecture
+    from grmpipe.models.lm.parallelize import Architecture
 
 ADAPTER = "default"  # peft's name for a single adapter
 
@@ -53,7 +53,7 @@ def find_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """The last parts of the names of linear layers that get adapters; all within the blocks if the configuration names
     none. Raises ValueError that names one that doesn't exist.
     """
-    from models.lm.parallelize import decoder_layers  # late: engines don't need it
+    from grmpipe.models.lm.parallelize import decoder_layers  # late: engines don't need it
 
     there = {
         name.rpartition(".")[2]
@@ -94,7 +94,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int
 
 def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:
     """Causal language models with new adapters; frozen weights are held in their own type."""
-    from models.lm.parallelize import CAUSAL_LM, Architecture
+    from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture
 
     def load(path: str, dtype: str) -> PreTrainedModel:
         return add_adapters(CAUSAL_LM.load(path, frozen_dtype), lora, dtype, seed)

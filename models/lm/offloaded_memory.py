@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from models.bucket_memory import round_up_to_page
+from grmpipe.models.bucket_memory import round_up_to_page
 
 
 class OffloadedMemory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from models.model_files import PlainConfig
+from grmpipe.models.model_files import PlainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from models.lm.packing import Packing, PaddedRows
-from models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.packing import Packing, PaddedRows
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 
 PACKED_ATTENTION = "packed_sdpa"
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.lm.causal_lm import compute_packed_logprobs, outline_causal_lm
-from models.lm.packable_configs import unpackable_config
-from models.lm.packing import Prefixes
-from models.lm.parallel.context_parallel import ContextRanks
-from models.lm.scalar_head import HEAD, compute_packed_scores
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, outline_causal_lm
+from grmpipe.models.lm.packable_configs import unpackable_config
+from grmpipe.models.lm.packing import Prefixes
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.scalar_head import HEAD, compute_packed_scores
 
 WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."
 

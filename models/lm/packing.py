@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 

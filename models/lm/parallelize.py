@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from models.lm.activations import checkpoint_layers
-from models.lm.causal_lm import load_causal_lm, outline_causal_lm
-from models.lm.moe.fp32_router import route_in_float32
-from models.lm.parallel.expert_parallel import divide_experts, gather_early
-from models.lm.parallel.ranks import RankMeshes
-from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
-from models.settings import KEEP_ALL, Activations
+from grmpipe.models.lm.activations import checkpoint_layers
+from grmpipe.models.lm.causal_lm import load_causal_lm, outline_causal_lm
+from grmpipe.models.lm.moe.fp32_router import route_in_float32
+from grmpipe.models.lm.parallel.expert_parallel import divide_experts, gather_early
+from grmpipe.models.lm.parallel.ranks import RankMeshes
+from grmpipe.models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
+from grmpipe.models.settings import KEEP_ALL, Activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

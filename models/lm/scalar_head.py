@@ -12,9 +12,9 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from models.lm.causal_lm import compute_packed_logits, load_causal_lm, load_model, make_on_meta, read_config
-from models.lm.packing import Packing
-from models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.causal_lm import compute_packed_logits, load_causal_lm, load_model, make_on_meta, read_config
+from grmpipe.models.lm.packing import Packing
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 
 HEAD = "score"
 # A sequence classifier has the same trunk and the same head except for a bias, and reads it at the last token.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from models.settings import CHUNK_LOGITS
-from models.types import PromptScoring, TokenScores
+from grmpipe.models.settings import CHUNK_LOGITS
+from grmpipe.models.types import PromptScoring, TokenScores
 
 
 @dataclass(frozen=True, slots=True)

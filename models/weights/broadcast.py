@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from models.bucket_memory import BucketMemory
-from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from models.weights.open_bucket import open_bucket, parse_dtype
-from models.weights.process_group import BroadcastLink
-from models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.bucket_memory import BucketMemory
+from grmpipe.models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
+from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
 class GlooBroadcasts(WeightTransport):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.checksum import checksum
+from grmpipe.models.checksum import checksum
 
 ON_DEVICE = "device-"  # prefix of a sum that isn't xxh3
 WORD_BYTES, WORD_MASK = 8, (1 << 64) - 1

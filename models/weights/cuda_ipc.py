@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
-from models.bucket_memory import BucketMemory
-from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
-from models.weights.open_bucket import open_bucket
-from models.weights.process_group import BroadcastLink
-from models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.bucket_memory import BucketMemory
+from grmpipe.models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
+from grmpipe.models.weights.open_bucket import open_bucket
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
 class CudaMemory(WeightTransport):

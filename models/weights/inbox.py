@@ -5,9 +5,9 @@ in.
 import torch
 from torch import Tensor, nn
 
-from models.types import GroupLink, WeightBucket, WeightTensor
-from models.weights.process_group import BroadcastLink
-from models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.types import GroupLink, WeightBucket, WeightTensor
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 
 class WeightInbox:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.types import InlineBytes, WeightBucket, WeightTensor
-from models.weights.checksums import as_bytes
-from models.weights.open_bucket import num_bytes, open_bucket, parse_dtype
-from models.weights.process_group import BroadcastLink
-from models.weights.sending import UnshardedBucket, WeightTransport
+from grmpipe.models.types import InlineBytes, WeightBucket, WeightTensor
+from grmpipe.models.weights.checksums import as_bytes
+from grmpipe.models.weights.open_bucket import num_bytes, open_bucket, parse_dtype
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
 
 
 class ObjectStore(WeightTransport):

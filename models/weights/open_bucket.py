@@ -10,9 +10,9 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from models.bucket_memory import count_bytes
-from models.types import ModelFiles, Payload, WeightTensor
-from models.weights.process_group import BroadcastLink
+from grmpipe.models.bucket_memory import count_bytes
+from grmpipe.models.types import ModelFiles, Payload, WeightTensor
+from grmpipe.models.weights.process_group import BroadcastLink
 
 
 @singledispatch

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.bucket_memory import BucketMemory
-from models.rendezvous import address_towards, store_at
-from models.types import GroupLink
+from grmpipe.models.bucket_memory import BucketMemory
+from grmpipe.models.rendezvous import address_towards, store_at
+from grmpipe.models.types import GroupLink
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 

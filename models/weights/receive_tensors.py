@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from models.types import WeightBucket, WeightTensor
-from models.weights.checksums import tensor_checksums
-from models.weights.open_bucket import open_bucket, parse_dtype
-from models.weights.process_group import BroadcastLink
-from models.weights.transports import TRANSPORTS, import_transport
+from grmpipe.models.types import WeightBucket, WeightTensor
+from grmpipe.models.weights.checksums import tensor_checksums
+from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.transports import TRANSPORTS, import_transport
 
 for kind in TRANSPORTS.values():
     import_transport(kind.sender)  # importing its file registers the receiving end

@@ -8,12 +8,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.bucket_memory import BucketMemory
-from models.types import SafetensorsFile, WeightBucket, WeightTensor
-from models.weights.open_bucket import open_bucket
-from models.weights.process_group import BroadcastLink
-from models.weights.sending import CPU, UnshardedBucket, WeightTransport
-from models.weights.weight_files import WeightFile, sweep
+from grmpipe.models.bucket_memory import BucketMemory
+from grmpipe.models.types import SafetensorsFile, WeightBucket, WeightTensor
+from grmpipe.models.weights.open_bucket import open_bucket
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.weights.weight_files import WeightFile, sweep
 
 
 class SafetensorsFiles(WeightTransport):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.types import GroupLink, Payload, WeightBucket, WeightTensor
-from models.weights.checksums import tensor_checksums
-from models.weights.transports import import_transport, transport_kind
+from grmpipe.models.types import GroupLink, Payload, WeightBucket, WeightTensor
+from grmpipe.models.weights.checksums import tensor_checksums
+from grmpipe.models.weights.transports import import_transport, transport_kind
 
 CPU = torch.device("cpu")
 Shape = tuple[int, ...]

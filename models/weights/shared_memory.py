@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.bucket_memory import room_for, views
-from models.types import SharedMemory, WeightBucket, WeightTensor
-from models.weights.open_bucket import open_bucket, parse_dtype
-from models.weights.process_group import BroadcastLink
-from models.weights.sending import CPU, UnshardedBucket, WeightTransport
-from models.weights.weight_files import SharedArena, folders_of_shared_memory, sweep
+from grmpipe.models.bucket_memory import room_for, views
+from grmpipe.models.types import SharedMemory, WeightBucket, WeightTensor
+from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.weights.weight_files import SharedArena, folders_of_shared_memory, sweep
 
 
 class SharedMemoryFiles(WeightTransport):

@@ -5,29 +5,29 @@ A new one is a file with both its ends (see shared_memory.py) and a row here. A 
 `sync.transport` names by its dotted path.
 """
 
-from models.import_path import explain_hidden_package, import_module
-from models.types import TransportKind
+from grmpipe.models.import_path import import_module
+from grmpipe.models.types import TransportKind
 
 TRANSPORTS: dict[str, TransportKind] = {
     kind.name: kind
     for kind in (
         TransportKind(
             name="shared_memory",
-            sender="models.weights.shared_memory.SharedMemoryFiles",
+            sender="grmpipe.models.weights.shared_memory.SharedMemoryFiles",
             same_machine=True,
             needs="needs learner and engines on one machine",
         ),
-        TransportKind(name="disk", sender="models.weights.safetensors_files.SafetensorsFiles", folder=True),
+        TransportKind(name="disk", sender="grmpipe.models.weights.safetensors_files.SafetensorsFiles", folder=True),
         TransportKind(
             name="gloo",
-            sender="models.weights.broadcast.GlooBroadcasts",
+            sender="grmpipe.models.weights.broadcast.GlooBroadcasts",
             group="gloo",
             own_processes=True,
             needs="needs the engines in separate processes (cluster=ray)",
         ),
         TransportKind(
             name="nccl",
-            sender="models.weights.broadcast.NcclBroadcasts",
+            sender="grmpipe.models.weights.broadcast.NcclBroadcasts",
             group="nccl",
             own_processes=True,
             gpus="apart",  # NCCL refuses two ranks on one device
@@ -35,13 +35,13 @@ TRANSPORTS: dict[str, TransportKind] = {
         ),
         TransportKind(
             name="cuda_ipc",
-            sender="models.weights.cuda_ipc.CudaMemory",
+            sender="grmpipe.models.weights.cuda_ipc.CudaMemory",
             own_processes=True,  # a process can't open its own handle
             gpus="shared",
             every_rank=True,
             needs="needs every engine on the GPU of a learner rank, in another process",
         ),
-        TransportKind(name="object_store", sender="models.weights.object_store.ObjectStore", inline=True),
+        TransportKind(name="object_store", sender="grmpipe.models.weights.object_store.ObjectStore", inline=True),
     )
 }
 
@@ -66,5 +66,5 @@ def import_transport(path: str) -> object:
     module, _, name = path.rpartition(".")
     found = vars(import_module(module, "sync.transport"))
     if name not in found:
-        raise ValueError(f"sync.transport: the module {module} has no {name}{explain_hidden_package(module)}")
+        raise ValueError(f"sync.transport: the module {module} has no {name}")
     return found[name]

@@ -11,9 +11,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from models.types import Engine
-from scheduler.placement import Placement, Seat
-from scheduler.processes.start_turns import StartTurns
+from grmpipe.models.types import Engine
+from grmpipe.scheduler.placement import Placement, Seat
+from grmpipe.scheduler.processes.start_turns import StartTurns
 
 # (rank, world_size, init_method) -> the member. init_method: for torch.distributed; None for a single rank.
 MemberFactory = Callable[[int, int, str | None], object]

@@ -1,6 +1,6 @@
 """Waits until a running Ray has as many nodes as a script has started.
 
-python -m scheduler.processes.await_nodes ADDRESS NODES [SECONDS]
+python -m grmpipe.scheduler.processes.await_nodes ADDRESS NODES [SECONDS]
 
 Its machine must be one of the nodes: Ray's clients talk to a raylet beside them.
 """

@@ -9,8 +9,8 @@ from typing import cast
 
 import msgspec
 
-from models.import_path import put_working_folder_last
-from models.types import (
+from grmpipe.models.import_path import put_working_folder_last
+from grmpipe.models.types import (
     Completion,
     Engine,
     EngineDied,
@@ -23,10 +23,10 @@ from models.types import (
     WeightBucket,
     WeightReceipt,
 )
-from scheduler.processes.actors import Closable, EngineFactory
-from scheduler.processes.call_order import OrderedHost
-from scheduler.processes.unix_rpc import RpcServer
-from scheduler.processes.wire_types import Dialect, RemoteError, rebuild_error, remote_error
+from grmpipe.scheduler.processes.actors import Closable, EngineFactory
+from grmpipe.scheduler.processes.call_order import OrderedHost
+from grmpipe.scheduler.processes.unix_rpc import RpcServer
+from grmpipe.scheduler.processes.wire_types import Dialect, RemoteError, rebuild_error, remote_error
 
 NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
 # Errors of an engine that callers distinguish; any other arrives as a RuntimeError with its traceback.

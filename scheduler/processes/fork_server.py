@@ -1,6 +1,6 @@
 """A process that imports large libraries once, from which Ray's workers on this machine are forked.
 
-    python -m scheduler.processes.fork_server LISTENER CONTROL [module ...]    # two open files
+    python -m grmpipe.scheduler.processes.fork_server LISTENER CONTROL [module ...]    # two open files
 
     driver -> fork_workers: this process, which imports, beside the driver's own work
     Ray    -> fork_client for each worker: arguments, environment and files -> this process forks
@@ -27,8 +27,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
-from scheduler.processes import fork_client
-from scheduler.processes.process_signals import SENT_TO_ALL
+from grmpipe.scheduler.processes import fork_client
+from grmpipe.scheduler.processes.process_signals import SENT_TO_ALL
 
 END_S = 5.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # what Ray sets for a worker with at most one core; here libraries read it first

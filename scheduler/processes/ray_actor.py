@@ -13,14 +13,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from models.import_path import put_working_folder_last, worker_setup
-from models.types import WeightBucket
-from scheduler.placement import Seat
-from scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
-from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
-from scheduler.processes.call_order import OrderedHost
-from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer, socket_path
-from scheduler.processes.wire_types import Dialect, RemoteTraceback, UntypedCall
+from grmpipe.models.import_path import put_working_folder_last, worker_setup
+from grmpipe.models.types import WeightBucket
+from grmpipe.scheduler.placement import Seat
+from grmpipe.scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
+from grmpipe.scheduler.processes.call_limits import MEMBER_CALL, CallLimits
+from grmpipe.scheduler.processes.call_order import OrderedHost
+from grmpipe.scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer, socket_path
+from grmpipe.scheduler.processes.wire_types import Dialect, RemoteTraceback, UntypedCall
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def define_actor(host: type[OrderedHost]) -> type:
             import importlib
 
             set_up()
-            importlib.import_module("scheduler.processes.process_signals").leave_to_driver()
+            importlib.import_module("grmpipe.scheduler.processes.process_signals").leave_to_driver()
             self._host: OrderedHost = vars(importlib.import_module(module))[name]()
 
         async def call_in_order(self, number: int, method: str, *args: object) -> object:

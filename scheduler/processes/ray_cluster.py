@@ -24,14 +24,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from models.types import Engine
-from scheduler.placement import ClusterConfig, Placement, Seat, bundles_by_node, check_capacity
-from scheduler.processes.actors import LOOPBACK, ActorRanks, EngineFactory, MemberFactory
-from scheduler.processes.call_limits import CallLimits
-from scheduler.processes.call_order import OrderedHost
-from scheduler.processes.engine_host import EngineHost
-from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, define_actor, first_cause
-from scheduler.processes.ray_start import (
+from grmpipe.models.types import Engine
+from grmpipe.scheduler.placement import ClusterConfig, Placement, Seat, bundles_by_node, check_capacity
+from grmpipe.scheduler.processes.actors import LOOPBACK, ActorRanks, EngineFactory, MemberFactory
+from grmpipe.scheduler.processes.call_limits import CallLimits
+from grmpipe.scheduler.processes.call_order import OrderedHost
+from grmpipe.scheduler.processes.engine_host import EngineHost
+from grmpipe.scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, define_actor, first_cause
+from grmpipe.scheduler.processes.ray_start import (
     count_threads,
     free_now,
     init_ray,
@@ -40,8 +40,8 @@ from scheduler.processes.ray_start import (
     select_env_vars,
     without_allocator,
 )
-from scheduler.processes.remote_engine import RemoteEngine
-from scheduler.processes.start_turns import StartTurns
+from grmpipe.scheduler.processes.remote_engine import RemoteEngine
+from grmpipe.scheduler.processes.start_turns import StartTurns
 
 log = logging.getLogger(__name__)
 ROOM_EVERY_S = 5.0

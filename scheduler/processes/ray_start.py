@@ -14,10 +14,10 @@ from pathlib import Path
 import ray
 from ray.exceptions import AuthenticationError
 
-from models.import_path import PACKAGES, worker_setup
-from scheduler.placement import ClusterConfig, NodeCapacity
-from scheduler.processes.fork_server import worker_command
-from scheduler.processes.process_signals import block_signals, kill_with_children, rearm_handlers
+from grmpipe.models.import_path import worker_setup
+from grmpipe.scheduler.placement import ClusterConfig, NodeCapacity
+from grmpipe.scheduler.processes.fork_server import worker_command
+from grmpipe.scheduler.processes.process_signals import block_signals, kill_with_children, rearm_handlers
 
 ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
 
@@ -129,7 +129,7 @@ def count_threads(nodes: Sequence[NodeCapacity], gpus: float) -> int:
 
 def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]) -> None:
     """Join a running Ray. Raises ValueError if nothing answers at the address, or a package can't be imported here."""
-    modules = [_find_source(name) for name in dict.fromkeys((*PACKAGES, *packages))]
+    modules = [_find_source(name) for name in dict.fromkeys(("grmpipe", *packages))]
     _knock(address)
     try:
         ray.init(

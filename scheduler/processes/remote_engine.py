@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from models.types import (
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     GroupLink,
@@ -17,8 +17,8 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from scheduler.processes.actors import ActorDied
-from scheduler.processes.engine_host import (
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.processes.engine_host import (
     ENGINE_ERRORS,
     Abort,
     Cancel,
@@ -29,7 +29,7 @@ from scheduler.processes.engine_host import (
     Message,
     Notice,
 )
-from scheduler.processes.wire_types import rebuild_error
+from grmpipe.scheduler.processes.wire_types import rebuild_error
 
 
 class Host(Protocol):

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from scheduler.placement import Placement, Seat
+from grmpipe.scheduler.placement import Placement, Seat
 
 
 class StartTurns:

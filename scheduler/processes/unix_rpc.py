@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.processes.wire_types import (
+from grmpipe.scheduler.processes.wire_types import (
     Dialect,
     RemoteError,
     args_type,

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import inspect as types_of
 
-from models.types import EngineDied, EngineRefused, Payload
+from grmpipe.models.types import EngineDied, EngineRefused, Payload
 
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("?", "B", "b", "h", "i", "q", "e", "f", "d"))}
 Plain = str | int | float | bool | None | tuple[str, ...]

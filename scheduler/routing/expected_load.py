@@ -4,8 +4,8 @@ import math
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
-from models.types import SamplingParams
-from scheduler.routing.members import RoleMembers
+from grmpipe.models.types import SamplingParams
+from grmpipe.scheduler.routing.members import RoleMembers
 
 SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
 ANSWERS_AHEAD = 2  # by which an engine with a queue must exceed one with a free row, to lose a request to it

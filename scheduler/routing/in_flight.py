@@ -7,9 +7,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from models.types import RequestContext
-from scheduler.routing.members import TrackedRequest
-from scheduler.routing.speed_estimate import RateEstimator
+from grmpipe.models.types import RequestContext
+from grmpipe.scheduler.routing.members import TrackedRequest
+from grmpipe.scheduler.routing.speed_estimate import RateEstimator
 
 NEVER_S = 1e9  # finish time of a role without a slot
 

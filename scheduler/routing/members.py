@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from models.types import Engine, EngineDied
-from scheduler.events import EventSink
+from grmpipe.models.types import Engine, EngineDied
+from grmpipe.scheduler.events import EventSink
 
 OnDeath = Callable[[str, EngineDied], bool]  # (name, cause of a dead engine) -> whether it will be replaced
 

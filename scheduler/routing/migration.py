@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from models.types import Completion, SamplingParams
-from models.version_spans import join_spans
+from grmpipe.models.types import Completion, SamplingParams
+from grmpipe.models.version_spans import join_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from models.priority_gate import PriorityGate
-from scheduler.clock import RESOLUTION_S
+from grmpipe.models.priority_gate import PriorityGate
+from grmpipe.scheduler.clock import RESOLUTION_S
 
 BURST_S = 1.0  # capacity of a bucket, in seconds of its rate
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from models.types import (
+from grmpipe.models.types import (
     Completion,
     Engine,
     EngineDied,
@@ -21,11 +21,11 @@ from models.types import (
     SamplingParams,
     ignore_first_token,
 )
-from scheduler.events import EventSink, NoEvents
-from scheduler.routing.expected_load import LoadEstimate
-from scheduler.routing.in_flight import RoleLoad
-from scheduler.routing.members import Death, RequestMoved, RoleMembers, TrackedRequest
-from scheduler.routing.migration import Continuation, PartialRequest, can_be_continued
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.routing.expected_load import LoadEstimate
+from grmpipe.scheduler.routing.in_flight import RoleLoad
+from grmpipe.scheduler.routing.members import Death, RequestMoved, RoleMembers, TrackedRequest
+from grmpipe.scheduler.routing.migration import Continuation, PartialRequest, can_be_continued
 
 NO_REQUEST = "health look"  # no request has this id: aborting it tests an engine and changes nothing
 

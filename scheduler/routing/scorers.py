@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from models.types import EngineDied
-from scheduler.events import EventSink, NoEvents
-from scheduler.processes.actors import ActorDied, ActorRanks
+from grmpipe.models.types import EngineDied
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.processes.actors import ActorDied, ActorRanks
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ throughput of overlapping steps, which thin batches on many slots waste).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from models.bounds import Bounded, above, one_of
-from scheduler.routing.in_flight import RoleBacklog
+from grmpipe.models.bounds import Bounded, above, one_of
+from grmpipe.scheduler.routing.in_flight import RoleBacklog
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
 SWAPS = ("auto", "sleep", "weights")

@@ -17,15 +17,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-from models.types import Engine, EngineDied
-from scheduler.clock import Standstill
-from scheduler.events import EventSink, NoEvents
-from scheduler.routing.in_flight import NEVER_S
-from scheduler.routing.router import Router
-from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
-from scheduler.slots.engine_replacement import BringCurrent, need_no_weights
-from scheduler.slots.sleep import SleepingEngine, sleep_engine
-from scheduler.weights.weight_push import SyncReport
+from grmpipe.models.types import Engine, EngineDied
+from grmpipe.scheduler.clock import Standstill
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.routing.in_flight import NEVER_S
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
+from grmpipe.scheduler.slots.engine_replacement import BringCurrent, need_no_weights
+from grmpipe.scheduler.slots.sleep import SleepingEngine, sleep_engine
+from grmpipe.scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
 

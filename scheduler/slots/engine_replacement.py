@@ -14,15 +14,15 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass
 
-from models.bounds import Bounded, above, at_least
-from models.types import Engine, EngineDied
-from scheduler.clock import Standstill
-from scheduler.events import EventSink, NoEvents
-from scheduler.routing.router import NO_REQUEST, Router
-from scheduler.slots.replacement_tries import WINDOW_S, ReplacementTries
-from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
-from scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
-from scheduler.weights.weight_sync import NoEngines, WeightSync
+from grmpipe.models.bounds import Bounded, above, at_least
+from grmpipe.models.types import Engine, EngineDied
+from grmpipe.scheduler.clock import Standstill
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.routing.router import NO_REQUEST, Router
+from grmpipe.scheduler.slots.replacement_tries import WINDOW_S, ReplacementTries
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
+from grmpipe.scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
+from grmpipe.scheduler.weights.weight_sync import NoEngines, WeightSync
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from models.types import (
+from grmpipe.models.types import (
     Completion,
     Engine,
     GroupLink,
@@ -20,7 +20,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from scheduler.slots.engine_replacement import Restart
+from grmpipe.scheduler.slots.engine_replacement import Restart
 
 
 @dataclass(slots=True, eq=False)

@@ -3,8 +3,8 @@
 import logging
 from typing import Protocol, runtime_checkable
 
-from models.types import Engine, Sleeper
-from scheduler.routing.router import Router
+from grmpipe.models.types import Engine, Sleeper
+from grmpipe.scheduler.routing.router import Router
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from models.types import Engine, EngineDied, OnDevice
-from scheduler.clock import Standstill
-from scheduler.events import EventSink, NoEvents
-from scheduler.routing.router import Router
-from scheduler.slots.engine_replacement import BringCurrent, need_no_weights
-from scheduler.slots.sleep import SleepingEngine, sleep_engine
-from scheduler.weights.weight_push import SyncReport
+from grmpipe.models.types import Engine, EngineDied, OnDevice
+from grmpipe.scheduler.clock import Standstill
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.slots.engine_replacement import BringCurrent, need_no_weights
+from grmpipe.scheduler.slots.sleep import SleepingEngine, sleep_engine
+from grmpipe.scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.types import TransportKind
+from grmpipe.models.types import TransportKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

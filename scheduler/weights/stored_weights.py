@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from models.types import Engine, GroupLink, ModelFiles, WeightBucket
-from scheduler.weights.weight_push import Push, SyncConfig, SyncReport
+from grmpipe.models.types import Engine, GroupLink, ModelFiles, WeightBucket
+from grmpipe.scheduler.weights.weight_push import Push, SyncConfig, SyncReport
 
 VERSION = 0  # of untrained weights
 

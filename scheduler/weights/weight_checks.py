@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from models.types import WeightBucket, WeightReceipt, WeightTensor
+from grmpipe.models.types import WeightBucket, WeightReceipt, WeightTensor
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LAYERS_SHOWN = 4

@@ -14,10 +14,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
 
-from models.bounds import Bounded, above, at_least
-from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
-from scheduler.run_together import run_together
-from scheduler.weights.weight_checks import (
+from grmpipe.models.bounds import Bounded, above, at_least
+from grmpipe.models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
+from grmpipe.scheduler.run_together import run_together
+from grmpipe.scheduler.weights.weight_checks import (
     WeightMismatch,
     check_finite,
     check_probe,

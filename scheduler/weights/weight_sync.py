@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from models.types import Engine, EngineDied, GroupBackend, GroupLink
-from scheduler.weights.weight_push import JOIN_S, LEARNER, Push, SyncConfig, SyncReport, WeightSource
+from grmpipe.models.types import Engine, EngineDied, GroupBackend, GroupLink
+from grmpipe.scheduler.weights.weight_push import JOIN_S, LEARNER, Push, SyncConfig, SyncReport, WeightSource
 
 # Of the deadline: a broadcast whose peer is gone must end before the next push, which queues behind it.
 GROUP_TIMEOUT_SHARE = 1 / 3

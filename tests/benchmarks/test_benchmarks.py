@@ -23,11 +23,11 @@ import quickstart  # noqa: E402
 
 from grmpipe.envs.play import RolloutRequest  # noqa: E402
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter  # noqa: E402
+from grmpipe.models.types import Completion, Message, VersionSpan  # noqa: E402
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, TrainedBatch  # noqa: E402
+from grmpipe.scheduler.events import NoEvents  # noqa: E402
+from grmpipe.scheduler.weights.weight_sync import SyncReport  # noqa: E402
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict  # noqa: E402
-from models.types import Completion, Message, VersionSpan  # noqa: E402
-from scheduler.events import NoEvents  # noqa: E402
-from scheduler.weights.weight_sync import SyncReport  # noqa: E402
 
 PROCESS = quickstart.Process(
     checked_s=4.0, ready_s=10.0, ended_s=100.0, busy_share=0.02, commit_date="2026-01-01 00:00",

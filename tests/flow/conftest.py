@@ -20,11 +20,11 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.build.start_cluster import PRELOADED
+from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig, place
+from grmpipe.scheduler.processes.fork_server import fork_workers
 from grmpipe.tasks import run_task
 from grmpipe.train.learner.learner import Learner
 from grmpipe.types import Metrics, MicroBatch
-from scheduler.placement import ClusterConfig, PlacementConfig, place
-from scheduler.processes.fork_server import fork_workers
 
 ROOT = Path(__file__).parents[2]
 # Small enough for a test: a step takes a second.
@@ -125,7 +125,7 @@ def run_once(
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
     """One Ray for the runs of a file, which start and end their own processes on it."""
-    from scheduler.processes.ray_cluster import RayCluster
+    from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
     with fork_workers(PRELOADED):
         cluster = asyncio.run(RayCluster.start(ClusterConfig(), place(PlacementConfig(), ())))

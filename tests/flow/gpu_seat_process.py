@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.ray_cluster import RayCluster
+from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
 
 def main(address: str) -> None:

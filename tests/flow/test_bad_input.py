@@ -15,8 +15,8 @@ from forks import Forked
 from safetensors.torch import load_file, save_file
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.engines.installed import vllm_missing
 from grmpipe.tiny.resolve import SHIPPED
-from models.engines.installed import vllm_missing
 
 ROOT = Path(__file__).parents[2]
 LONG = "word " * 700  # the tiny policy's window has 512 tokens

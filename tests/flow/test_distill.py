@@ -10,10 +10,10 @@ from teacher_endpoint import serve_teacher
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.data.catalogs import resolve_model
+from grmpipe.models.chat.renderer import Renderer
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_reader import read_run
 from grmpipe.types import Verdict
-from models.chat.renderer import Renderer
 
 TEACHER = ("+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}")
 ALONE = (*TEACHER, "reward=none")

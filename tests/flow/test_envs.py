@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.chat.renderer import Renderer
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.tiny.resolve import SHIPPED
-from models.chat.renderer import Renderer
 
 SOURCE = '''
 """A user's environment: asks once more, and breaks down as often as it is asked to."""
@@ -25,7 +25,7 @@ import random
 import numpy as np
 
 from grmpipe.envs.env import EnvFault, Observation, Opening, PolicyFault
-from models.types import Message
+from grmpipe.models.types import Message
 
 OPENED, CLOSED = [], []
 

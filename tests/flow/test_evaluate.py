@@ -10,8 +10,8 @@ import pytest
 
 from grmpipe import RunReader, read_run
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.types import EngineDied
 from grmpipe.run.errors import RunFailed
-from models.types import EngineDied
 
 EVALUATE = ("task=evaluate", "evaluate.num_items=24", "evaluate.ks=[1,2,4]")
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.tiny.resolve import SHIPPED
-from models.lm.causal_lm import load_causal_lm
 
 LORA = (
     "judge=rule", "train.num_steps=3", "train.checkpoint_every=2", "train.lr=3e-3", "algorithm.kl_coefficient=0.01",

@@ -15,10 +15,10 @@ from transformers import Qwen3ForTokenClassification
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.scalar_head import find_head, start_scalar_head
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import resolve_model
-from models.lm.checkpoint import export_hf
-from models.lm.scalar_head import find_head, start_scalar_head
 
 ROOT = Path(__file__).parents[2]
 SMALL_TRAINING = (

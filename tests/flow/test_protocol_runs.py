@@ -19,9 +19,9 @@ from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
+from grmpipe.models.types import EngineSpeed, Message
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 from grmpipe.types import Prompt
-from models.types import EngineSpeed, Message
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 
 @pytest.mark.long

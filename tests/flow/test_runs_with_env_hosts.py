@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = """
 import asyncio
 from grmpipe.envs.env import Observation, Opening
-from models.types import Message
+from grmpipe.models.types import Message
 
 
 class Waits:

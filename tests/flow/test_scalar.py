@@ -17,14 +17,14 @@ from transformers import AutoConfig, Qwen3ForSequenceClassification
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.engines.endpoint_use import NoRequestLog
+from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
 from grmpipe.run.build.start_scorers import start_scalar_models
+from grmpipe.scheduler.events import NoEvents
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.models import find_scalar_models
 from grmpipe.validate.prepare import prepare
-from models.engines.endpoint_use import NoRequestLog
-from models.engines.openai.pooling_scorer import PoolingScorer
-from scheduler.events import NoEvents
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ("+experiment=quickstart", "cluster=inprocess", "tracking=none")

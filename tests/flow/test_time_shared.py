@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from grmpipe.models.engines.embedded.embedded_worker import EmbeddedWorker
 from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.tasks import RunFailed
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup
-from models.engines.embedded.embedded_worker import EmbeddedWorker
 
 BY_TURNS = ("placement=time_shared", "placement.pools.all.slots=1")
 

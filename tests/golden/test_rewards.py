@@ -8,10 +8,10 @@ import pytest
 from grmpipe.algorithm.advantages import returns
 from grmpipe.algorithm.rewards import Rewards, overlong, place_rewards, shape_rewards
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.train.batching.kl_in_reward import rollout_key
 from grmpipe.train.batching.samples import compute_rewards
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, VersionSpan
 
 
 def rollout(*lengths: int) -> Rollout:

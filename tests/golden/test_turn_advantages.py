@@ -14,8 +14,8 @@ from grmpipe.algorithm.rewards import Rewards, place_rewards
 from grmpipe.algorithm.turn_advantages import gae_of_turns
 from grmpipe.config.algorithm_tables import GaeTurns, Gigpo, MtGrpo
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, VersionSpan
 
 DRAW = np.random.default_rng(3)
 

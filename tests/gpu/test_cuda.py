@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.batching.packer import pack, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
-from models.chat.renderer import Renderer
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
-from models.settings import EmbeddedConfig
-from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import Completion, RequestContext, SamplingParams
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.settings import EmbeddedConfig
-from models.types import Completion, RequestContext, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

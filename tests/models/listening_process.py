@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from models.lm.parallel.ranks import join_ranks
-from models.types import GroupLink
-from models.weights.process_group import BroadcastLink
+from grmpipe.models.lm.parallel.ranks import join_ranks
+from grmpipe.models.types import GroupLink
+from grmpipe.models.weights.process_group import BroadcastLink
 
 LISTENING = "0A"  # the state in the kernel's tables
 

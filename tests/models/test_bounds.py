@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from models.bounds import Bounded, above, at_least, not_empty, one_of
+from grmpipe.models.bounds import Bounded, above, at_least, not_empty, one_of
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from models.freed_memory import keep_freed_memory
+from grmpipe.models.freed_memory import keep_freed_memory
 
 BYTES = 3 << 20  # below the size from which numpy asks for huge pages
 

@@ -10,11 +10,11 @@ import torch
 from gguf import GGUFWriter, LlamaFileType, TokenType
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.hub import find_files
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.types import Message
 from grmpipe.tiny.tokenizer import build_tokenizer
-from models.chat.renderer import Renderer
-from models.hub import find_files
-from models.lm.causal_lm import load_causal_lm
-from models.types import Message
 
 CONFIG = LlamaConfig(
     vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

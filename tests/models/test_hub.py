@@ -11,8 +11,8 @@ import httpx
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from grmpipe.models.hub import NotHere, find_files, find_missing_files
 from grmpipe.tiny.resolve import SHIPPED
-from models.hub import NotHere, find_files, find_missing_files
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forks import Forked
 
-from models.rendezvous import address_towards, find_interface, store_at
+from grmpipe.models.rendezvous import address_towards, find_interface, store_at
 
 SCRIPT = Path(__file__).with_name("listening_process.py")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.env import mcp_server
-from models.settings import OpenAIConfig, SglangConfig
-from models.urls import check_url, join_path
+from grmpipe.models.settings import OpenAIConfig, SglangConfig
+from grmpipe.models.urls import check_url, join_path
 
 WRONG = [
     ("api.openai.com/v1", "must begin with http:// or https://"),

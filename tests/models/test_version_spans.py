@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.types import VersionSpan
-from models.version_spans import join_spans
+from grmpipe.models.types import VersionSpan
+from grmpipe.models.version_spans import join_spans
 
 
 def span(version: int, start: int, end: int) -> VersionSpan:

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from scheduler.admission import Admission, AdmissionPace, Ledger
+from grmpipe.scheduler.admission import Admission, AdmissionPace, Ledger
 
 
 def test_capacity_follows_the_published_formula() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from scheduler.clock import ActiveClock, Standstill
+from grmpipe.scheduler.clock import ActiveClock, Standstill
 
 
 def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_once() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import daemon_threads
-from scheduler.daemon_threads import DaemonThreads, TooManyStuck, in_own_thread
+from grmpipe.scheduler import daemon_threads
+from grmpipe.scheduler.daemon_threads import DaemonThreads, TooManyStuck, in_own_thread
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +78,7 @@ def test_an_executor_has_an_upper_bound_of_threads(monkeypatch: pytest.MonkeyPat
 
 HANGS = """
 import asyncio, threading
-from scheduler.daemon_threads import in_own_thread
+from grmpipe.scheduler.daemon_threads import in_own_thread
 
 async def main():
     try:

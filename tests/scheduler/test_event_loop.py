@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import event_loop
-from scheduler.event_loop import TimeIsUp, run_to_end, within
+from grmpipe.scheduler import event_loop
+from grmpipe.scheduler.event_loop import TimeIsUp, run_to_end, within
 
 ROOT = Path(__file__).parents[2]
 LEFT_BEHIND = """
 import asyncio, threading, time
-from scheduler import event_loop
+from grmpipe.scheduler import event_loop
 event_loop.END_S = 0.2
 
 async def stubborn():

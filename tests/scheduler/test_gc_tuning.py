@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler import gc_tuning
-from scheduler.gc_tuning import INFREQUENT, infrequent_gc, is_frozen
+from grmpipe.scheduler import gc_tuning
+from grmpipe.scheduler.gc_tuning import INFREQUENT, infrequent_gc, is_frozen
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.host_memory import read_memory_bytes
+from grmpipe.scheduler.host_memory import read_memory_bytes
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import (
+from grmpipe.scheduler.placement import (
     NodeCapacity,
     PlacementConfig,
     PoolConfig,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler.run_together import describe_failure, raise_first_failure, run_together, run_until
+from grmpipe.scheduler.run_together import describe_failure, raise_first_failure, run_together, run_until
 
 
 async def forever(ended: list[str], name: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from scheduler.work_queue import Stage
+from grmpipe.scheduler.work_queue import Stage
 
 
 def test_a_stage_never_exceeds_its_width_and_knows_how_long_it_was_busy() -> None:

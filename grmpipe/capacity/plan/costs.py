@@ -23,11 +23,11 @@ from grmpipe.capacity.plan.work import pack_group, pack_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
-from models.lm.flops import PackedSizes
-from models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint
-from models.settings import LoraConfig
-from models.types import EngineSpeed
-from scheduler.devices import DeviceSpec
+from grmpipe.models.lm.flops import PackedSizes
+from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint
+from grmpipe.models.settings import LoraConfig
+from grmpipe.models.types import EngineSpeed
+from grmpipe.scheduler.devices import DeviceSpec
 
 NO_ADAPTERS = LoraConfig()
 

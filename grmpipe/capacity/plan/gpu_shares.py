@@ -13,9 +13,9 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
-from models.settings import DEFAULT_MEMORY_SHARE
-from scheduler.devices import GB
-from scheduler.placement import Seat
+from grmpipe.models.settings import DEFAULT_MEMORY_SHARE
+from grmpipe.scheduler.devices import GB
+from grmpipe.scheduler.placement import Seat
 
 USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
 

@@ -11,11 +11,11 @@ from grmpipe.config.critic import critic_train
 from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
+from grmpipe.models.settings import LoraConfig
+from grmpipe.scheduler.devices import GB
+from grmpipe.scheduler.placement import Placement, PoolConfig, Seat
 from grmpipe.train.learner.learner_spec import choose_frozen_dtype
-from models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
-from models.settings import LoraConfig
-from scheduler.devices import GB
-from scheduler.placement import Placement, PoolConfig, Seat
 
 # Of an engine on a GPU, assumed: what its largest step computes at once in one layer, and the stream between layers. A
 # step of SGLang has 8192 tokens at most, one of vLLM 2048 unless its max_num_batched_tokens is set.

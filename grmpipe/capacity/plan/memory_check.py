@@ -11,9 +11,9 @@ from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, li
 from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, memory_of_slots, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_longest, with_memory
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.validate.data import Data
 from grmpipe.validate.prepare import Prepared
-from models.lm.footprint import read_footprint
 
 
 def divide_gpus(prepared: Prepared) -> Prepared:

@@ -12,10 +12,10 @@ from grmpipe.capacity.plan.memory import column_width, list_memory, memory, over
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
 from grmpipe.config.run_config import RunConfig
+from grmpipe.models.engines.engine_kind import EngineOptions
+from grmpipe.models.settings import EngineConfig
+from grmpipe.scheduler.placement import describe
 from grmpipe.validate.notes import device_notes, hyperparameter_notes
-from models.engines.engine_kind import EngineOptions
-from models.settings import EngineConfig
-from scheduler.placement import describe
 
 # Judges that ask no model, or one with a scalar head.
 KIND_IN_WORDS = {

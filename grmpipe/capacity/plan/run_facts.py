@@ -10,6 +10,10 @@ from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
+from grmpipe.models.hub import find_files
+from grmpipe.models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
+from grmpipe.scheduler.devices import DeviceSpec, device_called, find_device
+from grmpipe.scheduler.placement import Placement, PoolConfig
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.data import Data, read_data
@@ -20,10 +24,6 @@ from grmpipe.validate.models import find_critic, find_model
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.role_placement import seat_roles
 from grmpipe.validate.sections import ModelNotHere, section
-from models.hub import find_files
-from models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
-from scheduler.devices import DeviceSpec, device_called, find_device
-from scheduler.placement import Placement, PoolConfig
 
 LONGEST_PROMPTS = 8  # by characters: the one with the most tokens is most likely among them
 
@@ -212,7 +212,7 @@ def size_scorer(role: str, config: RunConfig) -> tuple[Sized, list[str]]:
         shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
         return Sized(role=role, footprint=known), [f"{key}.{error} (its scalar head)"]
-    from models.lm.scalar_head import scalar_config  # late: seconds, which few plans need
+    from grmpipe.models.lm.scalar_head import scalar_config  # late: seconds, which few plans need
 
     with section(f"{key}."):
         scalar_config(directory)

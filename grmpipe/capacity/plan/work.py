@@ -14,10 +14,10 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimate_tokens
 from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.models.lm.flops import PackedSizes
+from grmpipe.models.types import Message
 from grmpipe.run.features.cotrain.grm_settings import grm_algorithm
 from grmpipe.types import Prompt
-from models.lm.flops import PackedSizes
-from models.types import Message
 
 SAMPLED_PROMPTS = 64  # prompts for their mean length
 

@@ -5,8 +5,8 @@ cores, they alternate, and each switch begins with cold caches.
 """
 
 from grmpipe.capacity.lower_bound import DRIVER, is_on_cpu
-from models.engines.simulated.simulated_rate import SharedDevice
-from scheduler.placement import Placement
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice
+from grmpipe.scheduler.placement import Placement
 
 # Of the work, for one further process per core: engines on two cores (benchmarks/turns.md).
 CONTEXT_SWITCH_COST = 0.16

@@ -19,26 +19,26 @@ from grmpipe.capacity.simulate.workload import Workload, make_flow, make_judge, 
 from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
+from grmpipe.models.engines.simulated.simulated_engine import SimulatedEngine
+from grmpipe.models.types import Engine
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.build.compose_pipeline import Learners, compose
 from grmpipe.run.build.make_judge import make_teachers
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.gc_tuning import infrequent_gc
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.routing.migration import Continuation
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
+from grmpipe.scheduler.slots.time_share import SharedRole, TimeShare
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
-from models.engines.simulated.simulated_engine import SimulatedEngine
-from models.types import Engine
-from scheduler.events import EventSink, NoEvents
-from scheduler.gc_tuning import infrequent_gc
-from scheduler.placement import Placement
-from scheduler.routing.migration import Continuation
-from scheduler.routing.router import Router
-from scheduler.run_together import run_until
-from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.time_share import SharedRole, TimeShare
-from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)
 

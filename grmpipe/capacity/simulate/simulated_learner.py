@@ -6,11 +6,11 @@ import numpy as np
 
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.simulate.simulated_process import SimulatedProcess
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice
+from grmpipe.models.types import InlineBytes, WeightBucket, WeightTensor
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch, OldPass
-from models.checksum import checksum
-from models.engines.simulated.simulated_rate import SharedDevice
-from models.types import InlineBytes, WeightBucket, WeightTensor
 
 
 class SimulatedRanks(SimulatedProcess):

@@ -3,8 +3,8 @@
 import asyncio
 
 from grmpipe.judge.grm import GrmPrompt, LocalGrm, PromptRenderer
-from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
-from models.types import Completion, Generates, RequestContext, SamplingParams
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
+from grmpipe.models.types import Completion, Generates, RequestContext, SamplingParams
 
 
 class SimulatedProcess:

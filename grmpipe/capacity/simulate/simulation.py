@@ -22,11 +22,11 @@ from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
+from grmpipe.models.types import Message
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
 from grmpipe.pipeline.service_health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
-from models.types import Message
 
 
 def run_simulation(config: RunConfig) -> tuple[str, float]:

@@ -6,8 +6,8 @@ from grmpipe.capacity.plan.plan_report import seconds
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun
 from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.run_config import RunConfig
-from scheduler.placement import Placement
-from scheduler.placement import describe as describe_placement
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.placement import describe as describe_placement
 
 FULLY_BUSY = 0.95
 

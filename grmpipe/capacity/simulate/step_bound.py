@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, POLICY, busiest_slot_s, is_learning, is_on_cpu
-from scheduler.placement import Placement
+from grmpipe.scheduler.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

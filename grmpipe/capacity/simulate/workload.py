@@ -18,10 +18,10 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.prompt import find_template
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.teaching import NoReward
+from grmpipe.models.types import Generates, SamplingParams
 from grmpipe.pipeline.interfaces import FlowConfig
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Judge, Prompt, Rollout
-from models.types import Generates, SamplingParams
-from scheduler.routing.router import Router
 
 WRITTEN = ("score_line", "boxed")  # parsers that read what a simulation writes
 NO_WAIT_S = 1e6  # too long to be worth a warning

@@ -12,8 +12,8 @@ from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import RunKeys, RunSections, SharedSections
 from grmpipe.config.train import TrainConfig
-from models.settings import AUTO, PolicyConfig
-from scheduler.placement import PlacementConfig
+from grmpipe.models.settings import AUTO, PolicyConfig
+from grmpipe.scheduler.placement import PlacementConfig
 
 Section = TypeVar("Section", PolicyConfig, GrmConfig, JudgeConfig, RewardConfig)
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # the meaning of dtype=auto, on a GPU and elsewhere

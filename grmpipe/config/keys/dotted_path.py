@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable
 
-from models.import_path import explain_hidden_package, import_module
+from grmpipe.models.import_path import import_module
 
 
 def is_dotted(path: str) -> bool:
@@ -18,7 +18,7 @@ def find_at(path: str, key: str) -> object:
         raise ValueError(f"{key}: {path!r} is not a dotted path; type it like my_package.my_module.my_name")
     names = vars(import_module(module_name, key))
     if name not in names:
-        raise ValueError(f"{key}: the module {module_name} has no {name}{explain_hidden_package(module_name)}")
+        raise ValueError(f"{key}: the module {module_name} has no {name}")
     return names[name]
 
 

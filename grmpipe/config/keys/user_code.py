@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from models.import_path import is_library, list_our_folders
+from grmpipe.models.import_path import is_library, list_our_folders
 
 MAX_CHARS = 2000  # of a text in an error
 MAX_SHOWN = 120  # characters of a value in an error

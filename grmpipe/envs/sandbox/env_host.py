@@ -25,7 +25,7 @@ from grmpipe.envs.sandbox.hosted_env import ENDING_S
 from grmpipe.envs.sandbox.isolation_report import answers, describe_missing, isolation_report, weaknesses
 from grmpipe.envs.sandbox.process_host import ProcessHost
 from grmpipe.envs.tools.mcp_tools import McpServers
-from scheduler.events import EventSink
+from grmpipe.scheduler.events import EventSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

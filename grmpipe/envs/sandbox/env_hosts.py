@@ -16,10 +16,10 @@ from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.env_host import longer
 from grmpipe.envs.sandbox.host_member import HostStarted
 from grmpipe.envs.sandbox.remote_host import RemoteEnv, RemoteHost
-from scheduler.events import EventSink
-from scheduler.processes.actors import ActorDied, ActorRanks
-from scheduler.slots.engine_replacement import RETRY_AFTER_S, HealthConfig
-from scheduler.slots.replacement_tries import ReplacementTries
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import ActorDied, ActorRanks
+from grmpipe.scheduler.slots.engine_replacement import RETRY_AFTER_S, HealthConfig
+from grmpipe.scheduler.slots.replacement_tries import ReplacementTries
 
 log = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from grmpipe.envs.sandbox.messages import (
     next_message,
     reports,
 )
+from grmpipe.scheduler.processes.wire_types import RemoteTraceback
 from grmpipe.types import EnvCause
-from scheduler.processes.wire_types import RemoteTraceback
 
 log = logging.getLogger(__name__)
 

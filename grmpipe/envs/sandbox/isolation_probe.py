@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
-from models.types import Message
+from grmpipe.models.types import Message
 
 MANY_BYTES = 2**30
 DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # RFC 5737: no machine has it

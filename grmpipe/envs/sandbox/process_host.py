@@ -25,7 +25,7 @@ from grmpipe.envs.sandbox.hosted_env import WorkerHost, end_within
 from grmpipe.envs.sandbox.messages import BadFrame, Confined, Ended, next_message, reports
 from grmpipe.envs.sandbox.readable_files import find_readable_files
 from grmpipe.envs.sandbox.supervisor import KILL, TERMINATE
-from models.import_path import list_import_paths
+from grmpipe.models.import_path import list_import_paths
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 from grmpipe.config.env import EnvConfig
-from models.import_path import PACKAGES, SITES, is_library, list_import_paths, list_installed, list_our_folders
+from grmpipe.models.import_path import SITES, is_library, list_import_paths, list_installed, list_our_folders
 
 SYSTEM_FILES = ("/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 NO_SYSTEM = ("/etc", "/local", "/src")  # of /usr and /usr/local; images for containers keep projects in src
@@ -83,7 +83,7 @@ def find_readable_files(config: EnvConfig, data: Iterable[str], imported: Iterab
     environment has imported.
     """
     hidden = tuple(os.path.realpath(path) for path in data)
-    named = {path.partition(".")[0] for path in (config.path, config.functions)} - {*PACKAGES}
+    named = {path.partition(".")[0] for path in (config.path, config.functions)} - {"grmpipe"}
     folders = [path for path in list_import_paths() if os.access(path, os.F_OK)]
     homes: list[str] = []  # of the environment's own code, which is the user's also where it is installed
     for name in named:
@@ -133,7 +133,7 @@ def find_modules(
     """
     files: list[str] = []
     packages: list[str] = []
-    todo, seen = list(names), {"__main__", *PACKAGES, *sys.stdlib_module_names}
+    todo, seen = list(names), {"__main__", "grmpipe", *sys.stdlib_module_names}
     while todo:
         if (name := todo.pop()) in seen:
             continue

@@ -28,7 +28,7 @@ from grmpipe.envs.sandbox.messages import (
     encode_body,
     reports,
 )
-from scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.processes.actors import ActorDied
 
 Serve = Callable[[int, bytes], Awaitable[object]]  # HostMember.serve, in its process
 

@@ -12,9 +12,9 @@ import msgspec
 
 from grmpipe.config.keys.user_code import BadValueError, format_value, to_scalar
 from grmpipe.envs.env import EnvFault, PolicyFault
-from models.import_path import import_module
-from models.types import ToolCall, ToolSpec
-from scheduler.daemon_threads import TooManyStuck, in_own_thread
+from grmpipe.models.import_path import import_module
+from grmpipe.models.types import ToolCall, ToolSpec
+from grmpipe.scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 ARGUMENTS_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters)\s*:?\s*$")
 ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")

@@ -21,9 +21,9 @@ from grmpipe.config.keys.redact import mask
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import wrap_command
 from grmpipe.envs.tools.function_tools import load_tools
+from grmpipe.models.engines.network import find_network_path
+from grmpipe.models.types import ToolCall, ToolSpec
 from grmpipe.types import EnvCause
-from models.engines.network import find_network_path
-from models.types import ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient

@@ -9,8 +9,8 @@ from grmpipe.config.keys.user_code import call_guarded, describe_code
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.tools.function_tools import FunctionTool, are_replayable, load_tools
 from grmpipe.envs.tools.mcp_tools import McpServers, OpenServers
-from models.types import Message, ToolCall, ToolSpec
-from scheduler.event_loop import TimeIsUp, within
+from grmpipe.models.types import Message, ToolCall, ToolSpec
+from grmpipe.scheduler.event_loop import TimeIsUp, within
 
 
 class Tool(Protocol):

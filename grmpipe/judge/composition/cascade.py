@@ -6,8 +6,8 @@ from typing import Literal
 
 from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.composition.outcome import Decision, KnownGroup, Outcome, RewardPart, Unsettled
+from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import CascadeEvent, Failed, Verdict
-from models.seeds import first_name, is_drawn
 
 EventKey = tuple[str, int | None, Literal["decided", "audited"]]  # cascade; sibling, or None for all; what happened
 

@@ -11,6 +11,7 @@ from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import NOT_TAKEN
 from grmpipe.judge.verdict import only_finite, report_failures
+from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import (
     CascadeEvent,
     Failed,
@@ -23,7 +24,6 @@ from grmpipe.types import (
     Verdict,
     judge_tasks_of_turn,
 )
-from scheduler.run_together import raise_first_failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

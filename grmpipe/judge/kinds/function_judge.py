@@ -10,8 +10,8 @@ from grmpipe.config.keys.user_code import UserCodeError, call_guarded, format_va
 from grmpipe.judge.kinds.reward_function import GivenReward, reward_function
 from grmpipe.judge.pointwise_adapter import HandOver
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.scheduler.daemon_threads import TooManyStuck, in_own_thread
 from grmpipe.types import Cause, JudgeReport, JudgeSession, Prompt, Rollout
-from scheduler.daemon_threads import TooManyStuck, in_own_thread
 
 log = logging.getLogger(__name__)
 

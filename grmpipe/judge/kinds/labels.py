@@ -19,8 +19,8 @@ from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import outcome, report_score
+from grmpipe.models.types import Message
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
-from models.types import Message
 
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
 BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # response numbers in the order shown, from 1

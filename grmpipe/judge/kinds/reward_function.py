@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import BadValueError, describe_code, format_value, to_number
 from grmpipe.data.prompts import find_ground_truth
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt, Rollout
-from models.types import Message
 
 # The parameter by which a convention is recognised -> whether all its arguments are lists.
 CONVENTIONS = {"response": False, "responses": True, "completions": True, "solution_str": False, "solution_strs": True}

@@ -12,11 +12,11 @@ from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.types import EngineDied, EngineRefused, Message, Scorer
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
-from models.chat.long_texts import count_chars, off_loop_if_long
-from models.chat.renderer import Renderer
-from models.engines.request_gates import PrioritySemaphore
-from models.types import EngineDied, EngineRefused, Message, Scorer
 
 COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from grmpipe.judge.pointwise_adapter import judge_group, rollout_of_messages, rollout_of_text
+from grmpipe.models.types import Message
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
-from models.types import Message
 
 SURE = 3.0  # standard errors
 Scores = tuple[float | None, ...]  # of the texts of a canary, in their order; None: no verdict

@@ -16,9 +16,9 @@ from grmpipe.judge.protocols.split_steps import Decode
 from grmpipe.judge.trajectory import Trajectory, make_trajectory, note_truncation
 from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import Vote, average_weighted, best_indices, mean, vote_named
+from grmpipe.models.chat.long_texts import off_loop_if_long
+from grmpipe.models.types import EngineDied, EngineRefused
 from grmpipe.types import Failed, Judgement, Prompt, Rollout
-from models.chat.long_texts import off_loop_if_long
-from models.types import EngineDied, EngineRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, all_failed, voted
 from grmpipe.judge.votes import Vote
+from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Rollout, Verdict
-from models.seeds import derive_seed, first_name
 
 
 class ListwiseSession(GroupSession):

@@ -13,8 +13,8 @@ from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, Sampled
 from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import COMPONENT, outcome_place, report_failures
 from grmpipe.judge.votes import mean, score_std
+from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
-from models.seeds import first_name, is_drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

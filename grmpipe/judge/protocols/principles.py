@@ -7,8 +7,8 @@ from dataclasses import replace
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.prompt import PrinciplesPrompt, with_texts
 from grmpipe.judge.verdict import make_failure
+from grmpipe.models.types import Completion
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt
-from models.types import Completion
 
 
 class Principles:

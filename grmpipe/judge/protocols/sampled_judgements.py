@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from grmpipe.judge.protocols.early_stop import Stop
+from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Failed, Judgement
-from scheduler.run_together import raise_first_failure
 
 Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
 

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grmpipe.models.types import UNKNOWN_ID
 from grmpipe.types import Rollout
-from models.types import UNKNOWN_ID
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -16,6 +16,7 @@ from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
 from grmpipe.judge.teaching import Teacher, TeachingJudge
+from grmpipe.models.engines.request_gates import PrioritySemaphore
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth
@@ -23,18 +24,17 @@ from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.slots.engine_replacement import push_to_living
+from grmpipe.scheduler.slots.time_share import TimeShare
+from grmpipe.scheduler.weights.weight_sync import SyncReport, WeightSync
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
-from models.engines.request_gates import PrioritySemaphore
-from scheduler.events import EventSink
-from scheduler.routing.router import Router
-from scheduler.slots.engine_replacement import push_to_living
-from scheduler.slots.time_share import TimeShare
-from scheduler.weights.weight_sync import SyncReport, WeightSync
 
 PushWeights = Callable[[int], Awaitable[SyncReport]]
 

@@ -9,19 +9,19 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from grmpipe.config.roles import Model, Roles
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import Engine
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.scheduler.routing.migration import Continuation
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
+from grmpipe.scheduler.slots.engine_replacement import BringCurrent, Restart, need_no_weights
+from grmpipe.scheduler.slots.shared_engine import SharedEngines
+from grmpipe.scheduler.slots.sleep import put_to_sleep
+from grmpipe.scheduler.weights.stored_weights import StoredWeights, load_files
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.validate.prepare import Prepared
-from models.seeds import derive_seed
-from models.types import Engine
-from scheduler.events import EventSink
-from scheduler.processes.actors import Cluster
-from scheduler.routing.migration import Continuation
-from scheduler.routing.router import Router
-from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.engine_replacement import BringCurrent, Restart, need_no_weights
-from scheduler.slots.shared_engine import SharedEngines
-from scheduler.slots.sleep import put_to_sleep
-from scheduler.weights.stored_weights import StoredWeights, load_files
-from scheduler.weights.weight_sync import WeightSync
 
 MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
 MOST_PROBE_TOKENS = 64

@@ -6,16 +6,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from grmpipe.run.build.engines import ServingEngines, elastic_pools
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.slots.elastic import ElasticPool
+from grmpipe.scheduler.slots.engine_replacement import BringCurrent, RoleHealth
+from grmpipe.scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.validate.prepare import Prepared
-from scheduler.clock import ActiveClock
-from scheduler.events import EventSink
-from scheduler.routing.router import Router
-from scheduler.slots.elastic import ElasticPool
-from scheduler.slots.engine_replacement import BringCurrent, RoleHealth
-from scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
-from scheduler.weights.weight_sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

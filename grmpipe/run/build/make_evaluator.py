@@ -16,9 +16,9 @@ from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import RunComponents
 from grmpipe.run.build.start_serving import Serving
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
-from scheduler.clock import ActiveClock
 
 
 def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progress) -> Evaluator:

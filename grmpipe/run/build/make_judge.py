@@ -19,9 +19,9 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.teacher_context import TeacherContext
 from grmpipe.judge.teaching import NoReward, Teacher
+from grmpipe.models.types import Generates
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
-from models.types import Generates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

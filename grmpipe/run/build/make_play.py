@@ -8,12 +8,12 @@ from dataclasses import replace
 from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, RolloutRequest, play
 from grmpipe.envs.retry_episode import with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.models.types import KeepsTrajectories, SamplingParams
 from grmpipe.run.build.start_envs import Envs
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.workflows.episode_chat import EpisodeChats
-from models.types import KeepsTrajectories, SamplingParams
-from scheduler.routing.router import Router
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.models.settings import ModelConfig
 from grmpipe.run.build.maintenance import make_maintenance
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_grm import LogOf, make_policy_updates
@@ -29,17 +30,16 @@ from grmpipe.run.build.start_serving import MACHINES, Serving, describe_start, e
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.features.policy_updates import PolicyUpdates
 from grmpipe.run.observers import Observers
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Judge
 from grmpipe.validate.machines import check_shared
 from grmpipe.validate.prepare import Prepared
-from models.settings import ModelConfig
-from scheduler.events import EventSink
-from scheduler.processes.actors import Cluster
-from scheduler.routing.router import Router
-from scheduler.weights.weight_sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

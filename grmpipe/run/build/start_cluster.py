@@ -4,15 +4,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from grmpipe.config.run_config import RunConfig
+from grmpipe.models.repeatable_kernels import choose_repeatable_kernels
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
+from grmpipe.scheduler.processes.fork_server import fork_workers
 from grmpipe.validate.sections import section
-from models.repeatable_kernels import choose_repeatable_kernels
-from scheduler.placement import Placement
-from scheduler.processes.actors import Cluster, InProcessCluster
-from scheduler.processes.fork_server import fork_workers
 
 PRELOADED = (
-    "scheduler.processes.engine_host",
-    "models.engines.embedded.embedded_engine",
+    "grmpipe.scheduler.processes.engine_host",
+    "grmpipe.models.engines.embedded.embedded_engine",
     "grmpipe.train.learner.learner",
 )
 
@@ -55,7 +55,7 @@ async def start_cluster(config: RunConfig, placement: Placement, wait_s: float =
 
 
 async def ray_cluster(config: RunConfig, placement: Placement, wait_s: float) -> Cluster:
-    from scheduler.processes.ray_cluster import RayCluster
+    from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
     with section(""):  # what only the machines of a joined cluster know is refused in the same form
         return await RayCluster.start(config.cluster, placement, wait_s)

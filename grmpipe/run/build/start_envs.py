@@ -18,11 +18,11 @@ from grmpipe.envs.sandbox.crash_cleanup import sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
+from grmpipe.models.import_path import list_import_paths
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.validate.sections import section
 from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
-from models.import_path import list_import_paths
-from scheduler.events import EventSink, NoEvents
-from scheduler.processes.actors import Cluster
 
 log = logging.getLogger(__name__)
 

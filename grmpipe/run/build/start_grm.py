@@ -11,17 +11,17 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.types import ChatEngine, Generates, RemoteTeacher, RequestLog
 from grmpipe.run.build.engines import ServingEngines, read_by
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.routing.rate_limits import RateLimits
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.prepare import Prepared
-from models.engines.endpoint_use import EndpointUse
-from models.types import ChatEngine, Generates, RemoteTeacher, RequestLog
-from scheduler.clock import ActiveClock
-from scheduler.events import EventSink
-from scheduler.routing.rate_limits import RateLimits
-from scheduler.weights.weight_sync import WeightSync
 
 LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer

@@ -10,8 +10,13 @@ from grmpipe.config.critic import critic_train, policy_train
 from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.weights.transports import transport_kind
 from grmpipe.run.build.engines import ServingEngines, pick_probe, start_routers
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_train
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.learner.learner_ranks import LearnerRanks
@@ -20,11 +25,6 @@ from grmpipe.train.learner.make_learner import make_learner, make_offloading_lea
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.role_placement import resolve_transport
-from models.weights.transports import transport_kind
-from scheduler.events import EventSink
-from scheduler.processes.actors import Cluster
-from scheduler.routing.router import Router
-from scheduler.weights.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)
 CRITIC = "critic"

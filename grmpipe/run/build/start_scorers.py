@@ -8,15 +8,15 @@ from grmpipe.config.roles import make_option_key
 from grmpipe.judge.kinds.scalar import ScalarModel
 from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.types import RemoteScorer, Scorer
 from grmpipe.run.build.start_grm import LogOf
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.scheduler.routing.rate_limits import RateLimits
+from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.validate.models import FoundScalarModel, MetaRmModel
 from grmpipe.validate.prepare import Prepared
-from models.engines.endpoint_use import EndpointUse
-from models.types import RemoteScorer, Scorer
-from scheduler.events import EventSink
-from scheduler.processes.actors import Cluster
-from scheduler.routing.rate_limits import RateLimits
-from scheduler.routing.scorers import ScorerPool
 
 META_RM = "meta_rm"
 
@@ -54,7 +54,7 @@ class ScorerRole:
 
 async def start_scorer_pool(cluster: Cluster, role: ScorerRole, events: EventSink) -> ScorerPool:
     """Start a process on each seat of the role, as one scorer."""
-    from models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
+    from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
 
     spec = ScorerSpec(path=role.path, dtype=role.dtype, device=role.device, max_batch_tokens=role.max_batch_tokens)
     members = await cluster.start_members(role.name, functools.partial(ScalarScorer, spec), meet=False)

@@ -10,6 +10,7 @@ from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.teaching import Teacher
+from grmpipe.models.types import ChatEngine, RemoteTeacher
 from grmpipe.observe.progress import Describe, time_text
 from grmpipe.run.build.engines import ServingEngines, start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
@@ -20,14 +21,13 @@ from grmpipe.run.build.start_grm import LogOf, connect_endpoints, find_grms
 from grmpipe.run.build.start_scorers import ScalarModels, make_meta_rm, start_meta_rm, start_scalar_models
 from grmpipe.run.observers import Observers
 from grmpipe.run_dir.identity import read_run_id
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.types import Judge
 from grmpipe.validate.evaluation import PreparedEvaluation
 from grmpipe.validate.prepare import Prepared
-from models.types import ChatEngine, RemoteTeacher
-from scheduler.events import EventSink
-from scheduler.processes.actors import Cluster, InProcessCluster
-from scheduler.routing.router import Router
-from scheduler.routing.scorers import ScorerPool
 
 MACHINES = "the machines and their processes"  # what a start waits for first
 

@@ -12,12 +12,12 @@ from typing import cast
 
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import RunConfig
+from grmpipe.models.lm.footprint import BYTES_OF_ADAM, footprint_of_shape
+from grmpipe.models.settings import LoraConfig, ModelShape
 from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
+from grmpipe.scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes.actors import ActorRanks
 from grmpipe.validate.sections import section
-from models.lm.footprint import BYTES_OF_ADAM, footprint_of_shape
-from models.settings import LoraConfig, ModelShape
-from scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.actors import ActorRanks
 
 NODES, GPUS = "nodes", "gpus"  # roles: a process on each machine; on a GPU of each machine that has one
 REDUCE_MB = {NODES: 4, GPUS: 256}
@@ -31,7 +31,7 @@ def examine_cluster(config: RunConfig) -> list[Finding]:
     """Join the cluster of the configuration, examine its machines, and leave it. Raises ConfigError if it can't be
     joined, or has no free slot on each machine.
     """
-    from scheduler.processes.ray_start import join_cluster  # late: doctor works without Ray
+    from grmpipe.scheduler.processes.ray_start import join_cluster  # late: doctor works without Ray
 
     folder = str(Path(config.run_dir or "runs").absolute())
     with section(""), join_cluster(config.cluster) as nodes:
@@ -50,7 +50,7 @@ def report(address: str, findings: Sequence[Finding]) -> str:
 
 
 async def _examine(config: RunConfig, folder: str, nodes: Sequence[NodeCapacity]) -> list[Finding]:
-    from scheduler.processes.ray_cluster import RayCluster
+    from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
     cluster = await RayCluster.start(config.cluster, placement_on(nodes))
     try:

@@ -10,10 +10,10 @@ from types import ModuleType
 from grmpipe.config.io.resolve_config import BY_DEVICE
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
+from grmpipe.models.engines import installed
+from grmpipe.models.settings import INSTALL_PEFT
+from grmpipe.scheduler.host_memory import read_memory_bytes
 from grmpipe.trackers.tracker import TrackerConfig
-from models.engines import installed
-from models.settings import INSTALL_PEFT
-from scheduler.host_memory import read_memory_bytes
 
 NEEDED = (
     "torch",

@@ -8,16 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
-from importlib.util import find_spec
 from pathlib import Path
 
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.sandbox.isolation_report import describe_isolation
+from grmpipe.models.hub import find_missing_files
 from grmpipe.run.doctor.doctor import ENGINE_BUILDS, NEEDED, cuda_problems, driver_version, find_version
-from models.hub import find_missing_files
-from models.import_path import PACKAGES
-from scheduler.processes.node_address import node_address
+from grmpipe.scheduler.processes.node_address import node_address
 
 NCCL = "nvidia-nccl-cu13"
 REACH_S = 3.0  # for another machine to accept a connection
@@ -117,7 +115,7 @@ class NodeExaminer:
         import torch
         import torch.distributed as dist
 
-        from models.lm.parallel.ranks import choose_device, join_ranks
+        from grmpipe.models.lm.parallel.ranks import choose_device, join_ranks
 
         device = choose_device("", self._rank)
         join_ranks(self._rank, self._world_size, self._init_method, device)
@@ -194,14 +192,11 @@ def versions() -> dict[str, str]:
 def sources_digest() -> str:
     """A digest of the project's source files, wherever they are installed."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
-        spec = find_spec(package)
-        assert spec is not None and spec.origin is not None, package
-        folder = Path(spec.origin).parent
-        # Unlike Path.rglob it follows links: a link in a checkout is a folder in a wheel, and where Ray sends it.
-        for name in sorted(glob("**/*.py", root_dir=folder, recursive=True)):  # noqa: PTH207
-            digest.update(f"{package}/{name}\0".encode())
-            digest.update((folder / name).read_bytes())
+    package = Path(__file__).parents[2]
+    # Unlike Path.rglob it follows links: a link in a checkout is a folder in a wheel, and where Ray sends it.
+    for name in sorted(glob("**/*.py", root_dir=package, recursive=True)):  # noqa: PTH207
+        digest.update(f"{name}\0".encode())
+        digest.update((package / name).read_bytes())
     return digest.hexdigest()[:12]
 
 

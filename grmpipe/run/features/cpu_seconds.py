@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection
 
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.scheduler.processes.cpu_time import cpu_seconds, list_family
 from grmpipe.types import Metrics
-from scheduler.processes.actors import Cluster
-from scheduler.processes.cpu_time import cpu_seconds, list_family
 
 
 class CpuSeconds(RunFeature):

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
+from grmpipe.scheduler.slots.elastic import ElasticPool
 from grmpipe.types import Metrics
-from scheduler.slots.elastic import ElasticPool
 
 
 class Replaces(Protocol):

@@ -11,13 +11,13 @@ import msgspec
 
 from grmpipe.config.journals import ALL, JournalsConfig
 from grmpipe.envs.process_group import wrap_command
+from grmpipe.models.import_path import list_import_paths
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir import thinning
 from grmpipe.run_dir.thinning import DRAFT, ThinningJob, plan_thinning
 from grmpipe.types import Metrics
-from models.import_path import list_import_paths
 
 LEAST_BYTES = 64_000_000  # that may be thinned, of a journal, before it is rewritten
 LOOK_EVERY_S = 10.0

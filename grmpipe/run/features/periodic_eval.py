@@ -12,6 +12,7 @@ import msgspec
 from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, read_anchor
 from grmpipe.judge.composition.composed_judge import get_members
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
+from grmpipe.models.types import EngineDenied
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import read_records, replace_journal
@@ -24,7 +25,6 @@ from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics, Prompt, Rollout
 from grmpipe.validate.evaluation import HELD_OUT
-from models.types import EngineDenied
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.settings import ModelConfig
 from grmpipe.run.export import export
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.slots.engine_replacement import push_to_living
+from grmpipe.scheduler.weights.stored_weights import StoredWeights
+from grmpipe.scheduler.weights.weight_sync import SyncReport, WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Metrics
-from models.settings import ModelConfig
-from scheduler.routing.router import Router
-from scheduler.slots.engine_replacement import push_to_living
-from scheduler.weights.stored_weights import StoredWeights
-from scheduler.weights.weight_sync import SyncReport, WeightSync
 
 FOLDER = "policy_versions"  # of a run's directory: <step>/, a Hugging Face directory with the probe's log-probs
 PROBE = "probe.json"

@@ -19,13 +19,13 @@ from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.verdict import get_reward, make_failure, report_failures
+from grmpipe.models.seeds import is_drawn
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
 from grmpipe.observe.records import encode_report
 from grmpipe.observe.summary import WatchSummary
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
-from models.seeds import is_drawn
 
 log = logging.getLogger(__name__)
 

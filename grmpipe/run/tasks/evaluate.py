@@ -6,6 +6,7 @@ from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.evaluation.policy_files import RESULTS as POLICY_RESULTS
+from grmpipe.models.types import EngineDenied
 from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
@@ -14,11 +15,10 @@ from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, name_metrics
 from grmpipe.run.tasks.evaluate_policy import evaluate_policy
 from grmpipe.run.tasks.stats import env_summary, summarize_judging
+from grmpipe.scheduler.run_together import run_until
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
-from models.types import EngineDenied
-from scheduler.run_together import run_until
 
 
 class EvaluationRun(Run[PreparedEvaluation]):

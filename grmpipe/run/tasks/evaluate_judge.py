@@ -17,15 +17,15 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.votes import mean, vote_named
+from grmpipe.models.types import EngineRefused
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start_serving import Serving
+from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Judge, Labelled, Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
-from models.types import EngineRefused
-from scheduler.run_together import raise_first_failure
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from grmpipe.run.build.start_serving import Serving, start_evaluation
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.run_together import raise_first_failure, run_until
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 from grmpipe.validate.rejudging import PreparedRejudging
-from scheduler.clock import ActiveClock
-from scheduler.run_together import raise_first_failure, run_until
 
 
 class GroupJudging:

@@ -29,13 +29,13 @@ from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, stop_by_signals
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.machines import check_shared
 from grmpipe.validate.retraining import PreparedRetraining
-from scheduler.processes.actors import Cluster
 
 log = logging.getLogger(__name__)
 

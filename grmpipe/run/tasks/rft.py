@@ -21,6 +21,8 @@ import numpy as np
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.kinds.labels import Fate, add_hint, keep_critiques, without_hint
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import EngineRefused, ignore_first_token
 from grmpipe.observe.journal import Journal, read_records
 from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary
@@ -32,13 +34,11 @@ from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import prefix_names
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run_dir.identity import read_run_id
+from grmpipe.scheduler.run_together import raise_first_failure, run_until
 from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
-from models.seeds import derive_seed
-from models.types import EngineRefused, ignore_first_token
-from scheduler.run_together import raise_first_failure, run_until
 
 log = logging.getLogger(__name__)
 

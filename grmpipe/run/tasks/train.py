@@ -11,6 +11,7 @@ from grmpipe.judge.composition.composed_judge import get_bounds, get_members, wi
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, try_prompt
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.teaching import Teacher
+from grmpipe.models.types import EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.consumer import Interrupted
@@ -35,12 +36,11 @@ from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.scheduler.gc_tuning import infrequent_gc
+from grmpipe.scheduler.run_together import run_until
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Judge, JudgedGroup, Metrics
 from grmpipe.validate.prepare import Prepared
-from models.types import EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
-from scheduler.gc_tuning import infrequent_gc
-from scheduler.run_together import run_until
 
 log = logging.getLogger(__name__)
 

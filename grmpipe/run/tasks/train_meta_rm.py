@@ -31,15 +31,15 @@ from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_grm import local_grm
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.run_context import Run, RunContext
+from grmpipe.scheduler.placement import Placement
+from grmpipe.scheduler.processes.actors import ActorRanks, Cluster
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from grmpipe.train.scalar.scalar_rank import ScalarSpec
 from grmpipe.types import Metrics
 from grmpipe.validate.machines import check_shared
 from grmpipe.validate.meta_rm_training import MetaRmTraining
-from scheduler.placement import Placement
-from scheduler.processes.actors import ActorRanks, Cluster
-from scheduler.routing.router import Router
 
 STEPS_PER_NOTE = 20
 

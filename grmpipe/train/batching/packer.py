@@ -9,10 +9,10 @@ from typing import TypedDict
 
 import numpy as np
 
+from grmpipe.models.types import ANY_EXPERT, TokenScores
 from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees
 from grmpipe.train.batching.seqlen_balancing import deal, fill
 from grmpipe.types import MicroBatch, TeacherEntries, TrainingSample
-from models.types import ANY_EXPERT, TokenScores
 
 NOT_SAMPLED = -1
 NOTHING = TrainingSample(

@@ -14,9 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from grmpipe.models.types import ANY_EXPERT
 from grmpipe.train.batching.seqlen_balancing import Load, work
 from grmpipe.types import TrainingSample
-from models.types import ANY_EXPERT
 
 # A token that is only attended to costs keys and values, copied for each sample that has it; a packed one all else too.
 # A pass holds at most this many of them for each packed token of its limit.

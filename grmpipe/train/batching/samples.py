@@ -10,9 +10,9 @@ from grmpipe.algorithm.advantages import estimate
 from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, mark_sampled, place_rewards, shape_rewards
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.types import ANY_EXPERT, TokenScores, VersionSpan
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TeacherScores, TrainingSample, Turn, Verdict
-from models.types import ANY_EXPERT, TokenScores, VersionSpan
 
 
 def to_samples(

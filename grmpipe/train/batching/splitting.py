@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable
 
-from models.seeds import derive_seed
+from grmpipe.models.seeds import derive_seed
 
 
 def shuffle_into_updates(group_ids: Iterable[str], num_updates: int, seed: int, version: int) -> list[set[str]]:

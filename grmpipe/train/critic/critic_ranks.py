@@ -6,12 +6,12 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.scheduler.events import EventSink, NoEvents
+from grmpipe.scheduler.processes.actors import ActorRanks
+from grmpipe.scheduler.work_queue import BusyMeter
 from grmpipe.train.critic.value_samples import SequenceRound, ValueRound
 from grmpipe.train.ranks import Ranks
 from grmpipe.types import Metrics
-from scheduler.events import EventSink, NoEvents
-from scheduler.processes.actors import ActorRanks
-from scheduler.work_queue import BusyMeter
 
 LANE = "critic"
 

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import numpy as np
 
+from grmpipe.models.stored_files import StoredFile
+from grmpipe.models.types import GroupLink, WeightBucket
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.stored_files import StoredFile
-from models.types import GroupLink, WeightBucket
 
 
 class SendsWeights(Protocol):

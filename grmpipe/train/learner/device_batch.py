@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.distillation import Taught
+from grmpipe.models.lm.causal_lm import PackedLogprobs
+from grmpipe.models.lm.packing import Prefixes
 from grmpipe.types import MicroBatch, TeacherEntries
-from models.lm.causal_lm import PackedLogprobs
-from models.lm.packing import Prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

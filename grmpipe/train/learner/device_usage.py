@@ -5,10 +5,10 @@ import logging
 import numpy as np
 import torch
 
+from grmpipe.models.lm.flops import ModelFlops, PackedSizes
+from grmpipe.scheduler.devices import DEVICES, GB, device_called
 from grmpipe.train.learner.rank_metrics import FLOPS, OF_RANK, PEAK_FLOPS
 from grmpipe.types import Metrics, MicroBatch
-from models.lm.flops import ModelFlops, PackedSizes
-from scheduler.devices import DEVICES, GB, device_called
 
 log = logging.getLogger(__name__)
 

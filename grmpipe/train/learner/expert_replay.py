@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from grmpipe.models.lm.moe.expert_load import ExpertLoad
+from grmpipe.models.lm.moe.expert_routing import RouterReplay, Routers
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.types import ANY_EXPERT
 from grmpipe.types import Metrics, OldPass
-from models.lm.moe.expert_load import ExpertLoad
-from models.lm.moe.expert_routing import RouterReplay, Routers
-from models.lm.parallel.context_parallel import ContextRanks
-from models.types import ANY_EXPERT
 
 
 class ExpertReplay:

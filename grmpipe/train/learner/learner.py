@@ -12,6 +12,16 @@ from transformers import PreTrainedModel
 from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, import_functions, sum_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
+from grmpipe.models.hub import find_files
+from grmpipe.models.lm.average import average_files
+from grmpipe.models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
+from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.footprint import read_footprint
+from grmpipe.models.lm.lora import with_adapters, without_adapters
+from grmpipe.models.lm.packed_check import probe_logprobs
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
+from grmpipe.models.settings import LM_HEAD, ROUTER
 from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.device_batch import DeviceBatch
 from grmpipe.train.learner.device_usage import DeviceUsage
@@ -20,16 +30,6 @@ from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.weight_sender import WeightSender
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.hub import find_files
-from models.lm.average import average_files
-from models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
-from models.lm.checkpoint import export_hf
-from models.lm.footprint import read_footprint
-from models.lm.lora import with_adapters, without_adapters
-from models.lm.packed_check import probe_logprobs
-from models.lm.parallel.context_parallel import ContextRanks
-from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
-from models.settings import LM_HEAD, ROUTER
 
 
 class Learner(TrainingRank):

@@ -8,13 +8,13 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket
+from grmpipe.scheduler.processes.actors import ActorRanks
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.batching.seqlen_balancing import RankWork, work
 from grmpipe.train.learner.rank_metrics import over_ranks
 from grmpipe.train.ranks import Ranks
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket
-from scheduler.processes.actors import ActorRanks
 
 
 class LearnerRanks(Ranks):

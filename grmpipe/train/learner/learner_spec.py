@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from models.settings import LoraConfig
+from grmpipe.models.settings import LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

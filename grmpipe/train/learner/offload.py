@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from grmpipe.models.lm.offloaded_memory import OffloadedMemory, free_bytes
+from grmpipe.models.types import OnDevice
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.weight_sender import WeightSender
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.lm.offloaded_memory import OffloadedMemory, free_bytes
-from models.types import OnDevice
 
 
 class OffloadingLearner(Learner):

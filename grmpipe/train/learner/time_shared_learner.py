@@ -5,11 +5,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import cast
 
+from grmpipe.models.types import OnDevice
 from grmpipe.pipeline.interfaces import TrainedBatch, Trainer
+from grmpipe.scheduler.slots.time_share import TimeShare
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import JudgedGroup, Metrics
-from models.types import OnDevice
-from scheduler.slots.time_share import TimeShare
 
 LearnerPhase = Callable[[], AbstractAsyncContextManager[object]]
 

@@ -5,14 +5,14 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from grmpipe.models.lm.checkpoint_names import CheckpointNames
+from grmpipe.models.lm.lora import list_outgoing
+from grmpipe.models.types import GroupLink, WeightBucket
+from grmpipe.models.weights.delivery import Delivery
+from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.transports import transport_kind
+from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.train.learner.learner_spec import LearnerSpec
-from models.lm.checkpoint_names import CheckpointNames
-from models.lm.lora import list_outgoing
-from models.types import GroupLink, WeightBucket
-from models.weights.delivery import Delivery
-from models.weights.sending import open_transport
-from models.weights.transports import transport_kind
-from models.weights.weight_stream import WeightStream
 
 
 class WeightSender:

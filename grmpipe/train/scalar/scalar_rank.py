@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.hub import find_files
+from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.packed_check import probe_scores
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
+from grmpipe.models.lm.scalar_head import compute_packed_scores
+from grmpipe.models.settings import AUTO
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
-from models.hub import find_files
-from models.lm.checkpoint import export_hf
-from models.lm.packed_check import probe_scores
-from models.lm.parallel.context_parallel import ContextRanks
-from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
-from models.lm.scalar_head import compute_packed_scores
-from models.settings import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

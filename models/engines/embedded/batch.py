@@ -20,19 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.engines.embedded.decoder import Decoder
-from models.engines.embedded.grammar import Grammar, Matcher
-from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
-from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
-from models.engines.embedded.prefill_pace import PrefillPace
-from models.engines.embedded.prompt_packing import bin_by_length
-from models.engines.embedded.sampling import draw, uniforms
-from models.engines.embedded.slot_places import SlotPlaces
-from models.engines.stop_conditions import StopConditions
-from models.lm.score import ScoredPass, ScoredText
-from models.types import Completion, FinishReason, SamplingParams, TokenScores
-from models.version_spans import join_spans
+from grmpipe.models.engines.embedded.decoder import Decoder
+from grmpipe.models.engines.embedded.grammar import Grammar, Matcher
+from grmpipe.models.engines.embedded.kv_slots import KvSlots
+from grmpipe.models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
+from grmpipe.models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
+from grmpipe.models.engines.embedded.prefill_pace import PrefillPace
+from grmpipe.models.engines.embedded.prompt_packing import bin_by_length
+from grmpipe.models.engines.embedded.sampling import draw, uniforms
+from grmpipe.models.engines.embedded.slot_places import SlotPlaces
+from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.lm.score import ScoredPass, ScoredText
+from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores
+from grmpipe.models.version_spans import join_spans
 
 # Sequences, and how many tokens the next forward pass may take -> what each pass gave: see `score_in_passes`.
 ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int]], Iterator[ScoredPass]]

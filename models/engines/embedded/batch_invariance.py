@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.engines.embedded.decoder import PROBE, Decoder, open_decoder
-from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.prompt_packing import whole_blocks
-from models.repeatable_kernels import KERNELS, VARIABLE
+from grmpipe.models.engines.embedded.decoder import PROBE, Decoder, open_decoder
+from grmpipe.models.engines.embedded.kv_slots import KvSlots
+from grmpipe.models.engines.embedded.prompt_packing import whole_blocks
+from grmpipe.models.repeatable_kernels import KERNELS, VARIABLE
 
 ROW_BLOCK = 8
 TOKEN_BLOCK = 64

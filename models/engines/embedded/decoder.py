@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from models.engines.embedded.fused_decoder import FusedDecoder
-from models.engines.embedded.kv_slots import KvShape, KvSlots
-from models.lm.moe.expert_routing import Routers, RoutingShape
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.engines.embedded.kv_slots import KvShape, KvSlots
+from grmpipe.models.lm.moe.expert_routing import Routers, RoutingShape
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from typing import TypeVar
 
 import torch
 
-from models.chat.renderer import Renderer
-from models.engines.context_limit import ContextLimit
-from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
-from models.engines.embedded.waiters import Answer, Command, Waiter, copy_death
-from models.engines.engine_kind import EngineSpec
-from models.settings import EmbeddedConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.context_limit import ContextLimit
+from grmpipe.models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
+from grmpipe.models.engines.embedded.waiters import Answer, Command, Waiter, copy_death
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,

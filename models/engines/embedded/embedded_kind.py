@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models.engines.engine_kind import EngineKind, EngineSpec
-from models.engines.engine_memory import EngineMemory
-from models.settings import EmbeddedConfig, EngineConfig
-from models.types import Engine
+from grmpipe.models.engines.engine_kind import EngineKind, EngineSpec
+from grmpipe.models.engines.engine_memory import EngineMemory
+from grmpipe.models.settings import EmbeddedConfig, EngineConfig
+from grmpipe.models.types import Engine
 
 
 class EmbeddedKind(EngineKind[EmbeddedConfig]):
@@ -28,7 +28,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
         return sections.embedded
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
-        from models.engines.embedded.embedded_engine import EmbeddedEngine
+        from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 
         return EmbeddedEngine(spec, self.options)
 

@@ -4,23 +4,23 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from models.chat.renderer import Renderer
-from models.engines.embedded.batch import Row, RunningBatch
-from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
-from models.engines.embedded.decoder import PROBE_TEXTS, open_decoder
-from models.engines.embedded.grammar import Grammar
-from models.engines.embedded.ngrams import NgramTable
-from models.engines.embedded.prefill_pace import PrefillPace
-from models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
-from models.engines.engine_kind import EngineSpec
-from models.engines.stop_conditions import StopConditions
-from models.lm.causal_lm import load_causal_lm
-from models.lm.lora import add_adapters
-from models.lm.offloaded_memory import OffloadedMemory, free_bytes
-from models.lm.quantize import quantize_matrices
-from models.lm.score import ScoredText, score_in_passes, score_sequences
-from models.settings import EmbeddedConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.embedded.batch import Row, RunningBatch
+from grmpipe.models.engines.embedded.batch_invariance import open_batch_invariant_decoder
+from grmpipe.models.engines.embedded.decoder import PROBE_TEXTS, open_decoder
+from grmpipe.models.engines.embedded.grammar import Grammar
+from grmpipe.models.engines.embedded.ngrams import NgramTable
+from grmpipe.models.engines.embedded.prefill_pace import PrefillPace
+from grmpipe.models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.lora import add_adapters
+from grmpipe.models.lm.offloaded_memory import OffloadedMemory, free_bytes
+from grmpipe.models.lm.quantize import quantize_matrices
+from grmpipe.models.lm.score import ScoredText, score_in_passes, score_sequences
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import (
     EngineDied,
     GroupLink,
     ModelFiles,
@@ -30,7 +30,7 @@ from models.types import (
     WeightBucket,
     WeightReceipt,
 )
-from models.weights.inbox import WeightInbox
+from grmpipe.models.weights.inbox import WeightInbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

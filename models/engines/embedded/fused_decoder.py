@@ -22,9 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.prompt_packing import PackedPrompts
-from models.lm.lora import find_adapter
+from grmpipe.models.engines.embedded.kv_slots import KvSlots
+from grmpipe.models.engines.embedded.prompt_packing import PackedPrompts
+from grmpipe.models.lm.lora import find_adapter
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.

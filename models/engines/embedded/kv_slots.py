@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.lm.moe.expert_routing import RoutingShape
+from grmpipe.models.lm.moe.expert_routing import RoutingShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ slots:  [ running rows ][ free and parked rows ]     decoding reads the running 
 import itertools
 from collections.abc import Collection, Sequence
 
-from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.parked_rows import CachedPrefix, ParkedRow, ParkedRows
-from models.engines.embedded.prompt_packing import whole_blocks
+from grmpipe.models.engines.embedded.kv_slots import KvSlots
+from grmpipe.models.engines.embedded.parked_rows import CachedPrefix, ParkedRow, ParkedRows
+from grmpipe.models.engines.embedded.prompt_packing import whole_blocks
 
 Move = tuple[int, int, int]  # from a place, to a place, tokens
 

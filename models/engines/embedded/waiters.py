@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from models.engines.embedded.batch import Row
-from models.types import Completion, EngineDied, ignore_first_token
+from grmpipe.models.engines.embedded.batch import Row
+from grmpipe.models.types import Completion, EngineDied, ignore_first_token
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from models.engines.typed_json import NoAnswer, read_as
-from models.terminal_text import replace_controls
-from models.types import Usage
+from grmpipe.models.engines.typed_json import NoAnswer, read_as
+from grmpipe.models.terminal_text import replace_controls
+from grmpipe.models.types import Usage
 
 MOST_TOKENS = 2**53  # of a count; a larger one is an error of the endpoint
 OUT_OF_QUOTA = re.compile(

@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 
 import httpx
 
-from models.engines.endpoint_use import EndpointUse
-from models.engines.network import find_network_path
-from models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
-from models.engines.openai.chat_answer import (
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.network import find_network_path
+from grmpipe.models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
+from grmpipe.models.engines.openai.chat_answer import (
     error_words,
     is_out_of_quota,
     read_usage,
     total_tokens,
 )
-from models.engines.request_gates import PrioritySemaphore
-from models.engines.typed_json import read_object
-from models.seeds import derive_seed, first_name
-from models.settings import OpenAIConfig
-from models.terminal_text import replace_controls
-from models.types import EngineDenied, EngineDied, EngineRefused, Usage
+from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.engines.typed_json import read_object
+from grmpipe.models.seeds import derive_seed, first_name
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.terminal_text import replace_controls
+from grmpipe.models.types import EngineDenied, EngineDied, EngineRefused, Usage
 
 Answer = TypeVar("Answer")
 

@@ -6,13 +6,19 @@ from typing import Any
 
 import httpx
 
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.chat_answer import ChatAnswer, completion_tokens, read_answer
-from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
-from models.engines.request_gates import SingleFlight
-from models.engines.typed_json import NoAnswer
-from models.settings import OpenAIConfig
-from models.types import (
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.chat_answer import ChatAnswer, completion_tokens, read_answer
+from grmpipe.models.engines.openai.endpoint_client import (
+    BusyError,
+    EndpointClient,
+    Reply,
+    RequestSize,
+    refuse_fields_of_ours,
+)
+from grmpipe.models.engines.request_gates import SingleFlight
+from grmpipe.models.engines.typed_json import NoAnswer
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import (
     Completion,
     EngineRefused,
     FinishReason,
@@ -21,7 +27,7 @@ from models.types import (
     SamplingParams,
     VersionSpan,
 )
-from models.urls import join_path
+from grmpipe.models.urls import join_path
 
 BYTES_PER_TOKEN = 4  # rough value for English prose: expected size of a prompt until the endpoint counts it
 MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # limit of an answer, plus a part per allowed token

@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass, replace
 
-from models.engines.endpoint_use import EndpointUse
-from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
-from models.engines.network import find_network_path
-from models.settings import EngineConfig, ModelConfig, OpenAIConfig
-from models.types import ChatEngine, RemoteScorer, RemoteTeacher
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.engine_kind import Endpoint, EngineKind, OptionKey
+from grmpipe.models.engines.network import find_network_path
+from grmpipe.models.settings import EngineConfig, ModelConfig, OpenAIConfig
+from grmpipe.models.types import ChatEngine, RemoteScorer, RemoteTeacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,17 +16,17 @@ class OpenAIEndpoint(Endpoint):
 
     def connect(self, role: str, model: ModelConfig, use: EndpointUse) -> ChatEngine:
         """Make the client, with the variables of the chat template in each request."""
-        from models.engines.openai.openai_engine import OpenAIEngine
+        from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
 
         return OpenAIEngine(model.path, role, request_options(self.options, model), use=use)
 
     def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
-        from models.engines.openai.pooling_scorer import PoolingScorer
+        from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
 
         return PoolingScorer(model.path, self.options, use=use)
 
     def connect_teacher(self, role: str, model: ModelConfig, use: EndpointUse) -> RemoteTeacher:
-        from models.engines.openai.prompt_scorer import PromptScorer
+        from grmpipe.models.engines.openai.prompt_scorer import PromptScorer
 
         return PromptScorer(model.path, role, self.options, use=use)
 

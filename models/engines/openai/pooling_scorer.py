@@ -7,13 +7,19 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.chat_answer import Entry, pick_first
-from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
-from models.engines.typed_json import NoAnswer, read_as
-from models.settings import CLASSIFY, EMBEDDINGS, OpenAIConfig
-from models.types import EngineDenied
-from models.urls import join_path
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.chat_answer import Entry, pick_first
+from grmpipe.models.engines.openai.endpoint_client import (
+    BusyError,
+    EndpointClient,
+    Reply,
+    RequestSize,
+    refuse_fields_of_ours,
+)
+from grmpipe.models.engines.typed_json import NoAnswer, read_as
+from grmpipe.models.settings import CLASSIFY, EMBEDDINGS, OpenAIConfig
+from grmpipe.models.types import EngineDenied
+from grmpipe.models.urls import join_path
 
 MAX_ANSWER_BYTES = 2**20
 FIELDS_OF_OURS = frozenset({"model", "input", "messages", "use_activation", "encoding_format"})

@@ -9,14 +9,20 @@ import httpx
 import msgspec
 import numpy as np
 
-from models.chat.long_texts import off_loop_if_long
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.chat_answer import Entry, pick_first
-from models.engines.openai.endpoint_client import BusyError, EndpointClient, Reply, RequestSize, refuse_fields_of_ours
-from models.engines.request_gates import SingleFlight
-from models.engines.typed_json import LogProb, NoAnswer, read_as
-from models.settings import OpenAIConfig
-from models.types import (
+from grmpipe.models.chat.long_texts import off_loop_if_long
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.chat_answer import Entry, pick_first
+from grmpipe.models.engines.openai.endpoint_client import (
+    BusyError,
+    EndpointClient,
+    Reply,
+    RequestSize,
+    refuse_fields_of_ours,
+)
+from grmpipe.models.engines.request_gates import SingleFlight
+from grmpipe.models.engines.typed_json import LogProb, NoAnswer, read_as
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import (
     Completion,
     EngineRefused,
     PromptScoring,
@@ -26,7 +32,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from models.urls import join_path
+from grmpipe.models.urls import join_path
 
 BYTES_PER_SCORE, MIN_ANSWER_BYTES = 512, 2**20
 FIELDS_OF_OURS = frozenset({"model", "prompt", "prompt_logprobs", "max_tokens", "n", "stream", "add_special_tokens"})

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from models.engines.typed_json import NoAnswer, read_object
-from models.terminal_text import replace_controls
-from models.types import EngineDied, EngineRefused
+from grmpipe.models.engines.typed_json import NoAnswer, read_object
+from grmpipe.models.terminal_text import replace_controls
+from grmpipe.models.types import EngineDied, EngineRefused
 
 CONNECT_TIMEOUT_S, SEND_TIMEOUT_S = 10.0, 60.0
 SILENCE_S = 3600.0  # between two parts of an answer: requests wait in the queue, and while generation is paused

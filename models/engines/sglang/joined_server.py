@@ -9,10 +9,10 @@ import httpx
 import msgspec
 from transformers import AutoConfig, AutoTokenizer
 
-from models.engines.sglang.http_client import as_json, make_headers, read_error
-from models.engines.typed_json import NoAnswer, read_as
-from models.settings import SglangConfig
-from models.terminal_text import replace_controls
+from grmpipe.models.engines.sglang.http_client import as_json, make_headers, read_error
+from grmpipe.models.engines.typed_json import NoAnswer, read_as
+from grmpipe.models.settings import SglangConfig
+from grmpipe.models.terminal_text import replace_controls
 
 T = TypeVar("T")
 ANSWER_S = 10.0

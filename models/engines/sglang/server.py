@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from models.engines.engine_kind import EngineSpec
-from models.settings import SglangConfig
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import SglangConfig
 
 LAST_LINES = 15
 POLL_S, ANSWER_S = 0.2, 10.0

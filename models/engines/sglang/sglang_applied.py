@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from models.engines.typed_json import read_as
+from grmpipe.models.engines.typed_json import read_as
 
 # (the end of a checkpoint's name, the end of SGLang's).
 MERGED = (

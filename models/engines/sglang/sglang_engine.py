@@ -15,18 +15,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from models.chat.renderer import Renderer
-from models.engines.context_limit import ContextLimit
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.gpu_memory import measure_gpu_bytes
-from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.joined_server import check_joined, read_api_key
-from models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStart
-from models.engines.sglang.sglang_generation import SglangGeneration
-from models.engines.sglang.sglang_requests import make_scoring_body, read_scores
-from models.engines.sglang.sglang_weights import SglangWeights
-from models.settings import SglangConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.context_limit import ContextLimit
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.gpu_memory import measure_gpu_bytes
+from grmpipe.models.engines.sglang.http_client import SglangHttp
+from grmpipe.models.engines.sglang.joined_server import check_joined, read_api_key
+from grmpipe.models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStart
+from grmpipe.models.engines.sglang.sglang_generation import SglangGeneration
+from grmpipe.models.engines.sglang.sglang_requests import make_scoring_body, read_scores
+from grmpipe.models.engines.sglang.sglang_weights import SglangWeights
+from grmpipe.models.settings import SglangConfig
+from grmpipe.models.types import (
     Completion,
     GroupLink,
     RequestContext,

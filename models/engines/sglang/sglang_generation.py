@@ -13,19 +13,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from models.chat.renderer import Renderer
-from models.engines.request_gates import AdmissionGate
-from models.engines.sglang.http_client import SglangHttp, parse_error
-from models.engines.sglang.sglang_requests import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.request_gates import AdmissionGate
+from grmpipe.models.engines.sglang.http_client import SglangHttp, parse_error
+from grmpipe.models.engines.sglang.sglang_requests import (
     SglangRequest,
     make_body,
     make_completion,
     make_scoring_body,
     read_prompt_scores,
 )
-from models.engines.shared_requests import SharedRequests
-from models.engines.stop_conditions import StopConditions
-from models.types import (
+from grmpipe.models.engines.shared_requests import SharedRequests
+from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,

@@ -1,10 +1,10 @@
 """SGLang's kind. Starts servers only if they aren't joined."""
 
-from models.engines.engine_kind import EngineKind, EngineSpec, OptionKey
-from models.engines.engine_memory import EngineMemory, are_coarse
-from models.engines.installed import nccl_version, sglang_missing
-from models.settings import EngineConfig, ModelConfig, SglangConfig
-from models.types import Engine
+from grmpipe.models.engines.engine_kind import EngineKind, EngineSpec, OptionKey
+from grmpipe.models.engines.engine_memory import EngineMemory, are_coarse
+from grmpipe.models.engines.installed import nccl_version, sglang_missing
+from grmpipe.models.settings import EngineConfig, ModelConfig, SglangConfig
+from grmpipe.models.types import Engine
 
 
 class SglangKind(EngineKind[SglangConfig]):
@@ -20,7 +20,7 @@ class SglangKind(EngineKind[SglangConfig]):
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
         """Start a server, or join the running one of this replica."""
-        from models.engines.sglang.sglang_engine import SglangEngine
+        from grmpipe.models.engines.sglang.sglang_engine import SglangEngine
 
         if self.joined:
             return SglangEngine.join(self.options.urls[rank], spec, self.options)

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from models.engines.shared_requests import SharedRequest
-from models.engines.typed_json import LogProb, NoAnswer, TokenId, read_as
-from models.seeds import derive_seed
-from models.terminal_text import replace_controls
-from models.types import (
+from grmpipe.models.engines.shared_requests import SharedRequest
+from grmpipe.models.engines.typed_json import LogProb, NoAnswer, TokenId, read_as
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.terminal_text import replace_controls
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,
@@ -23,7 +23,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from models.version_spans import join_spans
+from grmpipe.models.version_spans import join_spans
 
 # Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32

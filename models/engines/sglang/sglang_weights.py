@@ -12,14 +12,14 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.engines.sglang.http_client import SglangHttp, within
-from models.engines.sglang.sglang_applied import find_unapplied, read_digests
-from models.engines.taken_tensors import Taken
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.checkpoint_names import CheckpointNames
-from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
-from models.weights.receive_tensors import compute_checksums, receive_tensors
-from models.weights.weight_files import folders_of_shared_memory, hold_folder
+from grmpipe.models.engines.sglang.http_client import SglangHttp, within
+from grmpipe.models.engines.sglang.sglang_applied import find_unapplied, read_digests
+from grmpipe.models.engines.taken_tensors import Taken
+from grmpipe.models.lm.causal_lm import outline_causal_lm
+from grmpipe.models.lm.checkpoint_names import CheckpointNames
+from grmpipe.models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_folder
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0  # the server's own timeout comes first, and says more

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from models.types import EngineSpeed
+from grmpipe.models.types import EngineSpeed
 
 K = TypeVar("K")
 V = TypeVar("V")

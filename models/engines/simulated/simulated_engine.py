@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from models.checksum import checksum
-from models.engines.simulated.simulated_batch import SimulatedBatch, SimulatedRow
-from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
-from models.types import (
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.simulated.simulated_batch import SimulatedBatch, SimulatedRow
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,
@@ -32,7 +32,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from models.version_spans import join_spans
+from grmpipe.models.version_spans import join_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,11 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from models.engines.vllm.vllm_requests import ADAPTER_ID, adapter_request
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
-from models.engines.vllm.worker_inbox import WorkerInbox
-from models.types import ModelFiles, WeightTensor
-from models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.engines.vllm.vllm_requests import ADAPTER_ID, adapter_request
+from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
+from grmpipe.models.engines.vllm.worker_inbox import WorkerInbox
+from grmpipe.models.types import ModelFiles, WeightTensor
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 SENT_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])\.[^.]+\.weight")  # peft's, with the adapter's own name
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload import layerwise
 
-from models.engines.vllm.vllm_weights import Applied
-from models.weights.checksums import tensor_checksums
+from grmpipe.models.engines.vllm.vllm_weights import Applied
+from grmpipe.models.weights.checksums import tensor_checksums
 
 Named = tuple[str, Tensor]
 UNQUANTIZED = "Unquantized"  # the prefix of vLLM's methods that keep a weight's type

@@ -14,14 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.installed import vllm_missing
-from models.settings import VLLM_QUANTIZATIONS, VllmConfig
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.installed import vllm_missing
+from grmpipe.models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-WORKER_EXTENSION = "models.engines.vllm.vllm_worker.WeightReceiver"
+WORKER_EXTENSION = "grmpipe.models.engines.vllm.vllm_worker.WeightReceiver"
 WEIGHT_BACKEND, ADAPTER_BACKEND = "grmpipe", "grmpipe_adapters"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
 SOCKETS = "VLLM_RPC_BASE_PATH"

@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from models.engines.vllm.options import VllmStart, make_socket_folder, start_async_llm
-from models.types import EngineDied
+from grmpipe.models.engines.vllm.options import VllmStart, make_socket_folder, start_async_llm
+from grmpipe.models.types import EngineDied
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from models.settings import VllmConfig
+from grmpipe.models.settings import VllmConfig
 
 # Keys of config.json that don't affect an engine. The tokens that end a turn come with each request.
 IRRELEVANT = frozenset({

@@ -11,19 +11,19 @@ requests that have not begun are withdrawn and sent again with that salt.
 
 from collections.abc import Callable, Sequence
 
-from models.chat.renderer import Renderer
-from models.engines.context_limit import ContextLimit
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm.options import Adapters, VllmStart
-from models.engines.vllm.process import VllmProcess
-from models.engines.vllm.vllm_generation import VllmGeneration
-from models.engines.vllm.vllm_push import VllmPushes
-from models.engines.vllm.vllm_requests import refuse_what_cannot_run
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.lora import find_targets
-from models.lm.moe.expert_routing import Routers
-from models.settings import VllmConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.context_limit import ContextLimit
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm.options import Adapters, VllmStart
+from grmpipe.models.engines.vllm.process import VllmProcess
+from grmpipe.models.engines.vllm.vllm_generation import VllmGeneration
+from grmpipe.models.engines.vllm.vllm_push import VllmPushes
+from grmpipe.models.engines.vllm.vllm_requests import refuse_what_cannot_run
+from grmpipe.models.lm.causal_lm import outline_causal_lm
+from grmpipe.models.lm.lora import find_targets
+from grmpipe.models.lm.moe.expert_routing import Routers
+from grmpipe.models.settings import VllmConfig
+from grmpipe.models.types import (
     Completion,
     GroupLink,
     RequestContext,

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from models.chat.renderer import Renderer
-from models.engines.shared_requests import SharedRequests
-from models.engines.stop_conditions import StopConditions
-from models.engines.vllm.process import VllmProcess
-from models.engines.vllm.vllm_requests import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.shared_requests import SharedRequests
+from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.engines.vllm.process import VllmProcess
+from grmpipe.models.engines.vllm.vllm_requests import (
     VllmRequest,
     VllmSample,
     adapter_request,
@@ -25,7 +25,7 @@ from models.engines.vllm.vllm_requests import (
     read_scores,
     read_spans,
 )
-from models.types import Completion, EngineDied, EngineRefused, PromptScoring, RequestContext, SamplingParams
+from grmpipe.models.types import Completion, EngineDied, EngineRefused, PromptScoring, RequestContext, SamplingParams
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from models.engines.engine_kind import EngineKind, EngineOptions, EngineSpec, OptionKey
-from models.engines.engine_memory import EngineMemory, are_coarse
-from models.engines.installed import vllm_missing
-from models.engines.vllm.options import CPU_KV_CACHE_MB, check_vllm_options
-from models.settings import EngineConfig, ModelConfig, VllmConfig
-from models.types import Engine
+from grmpipe.models.engines.engine_kind import EngineKind, EngineOptions, EngineSpec, OptionKey
+from grmpipe.models.engines.engine_memory import EngineMemory, are_coarse
+from grmpipe.models.engines.installed import vllm_missing
+from grmpipe.models.engines.vllm.options import CPU_KV_CACHE_MB, check_vllm_options
+from grmpipe.models.settings import EngineConfig, ModelConfig, VllmConfig
+from grmpipe.models.types import Engine
 
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's, of a request
 
@@ -29,7 +29,7 @@ class VllmKind(EngineKind[VllmConfig]):
         return sections.vllm
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
-        from models.engines.vllm.vllm_engine import VllmEngine
+        from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
 
         return VllmEngine(spec, self.options)
 
@@ -89,18 +89,18 @@ class VllmKind(EngineKind[VllmConfig]):
             raise ValueError(f"{name}: vLLM keeps the chosen experts in its prefix cache; type {name}=true")
 
     def wider(self, other: EngineKind[EngineOptions]) -> VllmKind:
-        from models.engines.vllm.shared_options import wider_options
+        from grmpipe.models.engines.vllm.shared_options import wider_options
 
         assert isinstance(other, VllmKind)
         return VllmKind(wider_options(self.options, other.options))
 
     def different_options(self, other: EngineKind[EngineOptions]) -> list[str]:
-        from models.engines.vllm.shared_options import different_options
+        from grmpipe.models.engines.vllm.shared_options import different_options
 
         assert isinstance(other, VllmKind)
         return different_options(self.options, other.options)
 
     def different_models(self, path: str, other: str) -> list[str]:
-        from models.engines.vllm.shared_options import different_shapes, read_shape
+        from grmpipe.models.engines.vllm.shared_options import different_shapes, read_shape
 
         return different_shapes(read_shape(path), read_shape(other))

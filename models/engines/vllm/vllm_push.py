@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from models.engines.vllm.process import VllmProcess
-from models.engines.vllm.vllm_weights import as_plain, decode_errors, find_unapplied
-from models.types import GroupLink, WeightBucket, WeightReceipt
-from models.weights.weight_files import SharedArena
+from grmpipe.models.engines.vllm.process import VllmProcess
+from grmpipe.models.engines.vllm.vllm_weights import as_plain, decode_errors, find_unapplied
+from grmpipe.models.types import GroupLink, WeightBucket, WeightReceipt
+from grmpipe.models.weights.weight_files import SharedArena
 
 
 class VllmPushes:

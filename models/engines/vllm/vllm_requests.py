@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from models.engines.shared_requests import SharedRequest
-from models.types import EngineRefused, FinishReason, PromptScoring, SamplingParams, TokenScores, VersionSpan
+from grmpipe.models.engines.shared_requests import SharedRequest
+from grmpipe.models.types import EngineRefused, FinishReason, PromptScoring, SamplingParams, TokenScores, VersionSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -8,10 +8,10 @@ from typing import Any, TypedDict, cast
 
 import msgspec
 
-from models.bucket_memory import room_for, views
-from models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
-from models.weights.receive_tensors import receive_tensors
-from models.weights.weight_files import SharedArena
+from grmpipe.models.bucket_memory import room_for, views
+from grmpipe.models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
+from grmpipe.models.weights.receive_tensors import receive_tensors
+from grmpipe.models.weights.weight_files import SharedArena
 
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}
 REPORTED_ERROR = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)

@@ -38,15 +38,15 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from models.engines.vllm.applied import Application
-from models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, SOCKETS, WEIGHT_BACKEND
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
-from models.engines.vllm.worker_inbox import WorkerInbox
-from models.types import ModelFiles
-from models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.engines.vllm.applied import Application
+from grmpipe.models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, SOCKETS, WEIGHT_BACKEND
+from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
+from grmpipe.models.engines.vllm.worker_inbox import WorkerInbox
+from grmpipe.models.types import ModelFiles
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 if TYPE_CHECKING:
-    from models.engines.vllm.adapter_inbox import AdapterInbox
+    from grmpipe.models.engines.vllm.adapter_inbox import AdapterInbox
 
 Kernels = dict[UnquantizedFusedMoEMethod, FusedMoEKernel | None]
 
@@ -162,7 +162,7 @@ class WeightReceiver:
 
     @property
     def _adapter_inbox(self) -> AdapterInbox:
-        from models.engines.vllm.adapter_inbox import AdapterInbox
+        from grmpipe.models.engines.vllm.adapter_inbox import AdapterInbox
 
         assert isinstance(self.weight_transfer_engine, AdapterInbox)
         return self.weight_transfer_engine
@@ -257,7 +257,9 @@ def end_with(owner_pid: int) -> None:
 
 def _set_up_process() -> None:
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, Inbox)
-    WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "models.engines.vllm.adapter_inbox", "AdapterInbox")
+    WeightTransferEngineFactory.register_engine(
+        ADAPTER_BACKEND, "grmpipe.models.engines.vllm.adapter_inbox", "AdapterInbox"
+    )
     torch.cpu._init_amx()  # without the kernel's permission the first bfloat16 product dies of SIGILL
     # It warns of every layer without new weights: tied heads, and tensors that a push leaves out.
     logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)

@@ -11,10 +11,10 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from models.engines.taken_tensors import Taken
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
-from models.types import GroupLink
-from models.weights.process_group import BroadcastLink
+from grmpipe.models.engines.taken_tensors import Taken
+from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
+from grmpipe.models.types import GroupLink
+from grmpipe.models.weights.process_group import BroadcastLink
 
 
 class WorkerInbox(WeightTransferEngine):

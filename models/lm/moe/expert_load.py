@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.lm.moe.expert_routing import Routed, Routers
+from grmpipe.models.lm.moe.expert_routing import Routed, Routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from models.types import ANY_EXPERT
+from grmpipe.models.types import ANY_EXPERT
 
 Gates = Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits_TE, experts_TK) -> gates_TK
 Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK: what a router returns

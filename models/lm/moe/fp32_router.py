@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from models.lm.moe.expert_routing import find_routers
-from models.lm.parallel.expert_parallel import find_experts
-from models.settings import ROUTER
+from grmpipe.models.lm.moe.expert_routing import find_routers
+from grmpipe.models.lm.parallel.expert_parallel import find_experts
+from grmpipe.models.settings import ROUTER
 
 FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)  # inputs are cast too
 

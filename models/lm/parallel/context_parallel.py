@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.lm.parallel.exchange import exchange_rows
+from grmpipe.models.lm.parallel.exchange import exchange_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

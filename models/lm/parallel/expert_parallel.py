@@ -25,7 +25,7 @@ from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from models.lm.parallel.exchange import exchange_rows
+from grmpipe.models.lm.parallel.exchange import exchange_rows
 
 EXPERT_PARALLEL = "grmpipe_expert_parallel"  # our name in transformers' table of experts implementations
 # By class name, as routers are: those with fused weights gate_up_proj [E, 2I, H] and down_proj [E, H, I].

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from models.rendezvous import gloo_listening_towards, store_at
-from models.settings import ParallelConfig
+from grmpipe.models.rendezvous import gloo_listening_towards, store_at
+from grmpipe.models.settings import ParallelConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # for ranks that wait for the first one to read a large checkpoint
 WRITE_TIMEOUT = timedelta(hours=12)  # for the slowest disk; a dead rank is noticed elsewhere

@@ -26,11 +26,11 @@ from grmpipe.capacity.cost import (
 )
 from grmpipe.capacity.lower_bound import RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, engine_busy_s
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.lm.flops import ModelFlops, PackedSizes
-from models.types import EngineSpeed, RequestContext, SamplingParams
-from scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.lm.flops import ModelFlops, PackedSizes
+from grmpipe.models.types import EngineSpeed, RequestContext, SamplingParams
+from grmpipe.scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 # Round: 1000 GB/s of which 800 are reached, 100 TFLOPS of which 50 are, 40 in a learner; links of 100 and 10 GB/s.
 ROUND = DeviceSpec(

@@ -13,18 +13,18 @@ import pytest
 from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.validate.models import find_model
 from grmpipe.validate.role_placement import seat_roles
-from models.engines.embedded.embedded_engine import EmbeddedEngine
 
 ROOT = Path(__file__).parents[3]
 MINE = """
 from dataclasses import dataclass
 
-from models.engines.embedded.embedded_kind import EmbeddedKind
-from models.engines.engine_kind import EngineKind
-from models.settings import EmbeddedConfig
+from grmpipe.models.engines.embedded.embedded_kind import EmbeddedKind
+from grmpipe.models.engines.engine_kind import EngineKind
+from grmpipe.models.settings import EmbeddedConfig
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ from grmpipe.config.io.resume_rules import find_changed_keys
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.engines.openai.openai_kind import OpenAIKind, request_options
+from grmpipe.models.lm.footprint import Heads, read_heads
+from grmpipe.models.settings import EmbeddedConfig, VllmConfig
+from grmpipe.models.types import Message, RequestContext, SamplingParams
 from grmpipe.run.build.engines import engine_factory
+from grmpipe.scheduler.placement import Placement, place
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, resolve_context_limit
 from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.role_placement import seat_roles
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.engines.openai.openai_kind import OpenAIKind, request_options
-from models.lm.footprint import Heads, read_heads
-from models.settings import EmbeddedConfig, VllmConfig
-from models.types import Message, RequestContext, SamplingParams
-from scheduler.placement import Placement, place
 
 OUTSIDE = {"engine": "openai", "path": "a-judge"}
 
@@ -279,7 +279,9 @@ def test_joined_servers_are_one_for_each_replica() -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_missing_engine_is_reported_with_what_to_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"models.engines.{kind}.{kind}_kind.{kind}_missing", lambda *asked: "not here; type this")
+    monkeypatch.setattr(
+        f"grmpipe.models.engines.{kind}.{kind}_kind.{kind}_missing", lambda *asked: "not here; type this"
+    )
     run = config(grm={"path": "tiny://grm", "engine": kind})
     with pytest.raises(ConfigError, match=r"^grm\.engine: not here; type this$"):
         check_here(run)
@@ -290,7 +292,7 @@ def test_missing_engine_is_reported_with_what_to_type(kind: str, monkeypatch: py
 
 
 def test_servers_that_run_already_need_no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.engines.sglang.sglang_kind.sglang_missing", lambda python: "not here")
+    monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_kind.sglang_missing", lambda python: "not here")
     check_here(config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a"]}}))
 
 
@@ -339,7 +341,7 @@ def test_a_rule_needs_no_grammar() -> None:
 
 
 def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.engines.sglang.sglang_kind.sglang_missing", lambda python: None)
+    monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_kind.sglang_missing", lambda python: None)
     run = config(
         grm={"path": "tiny://grm", "engine": "sglang"},
         judge={"format": {"structured": True}, "scale": {"high": 5000}},

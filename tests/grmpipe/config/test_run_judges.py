@@ -17,7 +17,7 @@ from grmpipe.config.keys.entry_names import check_names
 from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.evaluation.held_out import EVAL_METRICS
-from scheduler.placement import place
+from grmpipe.scheduler.placement import place
 
 ROOT = Path(__file__).parents[3]
 TWO_MODELS = ("+grm@models.weak=tiny_weak", "+judge@judges.second=generative", "judges.second.model=weak")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from grmpipe.data.demonstrations import Demonstrations, load_demonstrations, make_sample
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.types import Message
 from grmpipe.tiny.resolve import resolve_model
-from models.chat.renderer import Renderer
-from models.types import Message
 
 ASKED, ANSWERED = {"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "5"}
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grmpipe.data.prompts import disjoint, load_prompts
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt
-from models.types import Message
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 2?"}]
 

@@ -12,8 +12,8 @@ import pytest
 from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import MAX_SAVED, Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.fault_owner import FaultRules
+from grmpipe.models.types import Message, ToolSpec
 from grmpipe.types import Prompt
-from models.types import Message, ToolSpec
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),)))
 HERE = r"test_checked_env\.py:\d+"

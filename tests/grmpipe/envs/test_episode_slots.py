@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from grmpipe.envs.episode_slots import Booking, EpisodeSlots, in_own_slot
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.models.types import ignore_first_token
 from grmpipe.types import Prompt, Rollout
-from models.types import ignore_first_token
 
 PROMPT = Prompt(prompt_id="p", messages=())
 

@@ -13,8 +13,8 @@ import torch
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt
-from models.types import Message
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),)))
 REPLY = Observation(messages=[Message(role="tool", content="41")])

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
-from grmpipe.types import Prompt, Rollout
-from models.chat.long_texts import LONG_CHARS
-from models.types import (
+from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.types import (
     Completion,
     FinishReason,
     Message,
@@ -27,6 +26,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from grmpipe.types import Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 TOOL = ToolSpec(name="add", description="", parameters={})

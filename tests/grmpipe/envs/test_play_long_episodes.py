@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
 from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt, Rollout
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
-from scheduler.routing.router import Router
 
 TURNS = 20
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))

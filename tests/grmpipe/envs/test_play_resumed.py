@@ -11,9 +11,9 @@ from letters import Letters
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, NotAsBefore, RolloutRequest, play
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import Message, RequestContext, SamplingParams
 from grmpipe.types import BegunRollout, Prompt, Rollout
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, RequestContext, SamplingParams
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 NUM_TURNS = 4

@@ -10,9 +10,9 @@ from letters import Letters
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import Message, RequestContext, SamplingParams
 from grmpipe.types import Prompt, Rollout
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, RequestContext, SamplingParams
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed, with_attempts
+from grmpipe.models.types import ignore_first_token
 from grmpipe.types import Prompt, Rollout
-from models.types import ignore_first_token
 
 PROMPT = Prompt(prompt_id="p", messages=())
 

@@ -6,8 +6,8 @@ import asyncio
 
 from grmpipe.envs.env import Action, Env, Episode
 from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt
-from models.types import Message
 
 
 def test_the_prompt_is_shown_and_any_answer_ends_the_episode() -> None:

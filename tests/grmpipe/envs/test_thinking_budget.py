@@ -16,15 +16,11 @@ from tokenizers import AddedToken
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.thinking_budget import ReasoningEngine
-from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.tiny.tokenizer import build_tokenizer
-from grmpipe.train.batching.samples import split_rollout
-from grmpipe.types import Prompt
-from models.chat.renderer import Renderer
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.settings import EmbeddedConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     Message,
@@ -34,6 +30,10 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from grmpipe.tiny.resolve import SHIPPED
+from grmpipe.tiny.tokenizer import build_tokenizer
+from grmpipe.train.batching.samples import split_rollout
+from grmpipe.types import Prompt
 
 TEMPLATES = Path(__file__).parents[2] / "models" / "chat" / "templates"
 

@@ -14,6 +14,7 @@ from grmpipe.evaluation.judge_accuracy import JudgedItem, Recount, decide_outcom
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean
+from grmpipe.models.types import Completion, Message
 from grmpipe.run.tasks.evaluate_judge import name_metrics
 from grmpipe.types import (
     Failed,
@@ -24,7 +25,6 @@ from grmpipe.types import (
     RankedResponses,
     ScoredResponse,
 )
-from models.types import Completion, Message
 
 SCALE = Scale()
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),))

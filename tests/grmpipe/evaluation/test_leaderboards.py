@@ -12,8 +12,8 @@ from grmpipe.evaluation.leaderboards import REWARD_BENCH, REWARD_BENCH_2, RM_BEN
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean
+from grmpipe.models.types import Message
 from grmpipe.types import JudgeReport, Prompt, RankedResponses
-from models.types import Message
 
 
 def judged(subset: str, number: int, right: bool) -> JudgedItem:

@@ -15,9 +15,9 @@ from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean
+from grmpipe.models.types import Message
 from grmpipe.observe.run_files import read_run
 from grmpipe.types import Failed, JudgeReport, Prompt
-from models.types import Message
 
 SCORING = Scoring(counting=AnswerSampling(num_samples=2, pass_k=(1, 2)), pass_reward=7 / 9, greedy=True, by_rule=False)
 PROMPTS = [

@@ -7,8 +7,8 @@ import random
 
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
 from grmpipe.judge.votes import mean, median
+from grmpipe.models.types import Completion
 from grmpipe.types import Judgement
-from models.types import Completion
 
 MEAN = Counting(vote=mean)
 

@@ -13,8 +13,7 @@ from configs import judge_config
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.types import Prompt, Rollout, Turn
-from models.types import (
+from grmpipe.models.types import (
     Completion,
     FinishReason,
     Message,
@@ -23,7 +22,8 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from scheduler.clock import ActiveClock
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.types import Prompt, Rollout, Turn
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.models.types import EngineDied, EngineRefused
 from grmpipe.types import Criterion, Failed, JudgeReport, Verdict
-from models.types import EngineDied, EngineRefused
 
 FOOLING_REPLIES = (  # arXiv 2507.08794
     " ", ".", ",", ":", "Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ",

@@ -15,11 +15,8 @@ from grmpipe.judge.grm import RemoteGrm, estimate_tokens
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.pipeline.counters import FlowCounters
-from grmpipe.tiny.tokenizer import build_tokenizer
-from grmpipe.types import FailedJudgement
-from models.settings import OpenAIConfig
-from models.types import (
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,
@@ -28,6 +25,9 @@ from models.types import (
     SamplingParams,
     VersionSpan,
 )
+from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.tiny.tokenizer import build_tokenizer
+from grmpipe.types import FailedJudgement
 
 
 @dataclass

@@ -16,13 +16,13 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.markup import Markup
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import Message
+from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.routing.rate_limits import RateLimits
 from grmpipe.types import Failed, Judgement
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.settings import OpenAIConfig
-from models.types import Message
-from scheduler.events import NoEvents
-from scheduler.routing.rate_limits import RateLimits
 
 TEXT = "fine\nScore: 7"
 MESSAGE = {"role": "assistant", "content": TEXT}

@@ -22,8 +22,8 @@ from grmpipe.judge.prompt import TEMPLATES, JudgePrompt
 from grmpipe.judge.prompt_injection import FENCES, LEGEND
 from grmpipe.judge.protocols.turnwise import FIRST
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
+from grmpipe.models.types import Message
 from grmpipe.types import Criterion, Prompt
-from models.types import Message
 
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 INJECTIONS = (

@@ -13,8 +13,8 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.parse import parser_named
+from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.tiny.tokenizer import build_tokenizer
-from models.engines.embedded.grammar import Grammar
 
 SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
 NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.judge.markup import Markup, with_any_space
-from models.settings import OpenAIConfig
+from grmpipe.models.settings import OpenAIConfig
 
 DEFAULT = OpenAIConfig().chat_markup
 MARKERS = (

@@ -10,8 +10,8 @@ import pytest
 
 from grmpipe.config.raw_scores import sigmoid
 from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.models.types import Completion, EngineRefused, VersionSpan
 from grmpipe.types import Judgement
-from models.types import Completion, EngineRefused, VersionSpan
 
 
 class Recorded:

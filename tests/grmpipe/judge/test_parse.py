@@ -16,7 +16,7 @@ from grmpipe.config.keys.user_code import note_owner
 from grmpipe.judge.parse import FormError, Parser, parse_scores, parser_named, scores_in
 from grmpipe.judge.prompt_injection import fence_text
 from grmpipe.judge.verdict_forms import Form
-from models.types import Completion, FinishReason, VersionSpan
+from grmpipe.models.types import Completion, FinishReason, VersionSpan
 
 OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py
 parse_score_line, parse_boxed = parser_named("score_line"), parser_named("boxed")

@@ -19,9 +19,9 @@ from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.prompt_injection import fence_text
+from grmpipe.models.types import Message
 from grmpipe.tiny.problems import judge_prompt
 from grmpipe.types import Criterion, Prompt
-from models.types import Message
 
 PUBLIC = {path.stem for path in TEMPLATES.glob("*.jinja") if "set markers" in path.read_text(encoding="utf-8")}
 SHIPPED = sorted(set(SHIPPED_TEMPLATES) - PUBLIC)  # those with a fence

@@ -27,8 +27,8 @@ from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.prompt_injection import TextGuard
+from grmpipe.models.types import Completion, FinishReason, Message, VersionSpan
 from grmpipe.types import Criterion, Prompt, Verdict
-from models.types import Completion, FinishReason, Message, VersionSpan
 
 CONF = Path(__file__).parents[3] / "conf"
 PUBLIC = sorted(

@@ -13,6 +13,9 @@ from grmpipe.data.catalogs import resolve_model
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.teacher_context import Insertion, TeacherContext
 from grmpipe.judge.teaching import Teacher, TeachingJudge
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.types import Completion, Message, ToolSpec, VersionSpan
 from grmpipe.types import (
     Failed,
     Judgement,
@@ -25,9 +28,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.chat.renderer import Renderer
-from models.engines.request_gates import PrioritySemaphore
-from models.types import Completion, Message, ToolSpec, VersionSpan
 from tests.grmpipe.judge.test_teaching import Scores
 
 QUESTION = (Message(role="user", content="How many coins does Ida have?"),)

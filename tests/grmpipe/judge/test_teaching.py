@@ -12,11 +12,8 @@ import pytest
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.teaching import NoReward, Teacher, TeachingJudge
 from grmpipe.judge.verdict import get_reward
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
-from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, TeacherScores, Turn, Verdict
-from models.engines.request_gates import PrioritySemaphore
-from models.types import (
+from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,
@@ -26,6 +23,9 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, TeacherScores, Turn, Verdict
 
 PROMPT = Prompt(prompt_id="p", messages=(), source="sums")
 

@@ -22,12 +22,12 @@ from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.split_steps import split_steps
+from grmpipe.models.chat.thinking import ThinkingMarkers, with_thought
+from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.step_metrics import flow_metrics
+from grmpipe.scheduler.events import NoEvents
 from grmpipe.types import Criterion, JudgeReport, Rollout, Turn
-from models.chat.thinking import ThinkingMarkers, with_thought
-from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
-from scheduler.events import NoEvents
 
 THINK = ThinkingMarkers(open="<think>", close="</think>")
 IN_PROMPT = ThinkingMarkers(open="<think>", close="</think>", in_prompt=True)

@@ -12,8 +12,8 @@ from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.prompt_injection import LEGEND, fence_text, in_fences, plain
 from grmpipe.judge.trajectory import BRANCH, EDITED, Passage, Trajectory, make_trajectory, of_text
+from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.types import Criterion, Prompt, Rollout, Turn
-from models.types import Completion, Message, ToolCall, VersionSpan
 
 CALL = "add( 32, 9)"
 FENCED = "> add( 32, 9)\n|  41\n> Answer: 41"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
@@ -17,7 +18,6 @@ from grmpipe.observe.eval_recorder import (
 )
 from grmpipe.observe.journal import Mark
 from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p0", messages=(Message(role="user", content="1 + 1?"),), reference="2")
 VERDICT = Verdict(

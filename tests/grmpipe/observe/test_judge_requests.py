@@ -10,8 +10,8 @@ import pytest
 
 from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.purpose import set_purpose
+from grmpipe.models.types import EngineDied, Usage
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestCounts, RequestJournal, read_totals
-from models.types import EngineDied, Usage
 
 
 def test_requests_in_flight_at_a_kill_stay_counted_with_unknown_tokens(tmp_path: Path) -> None:

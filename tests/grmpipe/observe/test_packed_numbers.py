@@ -13,6 +13,7 @@ import pytest
 
 from grmpipe import read_run
 from grmpipe.capacity.simulate.simulated_answers import lengths_in
+from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.observe import run_files
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.packed_numbers import pack_numbers, unpack_numbers
@@ -31,7 +32,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, ToolCall, VersionSpan
 
 # A user's names that are ours elsewhere: they stay as they are.
 OWN = {"token_ids": 2, "logprobs": [1.5], "turns": [{"token_ids": 1}]}

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grmpipe.models.types import Completion, Message, TokenScores, VersionSpan
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.journal import Journal, Mark, read_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
@@ -36,7 +37,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, TokenScores, VersionSpan
 
 TEXT = st.text(st.characters(), max_size=20)  # also lone surrogates, newlines and controls: models sample them
 IDS = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)

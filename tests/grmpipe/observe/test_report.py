@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from journal_mutations import collect_records, mutate_line
 
+from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, render, write_report
@@ -26,7 +27,6 @@ from grmpipe.observe.summary import (
     Summary,
 )
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, Message, ToolCall, VersionSpan
 
 HOSTILE = "</pre></title></style><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>{{ 7 * 7 }}"
 

@@ -14,6 +14,8 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import Message, RequestContext, SamplingParams, ToolSpec
 from grmpipe.pipeline.interfaces import (
     FlowConfig,
     PipelineComponents,
@@ -25,6 +27,9 @@ from grmpipe.pipeline.interfaces import (
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.types import (
     Failed,
     GroupEnd,
@@ -36,11 +41,6 @@ from grmpipe.types import (
     Rollout,
     Verdict,
 )
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, RequestContext, SamplingParams, ToolSpec
-from scheduler.events import NoEvents
-from scheduler.routing.router import Router
-from scheduler.weights.weight_sync import SyncReport
 
 
 class Renderer:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.pipeline.counters import Counters, FlowCounters
 from grmpipe.pipeline.interfaces import UncountedWork
 from grmpipe.pipeline.step_metrics import flow_metrics
@@ -22,7 +23,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, VersionSpan
 
 VERDICT = Verdict(
     rewards=(RewardSpan(turn=0, start=0, end=1, value=0.5),), score=5.0, breakdown={}, score_std=0.0, num_judgements=1

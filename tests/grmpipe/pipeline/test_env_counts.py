@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.types import Rollout, Turn
-from models.types import Completion, VersionSpan
 
 
 def turn(num_new: int, num_sampled: int, cached_tokens: int) -> Turn:

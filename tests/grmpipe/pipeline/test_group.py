@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 

@@ -9,12 +9,12 @@ import pytest
 
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import (
     Failed,
     JudgeReport,
     Verdict,
 )
-from scheduler.clock import ActiveClock
 
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
 

@@ -8,13 +8,13 @@ import pytest
 from pipeline_bench import Bench, flow, long_tailed
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.models.types import Engine, EngineDied
 from grmpipe.pipeline.interfaces import (
     StepReport,
 )
 from grmpipe.pipeline.pipeline import Pipeline
-from models.types import Engine, EngineDied
-from scheduler.run_together import run_until
-from scheduler.slots.engine_replacement import HealthConfig, RoleHealth
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.engine_replacement import HealthConfig, RoleHealth
 
 
 def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:

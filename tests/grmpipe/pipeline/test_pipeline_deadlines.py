@@ -10,10 +10,14 @@ import pytest
 from pipeline_bench import Bench, Judge, LearningJudge, flow
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.models.types import Engine
 from grmpipe.pipeline.interfaces import (
     StepReport,
 )
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.engine_replacement import HealthConfig, RoleHealth
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.types import (
     Failed,
     JudgeReport,
@@ -21,10 +25,6 @@ from grmpipe.types import (
     Prompt,
     Rollout,
 )
-from models.types import Engine
-from scheduler.run_together import run_until
-from scheduler.slots.engine_replacement import HealthConfig, RoleHealth
-from scheduler.weights.weight_sync import SyncReport
 
 
 def test_a_group_ends_at_its_deadline_when_a_rollout_never_comes_back() -> None:

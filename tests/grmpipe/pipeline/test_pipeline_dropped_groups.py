@@ -12,6 +12,7 @@ import pytest
 from pipeline_bench import Bench, Judge, Prompts, Together, Trainer, flow
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.models.types import EngineRefused, RequestContext
 from grmpipe.pipeline.interfaces import (
     PipelineState,
     RecoveredGroup,
@@ -25,7 +26,6 @@ from grmpipe.types import (
     Prompt,
     Rollout,
 )
-from models.types import EngineRefused, RequestContext
 
 
 @dataclass

@@ -18,7 +18,12 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.settings import OpenAIConfig
 from grmpipe.pipeline.service_health import Unfit
+from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.routing.rate_limits import RateLimits
 from grmpipe.types import (
     Failed,
     JudgeReport,
@@ -26,11 +31,6 @@ from grmpipe.types import (
     Rollout,
     Verdict,
 )
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.settings import OpenAIConfig
-from scheduler.events import NoEvents
-from scheduler.routing.rate_limits import RateLimits
 
 
 def test_a_partial_group_is_trained_and_its_failed_sibling_has_no_number() -> None:

@@ -17,16 +17,16 @@ from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import Message, RequestContext, SamplingParams
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.types import (
     Prompt,
     Rollout,
     Verdict,
 )
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import Message, RequestContext, SamplingParams
-from scheduler.run_together import run_until
-from scheduler.weights.weight_sync import SyncReport
 
 
 def test_judge_of_whole_groups_prepares_first_and_judges_each_group_once() -> None:

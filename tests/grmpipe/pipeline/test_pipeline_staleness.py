@@ -38,7 +38,7 @@ def test_a_rollout_that_spans_a_sync_knows_both_versions() -> None:
 def test_when_groups_of_a_deterministic_run_open_depends_on_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     paced: list[float] = []
     monkeypatch.setattr(
-        "scheduler.admission.AdmissionPace.step_ended", lambda pace, now_s, step_s: paced.append(step_s)
+        "grmpipe.scheduler.admission.AdmissionPace.step_ended", lambda pace, now_s, step_s: paced.append(step_s)
     )
     Bench(flow(deterministic=True, num_steps=3)).run()
     assert paced == []

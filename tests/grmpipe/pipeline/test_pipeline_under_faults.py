@@ -22,15 +22,9 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import ServiceHealth
-from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
-from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Verdict
-from models.checksum import checksum
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import (
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import (
     Completion,
     Engine,
     GroupLink,
@@ -45,19 +39,25 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from scheduler.events import NoEvents
-from scheduler.routing.migration import Continuation
-from scheduler.routing.router import Router
-from scheduler.run_together import run_until
-from scheduler.slots.balance import BalanceConfig, Pool, Slot
-from scheduler.slots.elastic import ElasticPool, ElasticRole, spare
-from scheduler.slots.engine_replacement import HealthConfig, RoleHealth, need_no_weights, push_to_living
-from scheduler.slots.shared_engine import SharedEngines
-from scheduler.slots.time_share import SharedRole, TimeShare
-from scheduler.weights.stored_weights import StoredWeights
-from scheduler.weights.weight_checks import WeightMismatch
-from scheduler.weights.weight_push import SyncConfig, SyncReport
-from scheduler.weights.weight_sync import WeightSync
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
+from grmpipe.pipeline.judge_health import JudgeHealth
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.routing.migration import Continuation
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.balance import BalanceConfig, Pool, Slot
+from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole, spare
+from grmpipe.scheduler.slots.engine_replacement import HealthConfig, RoleHealth, need_no_weights, push_to_living
+from grmpipe.scheduler.slots.shared_engine import SharedEngines
+from grmpipe.scheduler.slots.time_share import SharedRole, TimeShare
+from grmpipe.scheduler.weights.stored_weights import StoredWeights
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch
+from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport
+from grmpipe.scheduler.weights.weight_sync import WeightSync
+from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
+from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Verdict
 
 TOKENS_PER_S, HUNG = 10, 20_000
 LONGEST = 400  # tokens of what ends: in time for the longer deadline, a rollout and then its judgement

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.producer import rank
-from scheduler.work_queue import Stage
+from grmpipe.scheduler.work_queue import Stage
 
 
 def test_most_urgent_item_goes_first_and_older_ones_break_ties() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.kinds.rule import is_right
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.pipeline.counters import Counters, FlowCounters
 from grmpipe.pipeline.step_metrics import batch_metrics, flow_metrics, truth_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth
@@ -23,7 +24,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, VersionSpan
 
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
 

@@ -13,13 +13,13 @@ import pytest
 
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
+from grmpipe.models.types import Message
 from grmpipe.run import loop_watchdog
 from grmpipe.run.loop_watchdog import OURS, is_users, watch_loop
 from grmpipe.types import Prompt
 from grmpipe.workflows.chat import ChatReply
 from grmpipe.workflows.in_process import InProcess
 from grmpipe.workflows.policy import ChatEndpoint, Policy, Task
-from models.types import Message
 
 LIMITS = StageLimits(boot_s=5, step_s=0.1, close_s=5, max_observation_chars=100)
 

@@ -10,12 +10,12 @@ import pytest
 from configs import run_config
 
 from grmpipe.config.tracking import TrackingConfig
+from grmpipe.models.settings import EngineConfig, OpenAIConfig
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run.observers import Observers
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.trackers.wandb_tracker import WandbConfig
-from models.settings import EngineConfig, OpenAIConfig
 
 PLANTED = "planted0123456789planted0123456789planted"
 OWN = """

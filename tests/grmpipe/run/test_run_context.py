@@ -18,15 +18,15 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import SlotsConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.judge.verdict import make_failure
+from grmpipe.models.types import Message
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.run_context import Run, RunContext, run_in_directory
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recovery import BEGINNING
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.slots.engine_replacement import HealthConfig
 from grmpipe.types import JudgeReport, Prompt, Rollout
-from models.types import Message
-from scheduler.processes.actors import ActorDied
-from scheduler.slots.engine_replacement import HealthConfig
 
 
 @dataclass

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup
 from grmpipe.run_dir.begun_rollouts import BegunRollouts
 from grmpipe.types import BegunRollout, Prompt, Rollout, Turn
-from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 STATE = PipelineState(version=3, next_prompt_index=8, in_flight={5: "g000005", 6: "g000006~2"})

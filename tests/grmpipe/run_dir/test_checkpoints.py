@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.models.stored_files import describe_files
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.run_state import RunState
-from models.stored_files import describe_files
 
 SYSTEM_CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.data.stream import EndOfData
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import Mark, read_journal
 from grmpipe.observe.recorder import Recorder, load_group_ends
@@ -16,7 +17,6 @@ from grmpipe.pipeline.interfaces import PipelineState, UncountedWork
 from grmpipe.run_dir.recovery import BEGINNING, find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, TrainedRollout, Turn, Verdict
-from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 VERDICT = Verdict(

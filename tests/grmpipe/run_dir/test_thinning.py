@@ -9,6 +9,7 @@ import pytest
 from grmpipe.config.journals import JournalsConfig
 from grmpipe.config.task_settings import RejudgeConfig
 from grmpipe.data.stream import EndOfData
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_journal, read_thinning
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder, load_rollouts, load_verdicts
 from grmpipe.observe.run_files import pick_rollouts
@@ -31,7 +32,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, Message, VersionSpan
 
 TEXT, SHARE = JournalsConfig(keep="text"), JournalsConfig(keep="0.5")
 

@@ -19,6 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec
+from grmpipe.models.lm.scalar_head import scalar_config
+from grmpipe.models.types import Message
 from grmpipe.tiny import __main__ as cli
 from grmpipe.tiny import resolve
 from grmpipe.tiny.examples import LARGEST_WORD_NUMBER, SftTask
@@ -34,10 +38,6 @@ from grmpipe.tiny.tasks import SUMS
 from grmpipe.tiny.tiny_sampler import TinySampler
 from grmpipe.tiny.tokenizer import build_tokenizer, encode_prompt
 from grmpipe.tiny.tricks import TRICKS, Trick, with_tricks
-from models.chat.renderer import Renderer
-from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.lm.scalar_head import scalar_config
-from models.types import Message
 
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(

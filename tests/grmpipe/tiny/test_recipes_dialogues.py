@@ -9,6 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from grmpipe.envs.tools.function_tools import load_tools
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.types import Message
 from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.build import encode
 from grmpipe.tiny.calculator import parse_view, right_episode
@@ -22,8 +24,6 @@ from grmpipe.tiny.tasks import CALLS, WALKS, careless_view, right_view
 from grmpipe.tiny.tiny_sampler import TinySampler
 from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.tiny.walks import make_walks
-from models.chat.renderer import Renderer
-from models.types import Message
 
 
 @cache

@@ -8,12 +8,12 @@ import pytest
 
 from grmpipe.data.prompts import load_prompts
 from grmpipe.envs.env import Action, Env, Episode, Observation, PolicyFault
+from grmpipe.models.types import Message
 from grmpipe.tiny import tools as tiny_tools
 from grmpipe.tiny.calculator import CalculatorCall, display
 from grmpipe.tiny.walk import Walk
 from grmpipe.tiny.walks import make_walks, right_turns
 from grmpipe.types import Prompt
-from models.types import Message
 
 STORE = {"Max": "Max: Tom; Ida.", "Ida": "Ida: Zoe; Tom.", "Zoe": "Zoe: 17.", "Tom": "Tom: 20."}
 PROMPT = Prompt(

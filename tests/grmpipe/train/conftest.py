@@ -18,8 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from grmpipe.models.types import VersionSpan
 from grmpipe.types import TrainingSample
-from models.types import VersionSpan
 
 MakeSamples = Callable[..., list[TrainingSample]]
 

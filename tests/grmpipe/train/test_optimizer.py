@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grmpipe.config.train import AlgorithmConfig, OptimizerConfig, TrainConfig
+from grmpipe.models.lm import causal_lm
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
 from grmpipe.train.optimizer import iterate_moments, schedule_lr
-from models.lm import causal_lm
 
 SCRIPT = Path(__file__).parent / "learner" / "lora_rank_process.py"  # it runs any learner
 

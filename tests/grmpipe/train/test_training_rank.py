@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.models.engines.scorer import ScalarScorer
+from grmpipe.scheduler.processes.wire_types import Dialect, rebuild_error, remote_error
 from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.offload import OffloadingLearner
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
-from models.engines.scorer import ScalarScorer
-from scheduler.processes.wire_types import Dialect, rebuild_error, remote_error
 
 RANKS = (Learner, OffloadingLearner, CriticLearner, ScalarLearner, ScalarScorer)
 

@@ -11,8 +11,8 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.validate.role_placement import seat_roles
-from models.settings import EmbeddedConfig
 
 ROOT = Path(__file__).parents[3]
 

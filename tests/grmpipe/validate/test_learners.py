@@ -12,6 +12,8 @@ from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import Model, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.lm import checkpoint_names
+from grmpipe.scheduler.placement import Placement, place
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.learners import (
     check_divides,
@@ -22,8 +24,6 @@ from grmpipe.validate.learners import (
 )
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.role_placement import seat_roles
-from models.lm import checkpoint_names
-from scheduler.placement import Placement, place
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
          "vocab_size": 32, "intermediate_size": 32}  # fmt: skip

@@ -13,13 +13,13 @@ from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.scheduler.placement import Placement
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import load_stored_tasks, read_data
 from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import check_objective, prepare
 from grmpipe.validate.sections import section
-from scheduler.placement import Placement
 
 PLACES = {
     "pools": {"all": {"slots": 1}},

@@ -12,9 +12,9 @@ import pytest
 from grmpipe.config.io import yaml_io
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
+from grmpipe.models.engines import installed
+from grmpipe.scheduler.placement import Placement, place
 from grmpipe.validate.role_placement import resolve_transport
-from models.engines import installed
-from scheduler.placement import Placement, place
 
 ONE_POOL = {role: {"pool": "all"} for role in ("learner", "policy")}
 # Pools with their slots and roles: from all roles on one slot to each on its own.
@@ -144,8 +144,8 @@ def test_engine_that_shares_no_gpu_with_the_learner_can_not_use_cuda_ipc() -> No
             r"^sync\.transport: unknown transport 'pigeon'; known: shared_memory, disk, .*; your own by its dotted",
         ),
         ("no_such_loft.PIGEON", r"^sync\.transport: no_such_loft can't be imported \(ModuleNotFoundError"),
-        ("models.types.PIGEON", r"^sync\.transport: the module models\.types has no PIGEON"),
-        ("models.types.Payload", r"^sync\.transport: models\.types\.Payload is no TransportKind"),
+        ("grmpipe.models.types.PIGEON", r"^sync\.transport: the module grmpipe\.models\.types has no PIGEON"),
+        ("grmpipe.models.types.Payload", r"^sync\.transport: grmpipe\.models\.types\.Payload is no TransportKind"),
     ],
 )
 def test_a_name_of_no_transport_is_refused(wanted: str, words: str) -> None:
@@ -155,7 +155,7 @@ def test_a_name_of_no_transport_is_refused(wanted: str, words: str) -> None:
 
 def test_a_users_own_transport_is_taken_by_its_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_loft.py").write_text(
-        "from models.types import TransportKind\n"
+        "from grmpipe.models.types import TransportKind\n"
         "PIGEON = TransportKind(name='pigeon', sender='users_loft.Pigeon', same_machine=True, needs='needs one roof')"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

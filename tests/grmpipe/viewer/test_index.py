@@ -13,6 +13,7 @@ import pytest
 from journal_mutations import collect_records, write_mutated
 from viewed_run import SCRIPT, answer, by_judges, evaluate, judge_labelled_work, report, write_run
 
+from grmpipe.models.types import Message
 from grmpipe.observe.recorder import Recorder, load_trained
 from grmpipe.types import Prompt
 from grmpipe.viewer import queries
@@ -28,7 +29,6 @@ from grmpipe.viewer.figures import (
 from grmpipe.viewer.index import IndexProgress, RunIndex
 from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
-from models.types import Message
 
 PROMPT = Prompt(prompt_id="p9", messages=(Message(role="user", content="More?"),))
 

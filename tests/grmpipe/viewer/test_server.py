@@ -27,6 +27,7 @@ from journal_mutations import collect_records, write_all_journals, write_mutated
 from viewed_run import SCRIPT, answer, evaluate, judge_jointly, judge_labelled_work, make_old, thin_run, write_run
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.types import Message
 from grmpipe.observe.recorder import Recorder
 from grmpipe.run.tasks.view_task import view_runs
 from grmpipe.types import Prompt
@@ -34,7 +35,6 @@ from grmpipe.viewer.index import RunIndex
 from grmpipe.viewer.pages import link
 from grmpipe.viewer.queries import Filter
 from grmpipe.viewer.runs import find_runs
-from models.types import Message
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer  # noqa: E402

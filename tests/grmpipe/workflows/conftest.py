@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest
-from grmpipe.workflows.episode_chat import EpisodeChats
-from models.types import (
+from grmpipe.models.types import (
     Completion,
     Message,
     ParsedTurn,
@@ -21,7 +20,8 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from scheduler.events import EventSink
+from grmpipe.scheduler.events import EventSink
+from grmpipe.workflows.episode_chat import EpisodeChats
 
 ROLES = {"system": -1, "user": -2, "assistant": -3, "tool": -4}
 END, TOOLS = -9, -8

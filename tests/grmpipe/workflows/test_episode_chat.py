@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
+from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.types import EngineRefused, Message, ToolCall, ToolSpec
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply
 from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
 from grmpipe.workflows.play_workflow import Ending, make_rollout
-from models.chat.long_texts import LONG_CHARS
-from models.types import EngineRefused, Message, ToolCall, ToolSpec
 
 ADD = ToolSpec(name="add", description="", parameters={"type": "object"})
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))

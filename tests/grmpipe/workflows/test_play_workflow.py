@@ -16,13 +16,13 @@ from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.fault_owner import FaultRules
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.models.types import EngineDied, Message, ignore_first_token
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatRefused
 from grmpipe.workflows.outcome import plain_rewards, read_rewards
 from grmpipe.workflows.play_workflow import WorkflowPlayer
 from grmpipe.workflows.policy import Policy, Task
 from grmpipe.workflows.server import Gateway
-from models.types import EngineDied, Message, ignore_first_token
 
 PROMPT = Prompt(
     prompt_id="p", messages=(Message(role="user", content="?"),), info={"n": 3}, reference="SECRET", source="s"

@@ -12,12 +12,12 @@ import openai
 import pytest
 
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.models.types import Message, ToolCall
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.episode_chat import EpisodeChat, EpisodeChats
 from grmpipe.workflows.play_workflow import Ending, make_rollout
 from grmpipe.workflows.policy import Policy
 from grmpipe.workflows.server import MAX_BODY_BYTES, Gateway
-from models.types import Message, ToolCall
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 USER = {"role": "user", "content": "?"}

@@ -17,13 +17,13 @@ import pytest
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.models.types import Message, ignore_first_token
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.episode_chat import EpisodeChats
 from grmpipe.workflows.play_workflow import Solver, WorkflowPlayer
 from grmpipe.workflows.program import Program
 from grmpipe.workflows.server import Gateway
 from grmpipe.workflows.worker_pool import WorkerPool
-from models.types import Message, ignore_first_token
 
 WORKFLOW = '''
 """A user's workflow: does what the task's information says."""

@@ -21,9 +21,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from models.chat.chat_tokenizer import ChatTokenizer
-from models.chat.renderer import Renderer
-from models.types import Message
+from grmpipe.models.chat.chat_tokenizer import ChatTokenizer
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.types import Message
 
 DATA = Path(mistral_common.__file__).parent / "data"
 CONVERSATIONS, MANY = 200, 2000

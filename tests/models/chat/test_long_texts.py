@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from models.chat.long_texts import LONG_CHARS, count_chars, off_loop_if_long
-from models.types import Message, ToolCall
+from grmpipe.models.chat.long_texts import LONG_CHARS, count_chars, off_loop_if_long
+from grmpipe.models.types import Message, ToolCall
 
 
 @pytest.mark.parametrize(("num_chars", "off_loop"), [(LONG_CHARS - 1, False), (LONG_CHARS, True)])

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
+from grmpipe.models.chat.chat_tokenizer import ChatTokenizer
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.model_files import PlainConfig, is_plain_tokenizer
+from grmpipe.models.settings import ModelConfig
+from grmpipe.models.types import Message
 from grmpipe.tiny.tokenizer import build_tokenizer
-from models.chat.chat_tokenizer import ChatTokenizer
-from models.chat.renderer import Renderer
-from models.model_files import PlainConfig, is_plain_tokenizer
-from models.settings import ModelConfig
-from models.types import Message
 
 MARKERS = [
     "<|im_start|>",

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.types import Message, ParsedTurn, ToolCall, ToolSpec
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from models.chat.renderer import Renderer
-from models.types import Message, ParsedTurn, ToolCall, ToolSpec
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Family: its special tokens, its other added tokens, and the token that ends a turn.

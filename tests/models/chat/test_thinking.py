@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.chat.thinking import ThinkingMarkers, find_markers, with_thought
+from grmpipe.models.settings import ModelConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.tiny.tokenizer import build_tokenizer
-from models.chat.renderer import Renderer
-from models.chat.thinking import ThinkingMarkers, find_markers, with_thought
-from models.settings import ModelConfig
-from models.types import Completion, VersionSpan
 
 TEMPLATES = Path(__file__).parent / "templates"
 THINK = ThinkingMarkers(open="<think>", close="</think>")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from models.chat.json_tool_calls import MAX_CALLS, MAX_ERRORS
-from models.chat.tool_calls import FORMATS, check_tool_parser, detect_format, parser_named, read_turn
-from models.settings import PolicyConfig
-from models.types import ParsedTurn, ToolCall, ToolSpec
+from grmpipe.models.chat.json_tool_calls import MAX_CALLS, MAX_ERRORS
+from grmpipe.models.chat.tool_calls import FORMATS, check_tool_parser, detect_format, parser_named, read_turn
+from grmpipe.models.settings import PolicyConfig
+from grmpipe.models.types import ParsedTurn, ToolCall, ToolSpec
 
 
 def spec(name: str, **types: str) -> ToolSpec:
@@ -296,7 +296,7 @@ def test_where_the_marker_is_a_special_token_the_calls_are_read_without_it() -> 
 
 def test_custom_parser_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
-        "from models.types import ParsedTurn, ToolCall\n"
+        "from grmpipe.models.types import ParsedTurn, ToolCall\n"
         "def shouted(text, tools):\n"
         "    return ParsedTurn(content='', tool_calls=(ToolCall(name=text.lower(), arguments={}),))\n"
         "def wrong(text, tools):\n    return text\n"

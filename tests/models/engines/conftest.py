@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.seeds import derive_seed
-from models.settings import EmbeddedConfig
-from models.types import Completion, RequestContext, SamplingParams, ignore_first_token
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import Completion, RequestContext, SamplingParams, ignore_first_token
 
 VOCAB_SIZE, WINDOW = 272, 128
 CHAT_TEMPLATE = (

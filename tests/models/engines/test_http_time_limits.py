@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.engines.sglang import joined_server
-from models.engines.sglang import server as sglang_server
-from models.engines.sglang.http_client import SglangHttp
-from models.settings import OpenAIConfig
-from models.types import EngineDied, Message, RequestContext, SamplingParams
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.engines.sglang import joined_server
+from grmpipe.models.engines.sglang import server as sglang_server
+from grmpipe.models.engines.sglang.http_client import SglangHttp
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import EngineDied, Message, RequestContext, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"connect", "read", "write", "pool"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.engines import installed
+from grmpipe.models.engines import installed
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from pathlib import Path
 import certifi
 import pytest
 
-from models.engines.network import find_network_path
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.settings import OpenAIConfig
-from models.types import Message, RequestContext, SamplingParams
+from grmpipe.models.engines.network import find_network_path
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import Message, RequestContext, SamplingParams
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
 

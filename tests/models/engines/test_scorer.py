@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForTokenClassification,
 )
 
-from models.engines.scorer import ScalarScorer, ScorerSpec, batches
+from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec, batches
 
 
 @pytest.fixture(scope="module")

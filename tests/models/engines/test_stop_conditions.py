@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from models.engines.stop_conditions import StopConditions
-from models.types import SamplingParams
+from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.types import SamplingParams
 
 
 def of_bytes(token_ids: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.lm.average import average_files
+from grmpipe.models.lm.average import average_files
 
 
 def write(folder: Path, **files: dict[str, torch.Tensor]) -> str:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 
 LENGTHS = [7, 1, 12, 4]
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.causal_lm import load_causal_lm
-from models.lm.checkpoint import SHARD_SIZE, ShardedSave, export_hf, load_sharded
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.checkpoint import SHARD_SIZE, ShardedSave, export_hf, load_sharded
 
 IDS = torch.tensor([[1, 2, 3, 4]])
 
@@ -136,7 +136,7 @@ def test_an_export_is_of_the_type_of_its_source_or_of_the_one_asked_for(tmp_path
 
 def test_an_export_is_cut_into_files_of_at_most_five_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SHARD_SIZE == "5GB"
-    monkeypatch.setattr("models.lm.checkpoint.SHARD_SIZE", "2KB")  # as transformers counts them
+    monkeypatch.setattr("grmpipe.models.lm.checkpoint.SHARD_SIZE", "2KB")  # as transformers counts them
     target = export_of_bfloat16(tmp_path)
     assert len(list(target.glob("*.safetensors"))) > 1
     torch.testing.assert_close(

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.lm.checkpoint_names import CheckpointNames
-from models.lm.lora import add_adapters, list_outgoing
-from models.settings import LoraConfig
-from models.weights.object_store import ObjectStore
-from models.weights.receive_tensors import receive_tensors
-from models.weights.weight_stream import WeightStream, bucket_bytes_for
+from grmpipe.models.lm.checkpoint_names import CheckpointNames
+from grmpipe.models.lm.lora import add_adapters, list_outgoing
+from grmpipe.models.settings import LoraConfig
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.receive_tensors import receive_tensors
+from grmpipe.models.weights.weight_stream import WeightStream, bucket_bytes_for
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,
@@ -106,7 +106,7 @@ def test_an_engine_takes_a_tied_head_under_both_names() -> None:
 
 
 def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.lm import checkpoint_names
+    from grmpipe.models.lm import checkpoint_names
 
     def fused(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"qkv": next(iter(state.values()))} if len(state) > 1 else dict(state)

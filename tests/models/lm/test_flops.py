@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from models.lm.causal_lm import compute_packed_logprobs
-from models.lm.flops import FULL, ModelFlops, PackedSizes
-from models.lm.footprint import footprint_of_shape, read_footprint
-from models.lm.packed_attention import PACKED_ATTENTION
-from models.lm.packing import Prefixes
-from models.settings import LoraConfig, ModelShape
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs
+from grmpipe.models.lm.flops import FULL, ModelFlops, PackedSizes
+from grmpipe.models.lm.footprint import footprint_of_shape, read_footprint
+from grmpipe.models.lm.packed_attention import PACKED_ATTENTION
+from grmpipe.models.lm.packing import Prefixes
+from grmpipe.models.settings import LoraConfig, ModelShape
 
 WIDE = ModelShape(
     num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=128,

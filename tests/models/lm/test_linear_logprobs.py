@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.lm.linear_logprobs import linear_logprobs, split_columns
-from models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, compute_chosen_logprobs
-from models.settings import CHUNK_LOGITS
+from grmpipe.models.lm.linear_logprobs import linear_logprobs, split_columns
+from grmpipe.models.lm.logprobs import ALSO, ENTROPY, LOGPROB, Wanted, compute_chosen_logprobs
+from grmpipe.models.settings import CHUNK_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 7, 5, 23
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.lm.logprobs import LOGPROB, Wanted, compute_chosen_logprobs
+from grmpipe.models.lm.logprobs import LOGPROB, Wanted, compute_chosen_logprobs
 
 
 def logits(dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -17,16 +17,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from models.engines.embedded.decoder import open_decoder
-from models.engines.embedded.fused_decoder import FusedDecoder
-from models.lm.causal_lm import load_causal_lm
-from models.lm.checkpoint import export_hf
-from models.lm.lora import adapters, add_adapters, check_targets, list_outgoing, without_adapters
-from models.settings import LoraConfig
-from models.types import WeightBucket
-from models.weights.inbox import WeightInbox
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.engines.embedded.decoder import open_decoder
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.lora import adapters, add_adapters, check_targets, list_outgoing, without_adapters
+from grmpipe.models.settings import LoraConfig
+from grmpipe.models.types import WeightBucket
+from grmpipe.models.weights.inbox import WeightInbox
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

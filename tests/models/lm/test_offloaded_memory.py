@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.lm.offloaded_memory import OffloadedMemory, allocate_pinned, free_bytes
+from grmpipe.models.lm.offloaded_memory import OffloadedMemory, allocate_pinned, free_bytes
 
 
 def test_tensors_and_their_views_are_empty_while_lent_and_whole_afterwards() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from models.lm import causal_lm
-from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm, outline_causal_lm
-from models.lm.output_head import OutputHead
-from models.lm.packing import Prefixes
-from models.lm.parallel.ranks import join_ranks
-from models.lm.parallelize import load_parallel, without_gradient
-from models.settings import Activations
+from grmpipe.models.lm import causal_lm
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm, outline_causal_lm
+from grmpipe.models.lm.output_head import OutputHead
+from grmpipe.models.lm.packing import Prefixes
+from grmpipe.models.lm.parallel.ranks import join_ranks
+from grmpipe.models.lm.parallelize import load_parallel, without_gradient
+from grmpipe.models.settings import Activations
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

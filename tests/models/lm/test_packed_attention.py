@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from varlen_reference import exact_varlen
 
-from models.lm import packed_attention
-from models.lm.packing import Packing, PaddedRows, Prefixes
+from grmpipe.models.lm import packed_attention
+from grmpipe.models.lm.packing import Packing, PaddedRows, Prefixes
 
 H, G, D = 4, 2, 8
 

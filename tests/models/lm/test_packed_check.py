@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
-from models.lm.packable_configs import is_known_to_pack
-from models.lm.packed_check import check_trainable, probe_logprobs, probe_scores
-from models.lm.scalar_head import start_scalar_head
-from models.model_files import PLAIN_FAMILIES
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
+from grmpipe.models.lm.packable_configs import is_known_to_pack
+from grmpipe.models.lm.packed_check import check_trainable, probe_logprobs, probe_scores
+from grmpipe.models.lm.scalar_head import start_scalar_head
+from grmpipe.models.model_files import PLAIN_FAMILIES
 
 CPU = torch.device("cpu")
 TINY = {

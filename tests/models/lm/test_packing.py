@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs, load_causal_lm
-from models.lm.packing import Packing, Prefixes
+from grmpipe.models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs, load_causal_lm
+from grmpipe.models.lm.packing import Packing, Prefixes
 
 # (shared tokens, tokens of each), by family. Many lengths, single samples, siblings of one token.
 FAMILIES = [(5, [4, 1, 37, 4, 18]), (0, [9]), (40, [2, 2]), (0, [1]), (1, [1, 1, 20]), (12, [70, 3, 65])]

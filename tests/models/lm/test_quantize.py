@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.quantize import quantize_matrices, quantize_rows, quantize_rows_to_fp8
+from grmpipe.models.lm.quantize import quantize_matrices, quantize_rows, quantize_rows_to_fp8
 
 
 def test_a_row_is_rounded_to_steps_of_its_own_largest() -> None:

@@ -20,11 +20,11 @@ from transformers import (
     Qwen3ForTokenClassification,
 )
 
-from models.lm.causal_lm import load_causal_lm
-from models.lm.checkpoint import export_hf
-from models.lm.parallel.ranks import join_ranks
-from models.lm.parallelize import SCALAR_HEAD, load_parallel
-from models.lm.scalar_head import (
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.parallel.ranks import join_ranks
+from grmpipe.models.lm.parallelize import SCALAR_HEAD, load_parallel
+from grmpipe.models.lm.scalar_head import (
     compute_packed_scores,
     find_head,
     last_of_samples,
@@ -32,7 +32,7 @@ from models.lm.scalar_head import (
     scalar_config,
     start_scalar_head,
 )
-from models.settings import Activations
+from grmpipe.models.settings import Activations
 
 LENGTHS = [7, 1, 12, 4]
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.score import ScoredText, score_in_passes, score_sequences
-from models.types import PromptScoring
+from grmpipe.models.lm.score import ScoredText, score_in_passes, score_sequences
+from grmpipe.models.types import PromptScoring
 
 MODELS = {
     "qwen 3": lambda: Qwen3ForCausalLM(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.types import GroupLink, WeightBucket
-from models.weights.process_group import BroadcastLink
-from models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.types import GroupLink, WeightBucket
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 group = BroadcastLink()
 native: list[dist.ProcessGroup] = []

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.lm.parallel.ranks import join_ranks
-from models.lm.parallelize import parallelize
-from models.weights.shared_memory import SharedMemoryFiles
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.lm.parallel.ranks import join_ranks
+from grmpipe.models.lm.parallelize import parallelize
+from grmpipe.models.weights.shared_memory import SharedMemoryFiles
+from grmpipe.models.weights.weight_stream import WeightStream
 
 
 def main(rank: int, world_size: int, init_method: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.weights import checksums
-from models.weights.checksums import ON_DEVICE, device_checksums
+from grmpipe.models.weights import checksums
+from grmpipe.models.weights.checksums import ON_DEVICE, device_checksums
 
 
 def one(tensor: torch.Tensor) -> str:

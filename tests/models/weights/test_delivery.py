@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from models.weights.delivery import Delivery
+from grmpipe.models.weights.delivery import Delivery
 
 
 def test_caller_continues_during_a_delivery() -> None:

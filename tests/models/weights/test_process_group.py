@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.types import GroupLink
-from models.weights import process_group
-from models.weights.process_group import BroadcastLink
+from grmpipe.models.types import GroupLink
+from grmpipe.models.weights import process_group
+from grmpipe.models.weights.process_group import BroadcastLink
 
 LINK = GroupLink(name="one", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 

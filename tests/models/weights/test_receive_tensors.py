@@ -23,16 +23,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
-from models.weights import weight_files
-from models.weights.broadcast import GlooBroadcasts
-from models.weights.process_group import BroadcastLink
-from models.weights.receive_tensors import compute_checksums, receive_tensors
-from models.weights.safetensors_files import SafetensorsFiles
-from models.weights.sending import WeightTransport, open_transport
-from models.weights.shared_memory import SharedMemoryFiles
-from models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, hold_folder, sweep
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
+from grmpipe.models.weights import weight_files
+from grmpipe.models.weights.broadcast import GlooBroadcasts
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.safetensors_files import SafetensorsFiles
+from grmpipe.models.weights.sending import WeightTransport, open_transport
+from grmpipe.models.weights.shared_memory import SharedMemoryFiles
+from grmpipe.models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, hold_folder, sweep
+from grmpipe.models.weights.weight_stream import WeightStream
 
 RECEIVER = Path(__file__).with_name("receiver_process.py")
 SENDER = Path(__file__).with_name("sharded_sender_process.py")
@@ -200,7 +200,8 @@ def test_files_are_private_and_gone_after_close_and_at_exit(transport: str, tmp_
     sender.close()
     assert not files()
     program = (
-        "import torch\nfrom pathlib import Path\nfrom models.weights.weight_files import SharedArena, WeightFile\n"
+        "import torch\nfrom pathlib import Path\n"
+        "from grmpipe.models.weights.weight_files import SharedArena, WeightFile\n"
         f"file, arena = WeightFile(Path({str(tmp_path)!r})), SharedArena()\n"
         "arena.reserve(1000)[3] = 1\nprint(file.path, arena.path)"
     )
@@ -459,7 +460,7 @@ def test_disk_needs_a_folder() -> None:
 
 def test_an_engines_worker_needs_no_transformers_to_receive() -> None:
     program = (
-        "import sys\nimport models.weights.receive_tensors\n"
+        "import sys\nimport grmpipe.models.weights.receive_tensors\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in {'transformers', 'grmpipe', 'ray'}))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], env=ENV, capture_output=True, text=True, check=True)

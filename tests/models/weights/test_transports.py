@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from models.weights.receive_tensors import compute_checksums, receive_tensors
-from models.weights.sending import open_transport
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.weight_stream import WeightStream
 
 SOURCE = """
 from __future__ import annotations
@@ -21,10 +21,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from models.types import Payload, TransportKind, WeightBucket, WeightTensor
-from models.weights.open_bucket import open_bucket, parse_dtype
-from models.weights.process_group import BroadcastLink
-from models.weights.sending import UnshardedBucket, WeightTransport
+from grmpipe.models.types import Payload, TransportKind, WeightBucket, WeightTensor
+from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
 
 
 class Letter(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,13 +11,13 @@ import torch
 import xxhash
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from models.checksum import checksum
-from models.types import InlineBytes, WeightBucket
-from models.weights.checksums import tensor_checksums
-from models.weights.object_store import ObjectStore
-from models.weights.open_bucket import num_bytes
-from models.weights.receive_tensors import compute_checksums, receive_tensors
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.checksum import checksum
+from grmpipe.models.types import InlineBytes, WeightBucket
+from grmpipe.models.weights.checksums import tensor_checksums
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.open_bucket import num_bytes
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.weight_stream import WeightStream
 
 
 def make_model(tied: bool = True) -> PreTrainedModel:

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.actors import ActorDied, InProcessCluster
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes.actors import ActorDied, InProcessCluster
 
 
 class Counter:

@@ -26,8 +26,8 @@ from ray._private.services import ProcessInfo
 from ray.actor import ActorHandle
 
 from grmpipe.envs.sandbox.worker_processes import descendants
-from models.checksum import checksum as checksum_of
-from models.types import (
+from grmpipe.models.checksum import checksum as checksum_of
+from grmpipe.models.types import (
     Broadcast,
     Completion,
     Engine,
@@ -39,19 +39,19 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.process_group import BroadcastLink
-from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
-from scheduler.processes.call_limits import CallLimits
-from scheduler.processes.ray_actor import BucketStore, RayActor
-from scheduler.processes.ray_cluster import RayCluster
-from scheduler.processes.unix_rpc import RpcServer
-from scheduler.processes.wire_types import Dialect
-from scheduler.routing.router import Router
-from scheduler.routing.scorers import ScorerPool
-from scheduler.slots.engine_replacement import check_liveness, push_to_living
-from scheduler.weights.weight_push import EngineLost, SyncConfig
-from scheduler.weights.weight_sync import WeightSync
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
+from grmpipe.scheduler.processes.call_limits import CallLimits
+from grmpipe.scheduler.processes.ray_actor import BucketStore, RayActor
+from grmpipe.scheduler.processes.ray_cluster import RayCluster
+from grmpipe.scheduler.processes.unix_rpc import RpcServer
+from grmpipe.scheduler.processes.wire_types import Dialect
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.routing.scorers import ScorerPool
+from grmpipe.scheduler.slots.engine_replacement import check_liveness, push_to_living
+from grmpipe.scheduler.weights.weight_push import EngineLost, SyncConfig
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 
 
 def seats(**replicas: int) -> Placement:
@@ -168,7 +168,7 @@ def engines(tokens_per_s: float = 1e6) -> EngineFactory:
     """Answers depend on ids and seed; the text has the process that wrote it."""
 
     def make(rank: int) -> Engine:
-        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+        from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
             return Script(token_ids=(*ids, params.seed), text=str(os.getpid()))
@@ -403,10 +403,10 @@ def receivers() -> EngineFactory:
     def make(rank: int) -> Engine:
         import torch
 
-        from models.checksum import checksum
-        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-        from models.types import WeightReceipt
-        from models.weights.process_group import BroadcastLink
+        from grmpipe.models.checksum import checksum
+        from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+        from grmpipe.models.types import WeightReceipt
+        from grmpipe.models.weights.process_group import BroadcastLink
 
         class Receiver(SimulatedEngine):
             def __init__(self) -> None:
@@ -495,7 +495,7 @@ def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> N
     """By Ray, then. An engine generates meanwhile, and its control calls don't wait for that."""
 
     def counting(rank: int) -> Engine:
-        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+        from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         class Counting(SimulatedEngine):
             num_scored = 0
@@ -518,7 +518,7 @@ def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> N
         generating.cancel()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scheduler.processes.unix_rpc.asyncio.open_unix_connection", refused)
+        patch.setattr("grmpipe.scheduler.processes.unix_rpc.asyncio.open_unix_connection", refused)
         on_cluster(seats(learner=1, policy=1), scene)
 
 
@@ -587,7 +587,7 @@ def test_processes_that_an_engine_started_end_with_it_however_it_ends() -> None:
     """Killed, replaced or shut down: a server or a core process of an engine must not outlive it."""
 
     def make(rank: int) -> Engine:
-        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+        from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         class Parent(SimulatedEngine):
             def __init__(self) -> None:
@@ -623,7 +623,7 @@ def test_processes_that_an_engine_started_end_with_it_however_it_ends() -> None:
 
 def test_an_engine_is_closed_before_its_process_ends(tmp_path: Path) -> None:
     def make(rank: int) -> Engine:
-        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+        from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         class Held(SimulatedEngine):
             def close(self) -> None:

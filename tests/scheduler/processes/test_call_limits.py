@@ -10,17 +10,17 @@ import pytest
 import ray
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.models.types import EngineDied, RequestContext, SamplingParams, SharedMemory, WeightBucket
+from grmpipe.scheduler.placement import LEAST_CALL_TIMEOUT_S, Seat
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.processes.call_limits import CONTROL, LOAD, CallLimits
+from grmpipe.scheduler.processes.engine_host import COLLECT_S, EngineHost
+from grmpipe.scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor
+from grmpipe.scheduler.processes.ray_cluster import RayRanks
+from grmpipe.scheduler.processes.remote_engine import RemoteEngine
 from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.offload import OffloadingLearner
-from models.types import EngineDied, RequestContext, SamplingParams, SharedMemory, WeightBucket
-from scheduler.placement import LEAST_CALL_TIMEOUT_S, Seat
-from scheduler.processes.actors import ActorDied
-from scheduler.processes.call_limits import CONTROL, LOAD, CallLimits
-from scheduler.processes.engine_host import COLLECT_S, EngineHost
-from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor
-from scheduler.processes.ray_cluster import RayRanks
-from scheduler.processes.remote_engine import RemoteEngine
 
 LIMITS = CallLimits(call_timeout_s=100.0)
 HOUR_S = 3600.0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler.processes.call_order import OrderedHost
+from grmpipe.scheduler.processes.call_order import OrderedHost
 
 
 class Noting(OrderedHost):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler.processes.cpu_time import cpu_seconds, list_family
+from grmpipe.scheduler.processes.cpu_time import cpu_seconds, list_family
 
 
 def test_cpu_time_counts_work_and_no_sleep() -> None:

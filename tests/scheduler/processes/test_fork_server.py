@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.processes.fork_server import fork_workers, worker_command
+from grmpipe.scheduler.processes.fork_server import fork_workers, worker_command
 
 MODULE = "colorsys"  # which nothing here imports
 TELLS = """
@@ -36,7 +36,7 @@ ctypes.CDLL(None).malloc_stats()
 """
 DRIVER = """
 import subprocess, sys, shlex
-from scheduler.processes.fork_server import fork_workers, worker_command
+from grmpipe.scheduler.processes.fork_server import fork_workers, worker_command
 with fork_workers(["colorsys"]):
     subprocess.run([*shlex.split(worker_command()), sys.argv[1]])
     input()

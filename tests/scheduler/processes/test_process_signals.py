@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from scheduler.processes.process_signals import block_signals, kill_with_children
+from grmpipe.scheduler.processes.process_signals import block_signals, kill_with_children
 
 FAMILY = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True).wait()"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes import ray_cluster
-from scheduler.processes.ray_cluster import RayCluster
+from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes import ray_cluster
+from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
 
 class Pool:

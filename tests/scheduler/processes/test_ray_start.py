@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.placement import ClusterConfig, NodeCapacity
-from scheduler.processes.ray_start import count_threads, init_ray, nodes_of_ray, select_env_vars, without_allocator
+from grmpipe.scheduler.placement import ClusterConfig, NodeCapacity
+from grmpipe.scheduler.processes.ray_start import (
+    count_threads,
+    init_ray,
+    nodes_of_ray,
+    select_env_vars,
+    without_allocator,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,11 +57,11 @@ def test_a_ray_that_is_joined_is_sent_our_packages_and_the_users_packages_and_mo
     monkeypatch.setattr("ray.init", lambda **options: asked.append(options["runtime_env"]))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = ClusterConfig(
-            address=f"127.0.0.1:{listener.getsockname()[1]}", packages=["joined_reward", "joined_lab.tools", "models"]
+            address=f"127.0.0.1:{listener.getsockname()[1]}", packages=["joined_reward", "joined_lab.tools", "grmpipe"]
         )
         init_ray(config)
-        ours = [str(ROOT / name) for name in ("models", "scheduler", "grmpipe")]
-        assert asked[0]["py_modules"] == [*ours, str(tmp_path / "joined_reward.py"), str(tmp_path / "joined_lab")]
+        ours = str(ROOT / "grmpipe")
+        assert asked[0]["py_modules"] == [ours, str(tmp_path / "joined_reward.py"), str(tmp_path / "joined_lab")]
         for name in ("my_rewards", "sys"):
             with pytest.raises(ValueError, match=rf"^cluster\.packages: '{name}' can't be imported; give importable"):
                 init_ray(replace(config, packages=[name]))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import (
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,
@@ -21,9 +21,9 @@ from models.types import (
     WeightBucket,
     ignore_first_token,
 )
-from scheduler.processes.actors import ActorDied
-from scheduler.processes.engine_host import EngineHost
-from scheduler.processes.remote_engine import RemoteEngine
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.processes.engine_host import EngineHost
+from grmpipe.scheduler.processes.remote_engine import RemoteEngine
 
 
 class Wire:

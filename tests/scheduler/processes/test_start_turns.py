@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.start_turns import StartTurns
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes.start_turns import StartTurns
 
 
 class Starts:

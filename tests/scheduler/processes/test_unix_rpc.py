@@ -13,9 +13,9 @@ from typing import cast
 
 import pytest
 
-from models.types import EngineRefused
-from scheduler.processes.unix_rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer, socket_path
-from scheduler.processes.wire_types import Dialect
+from grmpipe.models.types import EngineRefused
+from grmpipe.scheduler.processes.unix_rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer, socket_path
+from grmpipe.scheduler.processes.wire_types import Dialect
 
 
 class Unspeakable(Exception):

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.types import (
+from grmpipe.models.types import (
     Broadcast,
     Completion,
     CudaHandle,
@@ -29,7 +29,7 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from scheduler.processes.engine_host import (
+from grmpipe.scheduler.processes.engine_host import (
     NOT_BY_SOCKET,
     Abort,
     Cancel,
@@ -38,7 +38,7 @@ from scheduler.processes.engine_host import (
     Finished,
     FirstToken,
 )
-from scheduler.processes.wire_types import (
+from grmpipe.scheduler.processes.wire_types import (
     KNOWN_ERRORS,
     Dialect,
     UntypedCall,

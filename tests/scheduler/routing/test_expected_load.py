@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import SamplingParams
-from scheduler.events import NoEvents
-from scheduler.routing import expected_load
-from scheduler.routing.expected_load import SIBLINGS_AHEAD, LoadEstimate
-from scheduler.routing.members import RoleMembers
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import SamplingParams
+from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.routing import expected_load
+from grmpipe.scheduler.routing.expected_load import SIBLINGS_AHEAD, LoadEstimate
+from grmpipe.scheduler.routing.members import RoleMembers
 
 SHORT, LONG = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=1000)
 ENGINES = {name: SimulatedEngine("policy", lambda *asked: Script(token_ids=(), text="")) for name in "ab"}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from scheduler.routing.rate_limits import BURST_S, Bucket, RateLimits
+from grmpipe.scheduler.routing.rate_limits import BURST_S, Bucket, RateLimits
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import (
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,
@@ -18,8 +18,8 @@ from models.types import (
     SamplingParams,
     make_scoring_params,
 )
-from scheduler.routing.expected_load import SIBLINGS_AHEAD
-from scheduler.routing.router import Router
+from grmpipe.scheduler.routing.expected_load import SIBLINGS_AHEAD
+from grmpipe.scheduler.routing.router import Router
 
 
 class Spans:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from models.types import EngineDied
-from scheduler.processes.actors import ActorDied
-from scheduler.routing.scorers import ScorerPool
+from grmpipe.models.types import EngineDied
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.routing.scorers import ScorerPool
 
 
 class Members:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.routing.in_flight import RoleBacklog
-from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide, together_s
+from grmpipe.scheduler.routing.in_flight import RoleBacklog
+from grmpipe.scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide, together_s
 
 ROLES = ("policy", "grm")
 THREE = (*ROLES, "safety")

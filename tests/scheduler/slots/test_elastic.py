@@ -14,13 +14,12 @@ import pytest
 from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.tiny.resolve import resolve_model
-from models.chat.renderer import Renderer
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.settings import EmbeddedConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import (
     Completion,
     Engine,
     EngineDied,
@@ -31,18 +30,25 @@ from models.types import (
     WeightBucket,
     WeightReceipt,
 )
-from scheduler.clock import ActiveClock
-from scheduler.routing.migration import Continuation
-from scheduler.routing.router import Router
-from scheduler.run_together import run_until
-from scheduler.slots.balance import BalanceConfig
-from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.engine_replacement import BringCurrent, HealthConfig, RoleHealth, need_no_weights, push_to_living
-from scheduler.slots.shared_engine import SharedEngines
-from scheduler.slots.sleep import put_to_sleep
-from scheduler.weights.stored_weights import StoredWeights
-from scheduler.weights.weight_push import SyncConfig
-from scheduler.weights.weight_sync import WeightSync
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.routing.migration import Continuation
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.balance import BalanceConfig
+from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
+from grmpipe.scheduler.slots.engine_replacement import (
+    BringCurrent,
+    HealthConfig,
+    RoleHealth,
+    need_no_weights,
+    push_to_living,
+)
+from grmpipe.scheduler.slots.shared_engine import SharedEngines
+from grmpipe.scheduler.slots.sleep import put_to_sleep
+from grmpipe.scheduler.weights.stored_weights import StoredWeights
+from grmpipe.scheduler.weights.weight_push import SyncConfig
+from grmpipe.scheduler.weights.weight_sync import WeightSync
+from grmpipe.tiny.resolve import resolve_model
 
 TOKENS_PER_S = 10
 START_S = 3.0

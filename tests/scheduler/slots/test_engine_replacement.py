@@ -13,8 +13,8 @@ import pytest
 from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import VirtualLoop, run_virtually
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import (
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import (
     Completion,
     Engine,
     EngineDied,
@@ -24,13 +24,19 @@ from models.types import (
     WeightBucket,
     WeightReceipt,
 )
-from scheduler.clock import ActiveClock
-from scheduler.routing.router import RequestKillsEngines, Router
-from scheduler.run_together import run_until
-from scheduler.slots.engine_replacement import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
-from scheduler.weights.weight_checks import WeightMismatch
-from scheduler.weights.weight_push import SyncConfig, WeightSyncTimeout
-from scheduler.weights.weight_sync import WeightSync
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.routing.router import RequestKillsEngines, Router
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.engine_replacement import (
+    EngineState,
+    HealthConfig,
+    RoleHealth,
+    need_no_weights,
+    push_to_living,
+)
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch
+from grmpipe.scheduler.weights.weight_push import SyncConfig, WeightSyncTimeout
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2, 3)
 VERSION_OF_FILES = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.engine_kinds import ENGINE_KINDS
+from grmpipe.models.engines.engine_kind import AnyEngine
+from grmpipe.models.settings import EngineConfig
+from grmpipe.models.types import TransportKind
+from grmpipe.models.weights.transports import TRANSPORTS
+from grmpipe.scheduler.weights.choose_transport import WeightPath, choose_transport, possible
 from grmpipe.validate.role_placement import list_supported
-from models.engines.engine_kind import AnyEngine
-from models.settings import EngineConfig
-from models.types import TransportKind
-from models.weights.transports import TRANSPORTS
-from scheduler.weights.choose_transport import WeightPath, choose_transport, possible
 
 KINDS = {name: kind for name, kind in ENGINE_KINDS.items() if kind.transports}
 CPU = WeightPath(learner="cpu", engines="cpu", same_machine=True)

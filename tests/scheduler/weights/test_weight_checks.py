@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_bound, probe_error
-from scheduler.weights.weight_push import TOLERANCE_16BIT as TOLERANCE
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_bound, probe_error
+from grmpipe.scheduler.weights.weight_push import TOLERANCE_16BIT as TOLERANCE
 
 
 def logprobs_of(seed: int, sharpness: float, dtype: torch.dtype) -> list[float]:

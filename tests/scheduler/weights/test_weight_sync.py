@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.checksum import checksum
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.types import (
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.types import (
     Broadcast,
     Completion,
     EngineDied,
@@ -26,9 +26,9 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, describe_tensors
-from scheduler.weights.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
-from scheduler.weights.weight_sync import NoEngines, WeightSync
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, describe_tensors
+from grmpipe.scheduler.weights.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
+from grmpipe.scheduler.weights.weight_sync import NoEngines, WeightSync
 
 PROBE = (5, 6, 7, 8)
 NUM_BYTES = 3 * 2 * 16 * len("layers.0.q")

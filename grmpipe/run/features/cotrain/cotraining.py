@@ -41,14 +41,14 @@ from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.features.cotrain.pacing import StepPacer
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import void_steps_after
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.run_together import run_until
+from grmpipe.scheduler.slots.engine_replacement import RoleHealth, push_to_living
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
-from scheduler.clock import ActiveClock
-from scheduler.events import EventSink
-from scheduler.run_together import run_until
-from scheduler.slots.engine_replacement import RoleHealth, push_to_living
-from scheduler.weights.weight_sync import SyncReport
 
 FOLDER = "cotrain"  # of the judging tasks' journals
 ROLLOUT_WINDOW = 256  # latest right and latest wrong rollouts to sample from, this many of each

@@ -15,15 +15,15 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.models.chat.thinking import thinks
+from grmpipe.models.settings import ModelConfig
+from grmpipe.models.types import SamplingParams
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.run.features.cotrain.judging_tasks import NAME_IN_SEEDS
+from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Prompt, Rollout
-from models.chat.thinking import thinks
-from models.settings import ModelConfig
-from models.types import SamplingParams
-from scheduler.routing.router import Router
-from scheduler.weights.weight_sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

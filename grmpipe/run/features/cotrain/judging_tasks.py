@@ -13,8 +13,8 @@ from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.trajectory import make_trajectory
+from grmpipe.models.seeds import derive_seed
 from grmpipe.types import Prompt, Rollout
-from models.seeds import derive_seed
 
 Own = tuple[Prompt, Rollout]
 NAME_IN_SEEDS = "lesson"  # of a judging task, in seeds and group ids: another name would change every sample

@@ -28,19 +28,19 @@ from transformers import AutoConfig, PreTrainedModel
 
 from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.lm import activations as activations_module
+from grmpipe.models.lm import packed_attention
+from grmpipe.models.lm.causal_lm import outline_causal_lm
+from grmpipe.models.lm.parallel.ranks import RankMeshes
+from grmpipe.models.lm.parallelize import parallelize
+from grmpipe.models.settings import KEEP_ALL, Activations
+from grmpipe.models.types import VersionSpan
 from grmpipe.train.batching.packer import pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
 from grmpipe.train.learner import learner as learner_module
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, TrainingSample
-from models.lm import activations as activations_module
-from models.lm import packed_attention
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.parallel.ranks import RankMeshes
-from models.lm.parallelize import parallelize
-from models.settings import KEEP_ALL, Activations
-from models.types import VersionSpan
 
 PROMPT_TOKENS, SIBLINGS = 256, 8
 

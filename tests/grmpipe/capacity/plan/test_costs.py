@@ -15,9 +15,9 @@ from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, push
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
-from models.lm.footprint import footprint_of_shape
-from models.settings import ModelShape
-from scheduler.devices import DEVICES
+from grmpipe.models.lm.footprint import footprint_of_shape
+from grmpipe.models.settings import ModelShape
+from grmpipe.scheduler.devices import DEVICES
 
 ROOT = Path(__file__).parents[4]
 

@@ -16,9 +16,9 @@ from grmpipe.capacity.plan.plan_report import arithmetic
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import Lengths
 from grmpipe.config.io.yaml_io import build
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder
 from grmpipe.types import Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, Message, VersionSpan
 
 ROOT = Path(__file__).parents[4]
 PLAYED, ASKED = Lengths(prompt_tokens=200, new_tokens=1000), Lengths(prompt_tokens=1500, new_tokens=400)

@@ -15,11 +15,11 @@ from grmpipe.capacity.plan.memory_check import divide_gpus
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.engines.vllm.options import VllmStart, make_arguments
+from grmpipe.models.settings import VllmConfig
 from grmpipe.tasks import prepare_evaluation
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.role_placement import seat_roles
-from models.engines.vllm.options import VllmStart, make_arguments
-from models.settings import VllmConfig
 
 ROOT = Path(__file__).parents[4]
 EACH = ("policy.engine_options", "grm.engine_options")

@@ -12,9 +12,9 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory_check import check_memory
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.prepare import prepare
-from models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[4]
 WEIGHTS_MB = read_footprint(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6

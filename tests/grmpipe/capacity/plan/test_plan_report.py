@@ -17,8 +17,8 @@ from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import KINDS
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.tiny.resolve import SHIPPED
-from models.lm.footprint import read_footprint
 
 ROOT = Path(__file__).parents[4]
 

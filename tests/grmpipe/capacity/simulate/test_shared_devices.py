@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grmpipe.capacity.simulate.shared_devices import find_shared_devices
-from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 
 def laptop(resource: str) -> Placement:

@@ -8,7 +8,7 @@ import pytest
 
 from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.simulated.simulated_rate import SharedDevice
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice
 
 
 class Neighbour:

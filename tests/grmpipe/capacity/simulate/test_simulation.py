@@ -41,14 +41,14 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
+from grmpipe.models.settings import ModelConfig
+from grmpipe.models.types import EngineSpeed, Message, RequestContext, SamplingParams
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.service_health import Unfit
+from grmpipe.scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle
 from grmpipe.train.learner.learner_ranks import LearnerRanks
-from models.settings import ModelConfig
-from models.types import EngineSpeed, Message, RequestContext, SamplingParams
-from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[4]
 
@@ -222,7 +222,7 @@ def test_batches_that_bunch_are_kept_apart_and_no_throughput_is_lost(
         return [step.step_s for step in run.steps[16:26]]
 
     even = late_steps(staleness=1)
-    monkeypatch.setattr("scheduler.admission.AdmissionPace.step_ended", lambda *_: None)
+    monkeypatch.setattr("grmpipe.scheduler.admission.AdmissionPace.step_ended", lambda *_: None)
     bunched = late_steps(staleness=1)
     assert pstdev(even) < 0.15 * fmean(even)
     assert fmean(even) < 1.01 * fmean(bunched)

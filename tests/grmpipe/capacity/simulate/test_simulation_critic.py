@@ -17,7 +17,7 @@ from grmpipe.config.critic import CriticConfig
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[4]
 

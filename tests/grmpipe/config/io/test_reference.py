@@ -15,8 +15,8 @@ from grmpipe.config.io.reference import PAGE, KeyEntry, list_sections, page
 from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.run_sections import RunSections
 from grmpipe.config.task_settings import PlanConfig
-from scheduler.devices import DeviceSpec
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
+from grmpipe.scheduler.devices import DeviceSpec
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
 # A run in which every map of named members has one.
 FULL = RunSections(

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
-from models.types import Message
+from grmpipe.models.types import Message
 
 DAEMON = "86399.75"  # seconds that a daemon sleeps: its name among the machine's processes
 

@@ -18,8 +18,8 @@ from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.isolation_report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.envs.sandbox.messages import MAX_FRAME, BadFrame, Observed, fit_observation, frame, next_message, reports
 from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt
-from models.types import Message
 
 EPISODE = Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="2 + 2?"),)), group_id="g")
 

@@ -19,11 +19,11 @@ from grmpipe.envs.retry_episode import EpisodeFailed, with_attempts
 from grmpipe.envs.sandbox import env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts, HostsLost
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
+from grmpipe.models.types import Message, ToolSpec
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.processes.wire_types import Dialect
+from grmpipe.scheduler.slots.engine_replacement import RETRY_AFTER_S, HealthConfig
 from grmpipe.types import Prompt, Rollout
-from models.types import Message, ToolSpec
-from scheduler.processes.actors import ActorDied
-from scheduler.processes.wire_types import Dialect
-from scheduler.slots.engine_replacement import RETRY_AFTER_S, HealthConfig
 
 MESSAGES = (Message(role="user", content="2 + 2?"),)
 HEALTH = HealthConfig()

@@ -13,8 +13,8 @@ from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.hosted_env import HostedEnv
 from grmpipe.envs.sandbox.messages import Began, Ended, Opened, frame
 from grmpipe.envs.sandbox.process_host import ProcessWorker, open_stream
+from grmpipe.models.types import Message
 from grmpipe.types import Prompt
-from models.types import Message
 
 AT_LIMIT = Ended(signal=signal.SIGKILL, exit_code=0, cpu_s=0.1, limit="256 MB of memory", output="")
 

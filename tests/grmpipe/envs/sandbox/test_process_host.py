@@ -26,8 +26,8 @@ from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.hosted_env import HostedEnv
 from grmpipe.envs.sandbox.isolation_report import isolation_report
 from grmpipe.envs.sandbox.process_host import ProcessHost, fork, make_bounds
+from grmpipe.models.types import Message, ToolCall
 from grmpipe.types import Prompt
-from models.types import Message, ToolCall
 
 sys.path.append(str(Path(__file__).parent))  # the processes of environments import adversary.py by its name
 

@@ -15,8 +15,8 @@ from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.tools.function_tools import FunctionTool, load_tools, make_tool
 from grmpipe.envs.tools.tool_env import ToolEnv
+from grmpipe.models.types import Message, ToolCall
 from grmpipe.types import Prompt
-from models.types import Message, ToolCall
 
 SOURCE = '''
 from pathlib import Path

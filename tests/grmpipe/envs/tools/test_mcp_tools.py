@@ -19,9 +19,9 @@ from grmpipe.config.env import EnvConfig, McpServerConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
 from grmpipe.envs.tools.mcp_tools import McpServers, check_servers
 from grmpipe.envs.tools.tool_env import ToolEnv
+from grmpipe.models.types import Message, ToolCall
 from grmpipe.observe.logs import setup_logging
 from grmpipe.types import Prompt
-from models.types import Message, ToolCall
 
 CALCULATOR = str(Path(__file__).with_name("mcp_calculator.py"))  # of the mcp package; seconds to start
 PLAIN = str(Path(__file__).with_name("plain_mcp_server.py"))

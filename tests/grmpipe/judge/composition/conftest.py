@@ -21,8 +21,8 @@ from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean
+from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.types import Failed, Judge, Judgement, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
-from models.types import Completion, Message, VersionSpan
 
 REFUSED = Failed(stage="judge", cause="refused", attempts=0, detail="won't")
 Given = Callable[[str, int], float | tuple[float, ...] | Verdict | Failed]  # (group, sibling) -> reward, votes, ..

@@ -18,8 +18,8 @@ from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone, judge_together
 from grmpipe.judge.protocols.generative import GenerativeJudge
+from grmpipe.models.types import EngineDied
 from grmpipe.types import Judge, RewardSpan, Verdict
-from models.types import EngineDied
 
 RULE = PointwiseAdapter(RuleJudge("exact_answer"))
 MIX = {"judge": 3, "exact": 1}

@@ -13,8 +13,8 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.types import Failed, RewardSpan, Rollout, Turn
-from models.types import Completion, VersionSpan
 
 
 def episode(*rewards: dict[str, float]) -> Rollout:

@@ -16,8 +16,8 @@ from grmpipe.data.prompts import load_prompts
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.reward_function import reward_function
 from grmpipe.judge.pointwise_adapter import judge_together, rollout_of_messages, rollout_of_text
+from grmpipe.models.types import Message
 from grmpipe.types import Failed, Prompt, Verdict
-from models.types import Message
 
 HERE = "my_rewards"
 PROMPT = Prompt(

@@ -12,8 +12,8 @@ from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, find_rule, judged_right
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.models.types import Completion, Message
 from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict
-from models.types import Completion, Message
 
 QUESTION = Prompt(prompt_id="q", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.kinds.math_rule import is_installed, means_the_same
 from grmpipe.judge.kinds.rule import RuleJudge, contains_reference, is_right
-from models.types import ToolCall
+from grmpipe.models.types import ToolCall
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drifts, judge_ca
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean
+from grmpipe.models.types import Message
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
-from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),))
 

@@ -9,8 +9,8 @@ from grmpipe.judge.monitor.position_bias import (
     correlation_within,
     order_flips,
 )
+from grmpipe.models.types import Completion
 from grmpipe.types import Judgement
-from models.types import Completion
 
 
 def judgement(siblings: tuple[int, ...], scores: tuple[float, ...], group_id: str = "g") -> Judgement:

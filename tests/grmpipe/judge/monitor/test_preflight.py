@@ -11,7 +11,7 @@ from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.monitor.preflight import preflight_judgement, preflight_judgements
-from models.types import EngineDied, EngineRefused
+from grmpipe.models.types import EngineDied, EngineRefused
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
 LIST = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}

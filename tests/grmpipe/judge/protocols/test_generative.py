@@ -11,10 +11,10 @@ import pytest
 from grmpipe.config.judge import Scale
 from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.types import EngineDied, EngineRefused
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
-from models.chat.long_texts import LONG_CHARS
-from models.types import EngineDied, EngineRefused
-from scheduler.clock import ActiveClock
 
 
 def test_a_score_becomes_one_reward_span_over_the_last_completion(bench: Any) -> None:

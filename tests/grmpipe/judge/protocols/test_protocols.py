@@ -21,10 +21,10 @@ from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.prompt_truncation import without_middle
 from grmpipe.judge.protocols.split_steps import split_steps
+from grmpipe.models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
-from models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
 STEPS = {"protocol": "steps", "template": "steps", "parser": "boxed"}

@@ -17,6 +17,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import TEMPLATES
+from grmpipe.models.types import EngineDied, Message
 from grmpipe.types import (
     Failed,
     Judge,
@@ -28,7 +29,6 @@ from grmpipe.types import (
     TurnwiseJudgeSession,
     judge_tasks_of_turn,
 )
-from models.types import EngineDied, Message
 
 TURNS: dict[str, Any] = {"protocol": "turns", "template": "turns", "parser": "boxed"}
 SCORES = {0: 9, 1: 1, 2: 4}  # turn -> score

@@ -16,6 +16,7 @@ from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
+from grmpipe.models.types import ModelFiles, WeightBucket
 from grmpipe.run.build.engines import (
     StartTogether,
     find_started_together,
@@ -30,7 +31,6 @@ from grmpipe.types import Prompt
 from grmpipe.validate.engines import check_swap
 from grmpipe.validate.models import find_model
 from grmpipe.validate.role_placement import seat_roles
-from models.types import ModelFiles, WeightBucket
 
 
 def elastic(resource: str = "cpu", **sections: object) -> RunConfig:

@@ -6,7 +6,7 @@ import pytest
 
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.run.build.start_cluster import preload
-from scheduler.processes.fork_server import worker_command
+from grmpipe.scheduler.processes.fork_server import worker_command
 
 CORES = {
     "pools": {"all": {"slots": 2, "resource": "cpu"}},

@@ -18,6 +18,8 @@ from grmpipe.config.grm import GrmConfig, GrmTrainConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.lm.footprint import footprint_of_shape
+from grmpipe.models.settings import LoraConfig, ModelConfig, ModelShape
 from grmpipe.run.doctor import node_examiner
 from grmpipe.run.doctor.cluster_doctor import checkpoint_gb, examine_nodes, placement_on, report, sum_found
 from grmpipe.run.doctor.node_examiner import (
@@ -31,9 +33,7 @@ from grmpipe.run.doctor.node_examiner import (
     space_found,
     versions_found,
 )
-from models.lm.footprint import footprint_of_shape
-from models.settings import LoraConfig, ModelConfig, ModelShape
-from scheduler.placement import NodeCapacity, PlacementConfig, PoolConfig, RoleConfig
+from grmpipe.scheduler.placement import NodeCapacity, PlacementConfig, PoolConfig, RoleConfig
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 OWN = {"python": "3.11.9", "grmpipe": "abc", "torch": "2.13.0"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.journals import JournalsConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.observe.recorder import ROLLOUTS, Recorder, load_rollouts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run.features import journal_size
@@ -16,7 +17,6 @@ from grmpipe.run.features.journal_size import JournalSize
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import GroupEnd, Prompt, Rollout, Turn
-from models.types import Completion, VersionSpan
 
 
 class Flow:

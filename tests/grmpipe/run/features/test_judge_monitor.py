@@ -18,6 +18,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.votes import mean
+from grmpipe.models.types import Message
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
 from grmpipe.run.features.judge_monitor import (
@@ -28,7 +29,6 @@ from grmpipe.run.features.judge_monitor import (
     write_canaries,
 )
 from grmpipe.types import Failed, Judge, JudgeReport, Metrics, Prompt, Rollout
-from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 SEEN = [(ASKED, rollout_of_text("look", 0, text)) for text in ("42", "four", "1234567")]

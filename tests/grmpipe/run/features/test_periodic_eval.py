@@ -21,6 +21,7 @@ from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.kinds.rule import is_right
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.models.types import Completion, EngineRefused, Message, VersionSpan
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.eval_recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
 from grmpipe.observe.journal import Mark
@@ -39,7 +40,6 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, EngineRefused, Message, VersionSpan
 
 NOWHERE = Path("/dev/null/nowhere")  # no folder can be made there
 UNRECORDED = EvalRecorder(NOWHERE)

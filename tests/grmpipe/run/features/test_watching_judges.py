@@ -20,15 +20,15 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.capacity.simulate.workload import make_judge, make_writer
 from grmpipe.judge.pointwise_adapter import HandOver, rollout_of_text
 from grmpipe.judge.verdict import get_reward, make_failure, report_failures, report_score
+from grmpipe.models.engines.simulated.simulated_engine import SimulatedEngine
+from grmpipe.models.types import EngineSpeed, Message
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.run.build.compose_pipeline import Learners
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.features.watching_judges import LAST, Watcher, WatchingJudges, summaries
+from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import JudgedGroup, JudgeReport, JudgeSession, Prompt, RewardSpan, Rollout
-from models.engines.simulated.simulated_engine import SimulatedEngine
-from models.types import EngineSpeed, Message
-from scheduler.events import NoEvents
-from scheduler.routing.router import Router
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="how many?"),))
 

@@ -7,9 +7,9 @@ from configs import run_config
 
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.run.tasks.rejudged_groups import estimate_advantages
 from grmpipe.types import JudgedGroup, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, VersionSpan
 
 
 @pytest.mark.parametrize(("truncated", "expected"), [("mask", [0.5, -0.5]), ("train", [0.0, -1.0, 1.0])])

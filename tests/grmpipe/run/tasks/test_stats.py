@@ -9,7 +9,7 @@ from configs import run_config
 
 from grmpipe.config.run_sections import ClusterConfig
 from grmpipe.run.tasks.stats import read_setup
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
+from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
 
 def placement(slots: int, resource: str = "cpu") -> PlacementConfig:

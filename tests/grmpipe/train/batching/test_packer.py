@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.models.types import VersionSpan
 from grmpipe.train.batching.packer import (
     EARLY_SHARE,
     MicroBatchRound,
@@ -23,7 +24,6 @@ from grmpipe.train.batching.prefix_tree import PrefixTree, build_trees, num_shar
 from grmpipe.train.batching.samples import count
 from grmpipe.train.batching.seqlen_balancing import RankWork, work
 from grmpipe.types import TrainingSample
-from models.types import VersionSpan
 
 
 def sample(index: int, length: int) -> TrainingSample:

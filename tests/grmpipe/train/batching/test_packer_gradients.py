@@ -28,10 +28,10 @@ from grmpipe.config.algorithm_tables import (
     Veto,
 )
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.lm.packing import Packing, Prefixes
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
-from models.lm.packing import Packing, Prefixes
 
 VOCABULARY, MAX_NEW_TOKENS = 64, 8
 OFF_POLICY = {

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.models.types import VersionSpan
 from grmpipe.tiny.examples import in_store, to_messages
 from grmpipe.tiny.tokenizer import build_tokenizer, encode_message
 from grmpipe.tiny.walks import Haste, hasty_turns, make_walks
@@ -24,7 +25,6 @@ from grmpipe.train.batching.prefix_tree import (
 )
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
-from models.types import VersionSpan
 
 
 def episode(

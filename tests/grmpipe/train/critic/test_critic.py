@@ -11,6 +11,7 @@ import pytest
 
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import ValueBatch
@@ -19,7 +20,6 @@ from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import Failed, JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.types import Completion, VersionSpan
 
 TRAIN = TrainConfig(groups_per_batch=2, group_size=2, micro_batch_tokens=8, num_steps=9)
 GAE = AlgorithmConfig(estimator="gae_raw")

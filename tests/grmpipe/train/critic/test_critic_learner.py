@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.settings import ParallelConfig
 from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec
 from grmpipe.train.critic.value_samples import ValuePacker, ValueSample, pack_values
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_batch import pack_sequences
-from models.settings import ParallelConfig
 
 WHOLE_BATCH, PIECES = 10_000, 24  # packed tokens per batch
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from grmpipe.models.settings import ParallelConfig
+from grmpipe.models.types import InlineBytes
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import Metrics, TrainingSample
-from models.settings import ParallelConfig
-from models.types import InlineBytes
 
 
 @dataclass(frozen=True)

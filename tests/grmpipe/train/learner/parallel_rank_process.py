@@ -12,12 +12,12 @@ from rank_metrics import of_all_ranks
 from rank_process import gradients, weights  # in the same folder
 from varlen_reference import exact_varlen
 
+from grmpipe.models.lm import packed_attention
 from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
-from models.lm import packed_attention
 
 
 def main(directory: str, rank: int, world_size: int, init_method: str) -> None:

@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 from grmpipe.algorithm.losses import Aggregation
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.types import CudaHandle, CudaHandles, InlineBytes, TokenScores, WeightBucket
+from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transports import TRANSPORTS
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
-from models.types import CudaHandle, CudaHandles, InlineBytes, TokenScores, WeightBucket
-from models.weights.sending import UnshardedBucket, WeightTransport
-from models.weights.transports import TRANSPORTS
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, ReplayBufferConfig, TrainConfig
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.train.batching.packer import MicroBatchRound, pack_trees
 from grmpipe.train.batching.prefix_tree import PrefixTree
@@ -21,7 +22,6 @@ from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Failed, JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
-from models.types import Completion, VersionSpan
 
 ONE_ROLLOUT = TrainConfig(micro_batch_tokens=3)  # every rollout is longer: every take fills a round
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from grmpipe.models.lm.flops import FULL, ModelFlops
 from grmpipe.train.learner.device_usage import DeviceUsage, peak_flops
 from grmpipe.train.learner.rank_metrics import over_ranks
 from grmpipe.types import MicroBatch
-from models.lm.flops import FULL, ModelFlops
 
 CPU = torch.device("cpu")
 MODEL = ModelFlops(layer_weights=1000, head_weights=100, attention={FULL: 10})

@@ -13,6 +13,10 @@ import torch
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_router_replay
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import ANY_EXPERT, Completion, RequestContext, SamplingParams, VersionSpan
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.tiny.upcycle import upcycle
 from grmpipe.train.batching.packer import pack
@@ -20,10 +24,6 @@ from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.settings import EmbeddedConfig
-from models.types import ANY_EXPERT, Completion, RequestContext, SamplingParams, VersionSpan
 
 REPLAYED = AlgorithmConfig(router_replay="rollout")
 

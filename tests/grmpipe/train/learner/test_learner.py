@@ -23,6 +23,14 @@ from grmpipe.algorithm.distillation import divergence
 from grmpipe.config.algorithm_tables import Cap, Truncation
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, SftConfig, TrainConfig
+from grmpipe.models.lm import activations
+from grmpipe.models.lm.activations import ATTENTION
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs
+from grmpipe.models.lm.footprint import read_footprint
+from grmpipe.models.lm.score import ScoredText, score_sequences
+from grmpipe.models.settings import LoraConfig
+from grmpipe.models.stored_files import first_difference
+from grmpipe.models.types import InlineBytes, PromptScoring, TokenScores
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.device_usage import measure_sizes
@@ -30,14 +38,6 @@ from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
-from models.lm import activations
-from models.lm.activations import ATTENTION
-from models.lm.causal_lm import compute_packed_logprobs
-from models.lm.footprint import read_footprint
-from models.lm.score import ScoredText, score_sequences
-from models.settings import LoraConfig
-from models.stored_files import first_difference
-from models.types import InlineBytes, PromptScoring, TokenScores
 
 MAX_NEW_TOKENS = 8
 

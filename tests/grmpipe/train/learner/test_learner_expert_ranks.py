@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.settings import LoraConfig
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.rank_metrics import OF_RANK
 from grmpipe.types import Metrics, TrainingSample
-from models.settings import LoraConfig
 
 SCRIPT = Path(__file__).with_name("expert_rank_process.py")
 WAYS = {

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.settings import LoraConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
-from models.settings import LoraConfig
 
 
 @pytest.fixture

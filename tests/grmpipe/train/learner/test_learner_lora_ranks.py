@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.settings import LoraConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
-from models.settings import LoraConfig
 
 SCRIPT = Path(__file__).with_name("lora_rank_process.py")
 PIECES = 30  # packed tokens per micro-batch

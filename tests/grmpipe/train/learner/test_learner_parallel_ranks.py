@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCa
 
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.settings import LoraConfig, ParallelConfig
+from grmpipe.models.types import InlineBytes
 from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import Metrics, MicroBatch, TrainingSample
-from models.settings import LoraConfig, ParallelConfig
-from models.types import InlineBytes
 
 SCRIPT = Path(__file__).with_name("parallel_rank_process.py")
 RANKS = 4

@@ -12,6 +12,7 @@ import torch
 from rank_metrics import of_all_ranks
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpack
 from grmpipe.train.batching.packer import MicroBatchRound, pack_rounds
@@ -19,7 +20,6 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import DeviceBatch, Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
-from models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 
 WATCHED = AlgorithmConfig(loss="gspo", aggregation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.types import GroupLink
 from grmpipe.train.batching.packer import MicroBatchRound, Packer, idle
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, OldPass
-from models.types import GroupLink
 
 
 class InProcess:

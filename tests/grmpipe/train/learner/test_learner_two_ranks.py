@@ -18,18 +18,18 @@ from transformers import AutoModelForCausalLM
 from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
 from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, SftConfig, TrainConfig
+from grmpipe.models.engines.vllm.vllm_weights import PlainBucket, as_plain
+from grmpipe.models.stored_files import first_difference
+from grmpipe.models.types import CudaHandle, InlineBytes, WeightBucket
+from grmpipe.models.weights import cuda_ipc
+from grmpipe.models.weights.receive_tensors import receive_tensors
+from grmpipe.models.weights.weight_files import SharedArena
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
-from models.engines.vllm.vllm_weights import PlainBucket, as_plain
-from models.stored_files import first_difference
-from models.types import CudaHandle, InlineBytes, WeightBucket
-from models.weights import cuda_ipc
-from models.weights.receive_tensors import receive_tensors
-from models.weights.weight_files import SharedArena
 
 # r against the sampler differs from 1 when pi_old is the pass's own; plain policy gradients have no r.
 ALGORITHMS = {

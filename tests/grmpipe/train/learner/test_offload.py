@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.types import InlineBytes, OnDevice
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
-from models.types import InlineBytes, OnDevice
 
 
 def make(path: str) -> OffloadingLearner:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
 from grmpipe.types import JudgedGroup, Prompt, Rollout, Turn
-from models.types import Completion, VersionSpan
 
 
 def group(name: str, version: int) -> JudgedGroup:

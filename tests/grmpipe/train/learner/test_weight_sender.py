@@ -12,22 +12,22 @@ import pytest
 from torch import Tensor
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.lm import unshard
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import GroupLink
+from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.sending import WeightTransport
+from grmpipe.scheduler.placement import Seat
+from grmpipe.scheduler.processes.actors import InProcessRanks
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.lm import unshard
-from models.settings import EmbeddedConfig
-from models.types import GroupLink
-from models.weights.process_group import BroadcastLink
-from models.weights.receive_tensors import compute_checksums, receive_tensors
-from models.weights.sending import WeightTransport
-from scheduler.placement import Seat
-from scheduler.processes.actors import InProcessRanks
 
 
 def make_spec(path: str, transport: str, folder: Path) -> LearnerSpec:

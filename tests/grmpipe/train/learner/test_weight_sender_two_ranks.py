@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import Engine
+from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.processes.actors import ActorDied
+from grmpipe.scheduler.processes.ray_cluster import RayCluster
+from grmpipe.scheduler.weights.weight_push import EngineLost, SyncConfig
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.settings import EmbeddedConfig
-from models.types import Engine
-from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.processes.actors import ActorDied
-from scheduler.processes.ray_cluster import RayCluster
-from scheduler.weights.weight_push import EngineLost, SyncConfig
-from scheduler.weights.weight_sync import WeightSync
 
 pytestmark = pytest.mark.long
 PROBE = tuple(range(3, 30))

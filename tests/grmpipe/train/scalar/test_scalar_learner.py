@@ -15,12 +15,12 @@ from forks import Forked
 from transformers import AutoModelForTokenClassification
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec
+from grmpipe.models.lm.scalar_head import load_scalar_head
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from grmpipe.train.scalar.scalar_rank import ScalarSpec
-from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.lm.scalar_head import load_scalar_head
 
 WHOLE_BATCH, PIECES = 10_000, 24  # packed tokens per batch
 

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import pytest
 from torch import nn
 
-from models.chat.renderer import Renderer
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.sglang_engine import SglangEngine
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm
-from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
-from models.types import WeightBucket, WeightReceipt
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import UnshardedBucket
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.http_client import SglangHttp
+from grmpipe.models.engines.sglang.sglang_engine import SglangEngine
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.settings import EmbeddedConfig, SglangConfig, VllmConfig
+from grmpipe.models.types import WeightBucket, WeightReceipt
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import UnshardedBucket
 
 _replay = importlib.util.spec_from_file_location("sglang_replay", Path(__file__).parents[1] / "sglang_replay.py")
 assert _replay is not None and _replay.loader is not None

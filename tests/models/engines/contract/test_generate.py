@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.types import Completion, EngineRefused, PromptScoring, VersionSpan
+from grmpipe.models.types import Completion, EngineRefused, PromptScoring, VersionSpan
 
 WINDOW = 128
 STOP = 256  # <|im_end|>, after 256 bytes

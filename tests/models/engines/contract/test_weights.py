@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from models.checksum import checksum
-from models.lm.causal_lm import load_causal_lm
-from models.types import (
+from grmpipe.models.checksum import checksum
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.types import (
     Broadcast,
     Completion,
     GroupLink,
@@ -27,10 +27,10 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.broadcast import GlooBroadcasts
-from models.weights.checksums import tensor_checksums
-from models.weights.sending import open_transport
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.weights.broadcast import GlooBroadcasts
+from grmpipe.models.weights.checksums import tensor_checksums
+from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.weight_stream import WeightStream
 
 NUM_TENSORS = 35  # of the tiny model; its head is tied
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.engines.embedded import batch_invariance
-from models.engines.embedded.batch_invariance import BatchInvariantDecoder, is_batch_invariant
-from models.engines.embedded.kv_slots import KvShape, KvSlots
-from models.types import Completion
+from grmpipe.models.engines.embedded import batch_invariance
+from grmpipe.models.engines.embedded.batch_invariance import BatchInvariantDecoder, is_batch_invariant
+from grmpipe.models.engines.embedded.kv_slots import KvShape, KvSlots
+from grmpipe.models.types import Completion
 
 SHAPE = KvShape(num_layers=1, num_kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu"))
 

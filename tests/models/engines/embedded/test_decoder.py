@@ -19,10 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from models.engines.embedded.decoder import Decoder, ModuleDecoder, open_decoder
-from models.engines.embedded.fused_decoder import FusedDecoder
-from models.engines.embedded.kv_slots import KvSlots
-from models.engines.embedded.prompt_packing import bin_by_length
+from grmpipe.models.engines.embedded.decoder import Decoder, ModuleDecoder, open_decoder
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.engines.embedded.kv_slots import KvSlots
+from grmpipe.models.engines.embedded.prompt_packing import bin_by_length
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

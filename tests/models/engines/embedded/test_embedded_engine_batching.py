@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.types import Completion, EngineDied, EngineRefused
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.types import Completion, EngineDied, EngineRefused
 
 STOP_TOKEN = 256  # the first after the bytes
 

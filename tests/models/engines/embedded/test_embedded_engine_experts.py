@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.lm.causal_lm import load_causal_lm
-from models.lm.moe.expert_routing import Routers
-from models.settings import EmbeddedConfig
-from models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
-from models.weights import inbox as weight_loading
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
-from scheduler.routing.migration import Continuation, PartialRequest
-from scheduler.weights.weight_checks import WeightMismatch, check_receipt
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.moe.expert_routing import Routers
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
+from grmpipe.models.weights import inbox as weight_loading
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
+from grmpipe.scheduler.routing.migration import Continuation, PartialRequest
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch, check_receipt
 
 SHAPE = {
     "vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

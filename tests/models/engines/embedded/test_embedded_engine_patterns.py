@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.types import Completion, EngineRefused
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.types import Completion, EngineRefused
 
 SHORT = r"Score: (?:1|2|10)"
 ENDLESS = "(?:a|b)*c"

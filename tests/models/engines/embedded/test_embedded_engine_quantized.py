@@ -7,15 +7,15 @@ import asyncio
 import pytest
 import torch
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.engine_kind import EngineSpec
-from models.lm.causal_lm import load_causal_lm
-from models.lm.logprobs import LOGPROB, Wanted, compute_chosen_logprobs
-from models.lm.quantize import quantize_matrices
-from models.settings import EmbeddedConfig
-from models.types import WeightReceipt
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.logprobs import LOGPROB, Wanted, compute_chosen_logprobs
+from grmpipe.models.lm.quantize import quantize_matrices
+from grmpipe.models.settings import EmbeddedConfig
+from grmpipe.models.types import WeightReceipt
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
 
 PROBE = tuple(range(3, 30))
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.checksum import checksum
-from models.engines.embedded.batch import RunningBatch
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.lm.causal_lm import load_causal_lm
-from models.types import (
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.embedded.batch import RunningBatch
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.types import (
     Completion,
     GroupLink,
     InlineBytes,
@@ -26,9 +26,9 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.object_store import ObjectStore
-from models.weights.sending import open_transport
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.weight_stream import WeightStream
 
 
 def buckets_of(path: str, dtype: str = "float32", bucket_bytes: int = 8192) -> list[WeightBucket]:

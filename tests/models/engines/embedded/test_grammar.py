@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from grmpipe.models.engines.embedded.grammar import Grammar, Matcher
 from grmpipe.tiny.tokenizer import PAD, TURN_START, build_tokenizer
-from models.engines.embedded.grammar import Grammar, Matcher
 
 SCORE_LINE = r"(?:[^\n]*\n)*[ \t\r]*Score: (?:1|2|3|10)[ \t\r\n]*"
 BOXED = r"(?:[^\n]*\n)*(?:[ \t]*[^ \t\n>][^\n]*|[ \t]*)\\boxed\{ *(?:1|10) *, *(?:1|10) *\}[^\\\n]*[ \t\r\n]*"

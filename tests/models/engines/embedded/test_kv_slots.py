@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from models.engines.embedded.kv_slots import KvShape, KvSlots
+from grmpipe.models.engines.embedded.kv_slots import KvShape, KvSlots
 
 
 def resident_bytes() -> int:

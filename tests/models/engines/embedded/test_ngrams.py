@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.embedded.fused_decoder import FusedDecoder
-from models.engines.embedded.ngrams import LONGEST_DRAFT, NgramTable
-from models.types import Completion, ModelFiles, WeightBucket
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.engines.embedded.ngrams import LONGEST_DRAFT, NgramTable
+from grmpipe.models.types import Completion, ModelFiles, WeightBucket
 
 ROUNDS = 3
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.embedded.parked_rows import MIN_SHARED_TOKENS, ParkedRow, ParkedRows
-from models.types import Completion
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.embedded.parked_rows import MIN_SHARED_TOKENS, ParkedRow, ParkedRows
+from grmpipe.models.types import Completion
 
 OBSERVATION = (7, 8)
 ANSWER = 3  # tokens

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from models.engines.embedded.decoder import ModuleDecoder
-from models.engines.embedded.embedded_engine import EmbeddedEngine
-from models.engines.embedded.fused_decoder import FusedDecoder
-from models.engines.embedded.prefill_pace import FIRST_TOKENS, LEAST_TOKENS, PIECE_S, PrefillPace
-from models.types import Completion, PromptScoring
+from grmpipe.models.engines.embedded.decoder import ModuleDecoder
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.engines.embedded.prefill_pace import FIRST_TOKENS, LEAST_TOKENS, PIECE_S, PrefillPace
+from grmpipe.models.types import Completion, PromptScoring
 
 
 def test_pieces_take_as_many_tokens_as_the_last_one_took_in_the_time() -> None:

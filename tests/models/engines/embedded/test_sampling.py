@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.engines.embedded.sampling import draw, keep_top_p, uniforms
+from grmpipe.models.engines.embedded.sampling import draw, keep_top_p, uniforms
 
 
 def test_uniforms_fill_the_unit_interval_and_depend_on_seed_and_counter_alone() -> None:

@@ -24,11 +24,11 @@ import httpx
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.endpoint_client import MOST_DENIALS, same_model
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.settings import OpenAIConfig
-from models.types import (
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.endpoint_client import MOST_DENIALS, same_model
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import (
     Completion,
     EngineDenied,
     EngineDied,

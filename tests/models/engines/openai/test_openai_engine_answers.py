@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hostile_json import hostile_answers
 
-from models.engines.openai.chat_answer import read_usage
-from models.engines.openai.endpoint_client import BusyError, Reply, count_used_tokens
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.engines.openai.pooling_scorer import PoolingScorer
-from models.engines.openai.prompt_scorer import PromptScorer
-from models.engines.typed_json import read_object
-from models.settings import OpenAIConfig
-from models.types import Completion, EngineDenied, EngineRefused, PromptScoring
+from grmpipe.models.engines.openai.chat_answer import read_usage
+from grmpipe.models.engines.openai.endpoint_client import BusyError, Reply, count_used_tokens
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
+from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+from grmpipe.models.engines.openai.prompt_scorer import PromptScorer
+from grmpipe.models.engines.typed_json import read_object
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import Completion, EngineDenied, EngineRefused, PromptScoring
 
 LIMIT = 8  # tokens of an answer
 PROMPT, SCORING = (5, 7, 9), PromptScoring(start=1, top_k=2)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from models.engines.endpoint_use import EndpointUse
-from models.engines.openai.pooling_scorer import PoolingScorer
-from models.settings import OpenAIConfig
-from models.types import EngineDied, EngineRefused
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import EngineDied, EngineRefused
 
 KEY = "sk-never-to-be-seen-0123456789"
 
@@ -62,7 +62,7 @@ def classified(*numbers: object, model: str = "rm") -> dict[str, Any]:
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setenv("RM_KEY", KEY)
-    monkeypatch.setattr("models.engines.openai.endpoint_client.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("grmpipe.models.engines.openai.endpoint_client.FIRST_BACKOFF_S", 0.01)
     server = Endpoint()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     yield server

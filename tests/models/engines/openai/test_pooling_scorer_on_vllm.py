@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from vllm_server import serve_vllm
 
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import Message
 from grmpipe.tiny.problems import make_problems
 from grmpipe.tiny.resolve import SHIPPED
-from models.chat.renderer import Renderer
-from models.engines.openai.pooling_scorer import PoolingScorer
-from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.settings import OpenAIConfig
-from models.types import Message
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 MODEL = str(SHIPPED / "reward_model")

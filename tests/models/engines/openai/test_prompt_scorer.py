@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 from teacher_endpoint import TeacherServer, serve_teacher
 
-from models.engines.openai.prompt_scorer import PromptScorer, read_scores
-from models.engines.typed_json import NoAnswer
-from models.lm.score import ScoredText, score_sequences
-from models.settings import OpenAIConfig
-from models.types import EngineDied, EngineRefused, PromptScoring, RequestContext, TokenScores, make_scoring_params
+from grmpipe.models.engines.openai.prompt_scorer import PromptScorer, read_scores
+from grmpipe.models.engines.typed_json import NoAnswer
+from grmpipe.models.lm.score import ScoredText, score_sequences
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import (
+    EngineDied,
+    EngineRefused,
+    PromptScoring,
+    RequestContext,
+    TokenScores,
+    make_scoring_params,
+)
 
 PROMPT = (5, 9, 33, 60, 61, 7, 12)
 CONTEXT = RequestContext(request_id="g/0/0@teacher", group_id="g", role="teacher")
@@ -28,7 +35,7 @@ def served() -> Iterator[TeacherServer]:
 
 @pytest.fixture
 def endpoint(served: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> TeacherServer:
-    monkeypatch.setattr("models.engines.openai.endpoint_client.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("grmpipe.models.engines.openai.endpoint_client.FIRST_BACKOFF_S", 0.01)
     served.script, served.without, served.asked = [], False, []
     return served
 

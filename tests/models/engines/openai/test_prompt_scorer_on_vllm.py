@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_server import serve_vllm
 
+from grmpipe.models.engines.openai.prompt_scorer import PromptScorer
+from grmpipe.models.lm.score import ScoredText, score_sequences
+from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.types import Completion, PromptScoring, RequestContext, make_scoring_params
 from grmpipe.tiny.resolve import SHIPPED
-from models.engines.openai.prompt_scorer import PromptScorer
-from models.lm.score import ScoredText, score_sequences
-from models.settings import OpenAIConfig
-from models.types import Completion, PromptScoring, RequestContext, make_scoring_params
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 MODEL = str(SHIPPED / "policy")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.joined_server import check_joined, name_model
-from models.engines.sglang.sglang_engine import SglangEngine
-from models.settings import SglangConfig
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.joined_server import check_joined, name_model
+from grmpipe.models.engines.sglang.sglang_engine import SglangEngine
+from grmpipe.models.settings import SglangConfig
 
 
 class Theirs(ThreadingHTTPServer):

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.server import SglangServer, SglangStart, make_arguments, make_environment
-from models.settings import SglangConfig
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.server import SglangServer, SglangStart, make_arguments, make_environment
+from grmpipe.models.settings import SglangConfig
 
 # Answers /health, shows its key in its log as SGLang does, has a child, and takes --crash, --mute and --odd.
 STAND_IN = """
@@ -141,9 +141,9 @@ def test_a_server_dies_with_the_process_that_started_it(python: str, how: signal
     program = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[4])!r})
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.server import SglangServer, SglangStart
-from models.settings import SglangConfig
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.server import SglangServer, SglangStart
+from grmpipe.models.settings import SglangConfig
 spec = EngineSpec(path="m", role="policy")
 server = SglangServer(SglangStart(spec=spec, config=SglangConfig(python={python!r}), context_tokens=128))
 print(server.process_id, flush=True)

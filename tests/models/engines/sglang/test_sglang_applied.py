@@ -7,11 +7,11 @@ import asyncio
 import httpx
 import numpy as np
 
-from models.checksum import checksum
-from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.sglang_applied import find_unapplied, read_digests
-from models.engines.sglang.sglang_weights import SglangWeights
-from models.types import InlineBytes, WeightBucket, WeightReceipt, WeightTensor
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.sglang.http_client import SglangHttp
+from grmpipe.models.engines.sglang.sglang_applied import find_unapplied, read_digests
+from grmpipe.models.engines.sglang.sglang_weights import SglangWeights
+from grmpipe.models.types import InlineBytes, WeightBucket, WeightReceipt, WeightTensor
 
 LAYER = "model.layers.0"
 SENT = (

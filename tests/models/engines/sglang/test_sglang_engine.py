@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from models.chat.renderer import Renderer
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.sglang_engine import SglangEngine
-from models.settings import SglangConfig
-from models.types import (
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.http_client import SglangHttp
+from grmpipe.models.engines.sglang.sglang_engine import SglangEngine
+from grmpipe.models.settings import SglangConfig
+from grmpipe.models.types import (
     Broadcast,
     EngineDied,
     EngineRefused,
@@ -214,7 +214,7 @@ def test_an_abort_that_the_server_does_not_answer_returns_what_there_is(
             return one_token_and_nothing_more()
 
     async def go() -> Any:
-        monkeypatch.setattr("models.engines.sglang.sglang_generation.ABORT_GRACE_S", 0.05)
+        monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_generation.ABORT_GRACE_S", 0.05)
         engine = engine_of(model_path, Script(generate=lambda body: httpx.Response(200, stream=Stream())))
         asked = asyncio.create_task(ask(engine))
         await asyncio.sleep(0.02)
@@ -294,7 +294,7 @@ def test_a_group_that_does_not_come_together_is_a_connection_error(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def go() -> None:
-        monkeypatch.setattr("models.engines.sglang.sglang_weights.GRACE_S", 0.05)
+        monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_weights.GRACE_S", 0.05)
         engine = engine_of(model_path, Script(init_weights_update_group=hang))
         await engine.pause()
         with pytest.raises(ConnectionError, match="didn't answer within 0.1 s"):
@@ -321,7 +321,7 @@ def test_a_server_that_hangs_in_a_broadcast_fails_the_push_and_counts_as_dead_at
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def go() -> None:
-        monkeypatch.setattr("models.engines.sglang.sglang_weights.GRACE_S", 0.05)
+        monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_weights.GRACE_S", 0.05)
         script = Script(update_weights_from_distributed=hang, destroy_weights_update_group=hang)
         engine = engine_of(model_path, script)
         await engine.pause()

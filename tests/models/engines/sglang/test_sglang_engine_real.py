@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from models.chat.renderer import Renderer
-from models.engines.engine_kind import EngineSpec
-from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.server import SglangServer, SglangStart
-from models.engines.sglang.sglang_engine import SglangEngine
-from models.lm.causal_lm import load_causal_lm
-from models.settings import SglangConfig
-from models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
-from models.weights.broadcast import GlooBroadcasts
-from models.weights.safetensors_files import SafetensorsFiles
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.http_client import SglangHttp
+from grmpipe.models.engines.sglang.server import SglangServer, SglangStart
+from grmpipe.models.engines.sglang.sglang_engine import SglangEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.settings import SglangConfig
+from grmpipe.models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
+from grmpipe.models.weights.broadcast import GlooBroadcasts
+from grmpipe.models.weights.safetensors_files import SafetensorsFiles
+from grmpipe.models.weights.weight_stream import WeightStream
 
 PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")
 pytestmark = [

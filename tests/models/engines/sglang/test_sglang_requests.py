@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hostile_json import hostile_answers
 
-from models.engines.sglang.sglang_requests import (
+from grmpipe.models.engines.sglang.sglang_requests import (
     SglangRequest,
     SglangSample,
     Stretch,
@@ -19,8 +19,8 @@ from models.engines.sglang.sglang_requests import (
     read_finish_reason,
     read_prompt_scores,
 )
-from models.engines.typed_json import NoAnswer, read_object
-from models.types import EngineDied, EngineRefused, PromptScoring, SamplingParams, VersionSpan
+from grmpipe.models.engines.typed_json import NoAnswer, read_object
+from grmpipe.models.types import EngineDied, EngineRefused, PromptScoring, SamplingParams, VersionSpan
 
 
 def ticket_of(**params: Any) -> SglangRequest:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.simulated.simulated_batch import PREFILL_TOKENS_PER_STEP
-from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.engines.simulated.simulated_rate import SharedDevice
-from models.types import (
+from grmpipe.models.engines.simulated.simulated_batch import PREFILL_TOKENS_PER_STEP
+from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice
+from grmpipe.models.types import (
     Completion,
     EngineDied,
     EngineRefused,

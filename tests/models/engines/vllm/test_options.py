@@ -10,9 +10,9 @@ from uuid import uuid4
 
 import pytest
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm import options as vllm_options
-from models.engines.vllm.options import (
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm import options as vllm_options
+from grmpipe.models.engines.vllm.options import (
     FIXED,
     INSTEAD,
     Adapters,
@@ -22,8 +22,8 @@ from models.engines.vllm.options import (
     make_environment,
     make_socket_folder,
 )
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.settings import VLLM_QUANTIZATIONS, VllmConfig
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.settings import VLLM_QUANTIZATIONS, VllmConfig
 
 pytestmark = pytest.mark.vllm
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.models.engines.vllm.shared_options import different_options, different_shapes, read_shape, wider_options
+from grmpipe.models.settings import VllmConfig
 from grmpipe.tiny.resolve import resolve_model
-from models.engines.vllm.shared_options import different_options, different_shapes, read_shape, wider_options
-from models.settings import VllmConfig
 
 SHAPE = {"model_type": "qwen3", "hidden_size": 96, "rope_parameters": {"rope_theta": 1e4}, "eos_token_id": 2}
 

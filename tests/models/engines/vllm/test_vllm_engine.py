@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import pytest
 
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm import vllm_engine
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.settings import VllmConfig
 from grmpipe.tiny.resolve import resolve_model
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm import vllm_engine
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.settings import VllmConfig
 
 Answer = TypeVar("Answer")
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm import options as vllm_options
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm
-from models.lm.checkpoint_names import CheckpointNames
-from models.lm.lora import adapters, add_adapters, list_outgoing
-from models.settings import LoraConfig, VllmConfig
-from models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm import options as vllm_options
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.checkpoint_names import CheckpointNames
+from grmpipe.models.lm.lora import adapters, add_adapters, list_outgoing
+from grmpipe.models.settings import LoraConfig, VllmConfig
+from grmpipe.models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 LORA = LoraConfig(rank=4, alpha=8.0, sync="adapters")
@@ -223,7 +223,7 @@ def test_adapters_of_a_model_in_two_halves_score_as_the_learners(model_path: str
 
 FAULTY = """
 from vllm.lora.layers import RowParallelLinearWithLoRA
-from models.engines.vllm import vllm_worker
+from grmpipe.models.engines.vllm import vllm_worker
 
 RowParallelLinearWithLoRA.set_lora = lambda self, index, lora_a, lora_b: None
 Faulty = vllm_worker.WeightReceiver

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.vllm
 
 ENGINE = """
 import asyncio, os, signal, sys, time
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.settings import VllmConfig
-from models.types import EngineDied, RequestContext, SamplingParams
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.settings import VllmConfig
+from grmpipe.models.types import EngineDied, RequestContext, SamplingParams
 
 def ask(engine, name, num_tokens):
     context = RequestContext(request_id=name, group_id="g", role="policy")

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm
-from models.settings import VllmConfig
-from models.types import WeightReceipt
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
-from scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_error
-from scheduler.weights.weight_push import TOLERANCE, TOLERANCE_QUANTIZED
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.settings import VllmConfig
+from grmpipe.models.types import WeightReceipt
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
+from grmpipe.scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_error
+from grmpipe.scheduler.weights.weight_push import TOLERANCE, TOLERANCE_QUANTIZED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

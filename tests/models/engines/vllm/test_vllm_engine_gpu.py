@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm
-from models.lm.moe.expert_routing import Routers
-from models.settings import VllmConfig
-from models.types import ModelFiles, WeightBucket
-from models.weights.sending import open_transport
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.moe.expert_routing import Routers
+from grmpipe.models.settings import VllmConfig
+from grmpipe.models.types import ModelFiles, WeightBucket
+from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.weight_stream import WeightStream
 
 pytestmark = [
     pytest.mark.gpu,

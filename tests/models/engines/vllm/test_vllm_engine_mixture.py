@@ -10,21 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm import options as vllm_options
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm
-from models.lm.checkpoint_names import CheckpointNames
-from models.settings import VllmConfig
-from models.types import WeightReceipt
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm import options as vllm_options
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.lm.checkpoint_names import CheckpointNames
+from grmpipe.models.settings import VllmConfig
+from grmpipe.models.types import WeightReceipt
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
 
 pytestmark = pytest.mark.vllm
 
 FAULTY = """
 from pathlib import Path
-from models.engines.vllm import vllm_worker
+from grmpipe.models.engines.vllm import vllm_worker
 
 HAND_OVER = vllm_worker.Inbox._load
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm import options as vllm_options
-from models.engines.vllm.vllm_engine import VllmEngine
-from models.lm.causal_lm import load_causal_lm
-from models.settings import VllmConfig
-from models.weights.object_store import ObjectStore
-from models.weights.weight_stream import WeightStream
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm import options as vllm_options
+from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
+from grmpipe.models.lm.causal_lm import load_causal_lm
+from grmpipe.models.settings import VllmConfig
+from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.weight_stream import WeightStream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 FAULTY = """
-from models.engines.vllm import vllm_worker
+from grmpipe.models.engines.vllm import vllm_worker
 
 vllm_worker.repack_heads = lambda model: None
 Faulty = vllm_worker.WeightReceiver

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.engines.engine_kind import EngineSpec
-from models.engines.vllm.options import VllmStart, check_vllm_options, make_arguments
-from models.engines.vllm.vllm_requests import VllmSample, read_experts
-from models.settings import VllmConfig
+from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.vllm.options import VllmStart, check_vllm_options, make_arguments
+from grmpipe.models.engines.vllm.vllm_requests import VllmSample, read_experts
+from grmpipe.models.settings import VllmConfig
 
 
 @pytest.mark.parametrize(("told", "carried"), [(np.uint8, np.uint8), (np.uint16, np.int16)])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.checksum import checksum
-from models.engines.vllm.vllm_weights import (
+from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.vllm.vllm_weights import (
     Applied,
     PlainBucket,
     as_plain,
@@ -17,7 +17,7 @@ from models.engines.vllm.vllm_weights import (
     find_unapplied,
     under_sent_names,
 )
-from models.types import (
+from grmpipe.models.types import (
     Broadcast,
     CudaHandle,
     CudaHandles,
@@ -29,8 +29,8 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.receive_tensors import compute_checksums, receive_tensors
-from models.weights.weight_files import SharedArena
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.weight_files import SharedArena
 
 HANDLE = CudaHandle(
     dtype="float32", shape=(2, 3), offset=6, memory=b"\x00\xff", storage_bytes=48, storage_offset_bytes=0,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.lm.moe.expert_load import ExpertLoad, LoadBalance
-from models.lm.moe.expert_routing import Routers
-from models.lm.parallel.ranks import join_ranks
+from grmpipe.models.lm.moe.expert_load import ExpertLoad, LoadBalance
+from grmpipe.models.lm.moe.expert_routing import Routers
+from grmpipe.models.lm.parallel.ranks import join_ranks
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -23,11 +23,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from grmpipe.models.lm.causal_lm import load_causal_lm, outline_causal_lm
+from grmpipe.models.lm.moe.expert_routing import ROUTERS, Routers
+from grmpipe.models.types import ANY_EXPERT
 from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.tiny.upcycle import upcycle
-from models.lm.causal_lm import load_causal_lm, outline_causal_lm
-from models.lm.moe.expert_routing import ROUTERS, Routers
-from models.types import ANY_EXPERT
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,

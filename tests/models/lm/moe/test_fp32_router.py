@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.lm.moe.expert_routing import Routers, find_routers
-from models.lm.parallel.expert_parallel import find_experts
-from models.lm.parallel.ranks import join_ranks
-from models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel
+from grmpipe.models.lm.moe.expert_routing import Routers, find_routers
+from grmpipe.models.lm.parallel.expert_parallel import find_experts
+from grmpipe.models.lm.parallel.ranks import join_ranks
+from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel
 
 CPU = torch.device("cpu")
 IN_FLOAT32 = Architecture(load=CAUSAL_LM.load, outline=CAUSAL_LM.outline, fp32_router=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.lm.parallel.context_parallel import ContextRanks
+from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 
 
 def ranks(size: int) -> list[ContextRanks]:

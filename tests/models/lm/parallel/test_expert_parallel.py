@@ -24,8 +24,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from models.lm.parallel.expert_parallel import choose_sharded_dimension, divide_experts, find_experts
-from models.lm.parallel.ranks import join_ranks
+from grmpipe.models.lm.parallel.expert_parallel import choose_sharded_dimension, divide_experts, find_experts
+from grmpipe.models.lm.parallel.ranks import join_ranks
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "num_experts_per_tok": 2, "initializer_range": 0.3}  # fmt: skip

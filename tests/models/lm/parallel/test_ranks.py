@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.lm.parallel.ranks import choose_device, join_ranks
-from models.settings import ParallelConfig
+from grmpipe.models.lm.parallel.ranks import choose_device, join_ranks
+from grmpipe.models.settings import ParallelConfig
 
 CPU = torch.device("cpu")
 

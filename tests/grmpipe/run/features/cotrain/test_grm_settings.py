@@ -12,12 +12,12 @@ from configs import judge_config
 
 from grmpipe.config.roles import Model
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan, ignore_first_token
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_play
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.train.batching.samples import split_rollout
 from grmpipe.types import Prompt
-from models.chat.renderer import Renderer
-from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan, ignore_first_token
 
 TEMPLATE = Path(__file__).parents[4] / "models" / "chat" / "templates" / "deepseek_r1.jinja"
 RENDERER = Renderer.load(str(SHIPPED / "grm"), str(TEMPLATE))

@@ -10,9 +10,9 @@ from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import rule_named
+from grmpipe.models.types import Completion, Message
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.types import Prompt, Rollout, Turn
-from models.types import Completion, Message
 
 QUESTION = Prompt(prompt_id="q", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 STORED = Prompt(prompt_id="stored", messages=(Message(role="user", content="judge!"),), reference="below 8")
