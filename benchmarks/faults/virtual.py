@@ -46,7 +46,7 @@ def make_world(seed: str) -> under_faults.World:
     return under_faults.World(
         seed=draw.randrange(10**6),
         num_slots=draw.randint(1, 4),
-        sharing=draw.choice(["none", "elastic", "swap", "time"]),
+        sharing=draw.choice(["none", "elastic", "time"]),
         sleeps=draw.random() < 0.5,
         max_staleness=draw.randint(0, 2),
         groups_per_batch=draw.randint(1, 3),

@@ -1,8 +1,7 @@
 """The roles of a run: what follows for each from the configuration and the placement."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -60,7 +59,6 @@ class ServedRole(ResolvedRole):
     engine:       its engine kind, with the role's options over those of the kind.
     learner:      the role that trains its weights; None: they never change.
     is_elastic:   whether its engines are on elastic slots.
-    shares_with:  other roles that the same engine of a slot serves, by swapping weights.
     return_routed_experts: whether its engines return the experts of each token, for router replay.
     sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
     speculation:  where its engines take drafts of tokens from.
@@ -70,7 +68,6 @@ class ServedRole(ResolvedRole):
     engine: AnyEngine
     learner: str | None
     is_elastic: bool
-    shares_with: tuple[str, ...]
     return_routed_experts: bool
     sync: SyncConfig
     speculation: str
@@ -88,12 +85,12 @@ class ServedRole(ResolvedRole):
     @property
     def is_time_shared(self) -> bool:
         """Whether its engines share a device in time with those of another role."""
-        return self.is_elastic and not self.shares_with and self.frees_device
+        return self.is_elastic and self.frees_device
 
     @property
     def takes_weights(self) -> bool:
         """Whether its engines get other weights than those they started with."""
-        return self.learner is not None or bool(self.shares_with) or bool(self.model.policy_updates)
+        return self.learner is not None or bool(self.model.policy_updates)
 
     @property
     def key(self) -> str:
@@ -142,12 +139,6 @@ class Roles(Mapping[str, ResolvedRole]):
         """Served roles with engines here."""
         return tuple(role for role in self.served.values() if role.is_seated)
 
-    def engine_on_slot(self, name: str) -> AnyEngine:
-        """The engine that serves a role, with the options of all roles that it serves."""
-        role = self.served[name]
-        others = (self.served[other].engine for other in role.shares_with)
-        return functools.reduce(lambda one, other: one.wider(other), others, role.engine)
-
 
 def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     """Resolve all roles, once the placement is known. ConfigError names an option of an engine that doesn't exist."""
@@ -179,7 +170,7 @@ def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
-    model, shares_with = config.models[name], find_sharing_roles(name, engines, config, placement)
+    model = config.models[name]
     return ServedRole(
         **find_place(name, placement),
         name=name,
@@ -189,8 +180,7 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
         engine=engines[name],
         learner=config.learners.get(name),
         is_elastic=name in placement.seats and placement.is_elastic(name),
-        shares_with=shares_with,
-        return_routed_experts=config.algorithm.router_replay == "rollout" and "policy" in (name, *shares_with),
+        return_routed_experts=config.algorithm.router_replay == "rollout" and name == POLICY,
         sync=resolve_sync(engines[name], config.sync),
         speculation="none" if name == POLICY else config.engine.speculation,
     )
@@ -224,31 +214,6 @@ def find_place(role: str, placement: Placement) -> SeatFacts:
         device=placement.find_device_kind(role),
         num_gpus=placement.gpus_per_process(role),
     )
-
-
-def find_sharing_roles(
-    role: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement
-) -> tuple[str, ...]:
-    """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
-    slots = placement.elastic_slots(placement.seats[role][0].pool) if role in placement.seats else {}
-    here = tuple(next(iter(slots.values()))) if slots else ()
-    swap, alone = config.slots.balance.swap, any(config.models[name].lora.in_engines for name in here)
-    if swap == "auto" and alone:  # adapters need their own base weights
-        return ()
-    if not here or not is_one_engine([engines[name] for name in here], swap, placement.find_device_kind(role)):
-        return ()
-    return tuple(name for name in here if name != role)
-
-
-def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
-    """Whether roles share one engine: by `slots.balance.swap`, or, if it is automatic, if they use the same kind,
-    which swaps weights, on one GPU, and the engines don't sleep: waking an engine is faster than loading one.
-    """
-    if swap != "auto":
-        return swap == "weights"
-    first = engines[0]
-    alike = first.swaps_weights and all(type(other) is type(first) for other in engines)
-    return alike and device == "cuda" and not all(engine.memory.sleep_mode for engine in engines)
 
 
 def resolve_sync(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:

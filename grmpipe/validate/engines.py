@@ -5,15 +5,12 @@ Every refusal is a ConfigError that names the key and what to type.
 
 import itertools
 import math
-from collections.abc import Sequence
 
-from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.roles import Model, ResolvedRole, Roles, ServedRole
+from grmpipe.config.roles import ResolvedRole, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.kinds import math_rule
-from grmpipe.models.chat.renderer import mean_the_same
 from grmpipe.models.engines.engine_kind import Endpoint
 from grmpipe.models.lm.footprint import Heads
 from grmpipe.scheduler.placement import Placement
@@ -100,7 +97,7 @@ def check_sleep(role: ServedRole, placement: Placement) -> None:
     """Check that engines of an elastic or time-shared pool can free a GPU's memory while they don't serve."""
     if role.name in placement.time_sharing_roles:
         sharing, others = "time_shared", "the learner"
-    elif role.is_elastic and not role.shares_with:
+    elif role.is_elastic:
         sharing, others = "elastic", "another role"
     else:
         return
@@ -166,7 +163,7 @@ def check_shares(roles: Roles, placement: Placement) -> None:
     blocks = [{(seat.pool, slot) for seat in placement.seats[role] for slot in seat.slots} for role in asked]
     served = [roles.served[name] for name in asked]
     pool = served[0].pool
-    by_turns = all(role.frees_device for role in served) or any(role.shares_with for role in served)
+    by_turns = all(role.frees_device for role in served)
     meet = any(one & other for one, other in itertools.combinations(blocks, 2))
     if not meet or (placement.elastic_slots(pool) and by_turns):
         return
@@ -176,73 +173,6 @@ def check_shares(roles: Roles, placement: Placement) -> None:
     raise ConfigError(
         f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
         f"{settings}; type {half}, or for vLLM null: the memory that the models leave is then divided"
-    )
-
-
-def check_shared_engine(roles: Roles) -> None:
-    """Check that roles on one engine use the same kind, which swaps weights, and no options that exclude each other."""
-    for first, others in list_shared(roles):
-        for role in (first, *others):
-            if not role.engine.swaps_weights or type(role.engine) is not type(first.engine):
-                able = " or ".join(engines_that(lambda kind: kind.swaps_weights))
-                raise ConfigError(
-                    f"slots.balance.swap: weights needs engine={able}, but {role.name} is on "
-                    f"{role.model.engine}, where "
-                    "each role needs a separate engine; type slots.balance.swap=auto"
-                )
-        for role in (first, *others):
-            if role.model.lora.in_engines:
-                raise ConfigError(
-                    f"{role.key}.lora.sync: {role.name} shares its engine with {', '.join(role.shares_with)} by "
-                    "swapping weights, and adapters alone would be on top of other weights; "
-                    f"type {role.key}.lora.sync=merged, or slots.balance.swap=auto"
-                )
-        for other in others:
-            refuse(first.engine.different_options(other.engine), first, other)
-
-
-def check_swap(roles: Roles, models: Sequence[Model]) -> None:
-    """Check that models on one engine differ only in their weights."""
-    found = {model.name: model for model in models}
-    for first, others in list_shared(roles):
-        for other in (other for other in others if first.name in found and other.name in found):
-            refuse(differences(first, other, found[first.name], found[other.name]), first, other)
-
-
-def list_shared(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
-    """The first role and the other roles of each shared engine."""
-    seen: set[str] = set()
-    found = []
-    for role in roles.seated:
-        if role.shares_with and role.name not in seen:
-            found.append((role, [roles.served[name] for name in role.shares_with]))
-            seen |= {role.name, *role.shares_with}
-    return found
-
-
-def differences(one: ServedRole, other: ServedRole, model: Model, others_model: Model) -> list[str]:
-    """The differences between two roles that exclude one engine for both."""
-    different = one.engine.different_models(model.path, others_model.path)
-    if one.dtype != other.dtype:
-        different.append(f"dtype ({one.dtype}, {other.dtype})")
-    if not mean_the_same(model.renderer, others_model.renderer):
-        different.append("the tokens of their vocabularies")
-    ends = model.renderer.stop_token_ids, others_model.renderer.stop_token_ids
-    if set(ends[0]) != set(ends[1]):
-        different.append(f"the tokens that end a turn ({ends[0]}, {ends[1]})")
-    return different
-
-
-def refuse(different: list[str], one: ServedRole, other: ServedRole) -> None:
-    if not different:
-        return
-    sleeping = f"engine.{one.model.engine}.sleep_mode=true slots.balance.swap=sleep"
-    raise ConfigError(
-        f"slots.balance.swap: ({one.name}, {other.name}) can't share the engines of the elastic pool "
-        f"{one.pool}, since they "
-        f"differ in {', '.join(different)}; type "
-        f"{sleeping if one.device == 'cuda' else 'slots.balance.swap=auto'}: each "
-        "role then has separate engines"
     )
 
 

@@ -34,7 +34,6 @@ from grmpipe.validate.engines import (
     check_installed,
     check_options,
     check_rule_installed,
-    check_swap,
     check_tensor_parallel,
 )
 from grmpipe.validate.env import check_env, check_tools
@@ -290,7 +289,6 @@ def check_playing(prepared: Prepared, data: Data) -> None:
     for model in prepared.models:
         if (role := roles.served[model.name]).num_gpus > 1:
             check_tensor_parallel(role, read_heads(model.path))
-    check_swap(roles, prepared.models)
     check_tools(config, prepared.policy)
     check_policy(config, prepared.policy, data)
     check_judges(config, roles, prepared.models, data)

@@ -25,7 +25,7 @@ from grmpipe.scheduler.placement import Placement
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
 from grmpipe.validate.data import load_stored_tasks, read_data, read_demonstrations
-from grmpipe.validate.engines import check_installed, check_rule_installed, check_swap, check_tensor_parallel
+from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
 from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.learners import (
     check_divides,
@@ -160,7 +160,6 @@ def check_models(prepared: Prepared) -> None:
         role = roles.served[name]
         teacher = prepared.model[name] if role.engine.endpoint is None else find_remote_teacher(role)
         check_teacher(teacher, role, prepared.policy, config)
-    check_swap(roles, prepared.models)
     check_routing(config, prepared.policy, roles.served[POLICY])
 
 

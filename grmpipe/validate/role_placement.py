@@ -11,7 +11,7 @@ from grmpipe.models.weights.transports import TRANSPORTS, transport_kind
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.weights.choose_transport import WeightPath, choose_transport
 from grmpipe.validate.determinism import check_deterministic
-from grmpipe.validate.engines import check_options, check_shared_engine, check_shares
+from grmpipe.validate.engines import check_options, check_shares
 from grmpipe.validate.learners import check_backend, check_parallel
 from grmpipe.validate.machines import place_roles
 from grmpipe.validate.sections import section
@@ -26,7 +26,6 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
         roles = resolve_roles(config, placement)
     check_options(roles, config, placement)
     check_deadlines(config)
-    check_shared_engine(roles)
     check_shares(roles, placement)
     check_deterministic(config, placement, roles)
     check_parallel(config, placement)
@@ -68,11 +67,11 @@ def check_stays_awake(role: ServedRole, placement: Placement) -> None:
             f"placement.roles.{role.learner}.pool: only the policy's learner can alternate with engines; set "
             f"placement.pools.{role.pool}.time_shared=false, or placement.roles.{role.name}.pool to another one"
         )
-    if role.is_elastic and not role.shares_with:
+    if role.is_elastic:
         raise ConfigError(
             f"{role.key}.train.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no "
             f"weights of a GRM that learns; set placement.pools.{role.pool}.elastic=false, "
-            f"placement.roles.{role.name}.pool to another, or (on vLLM) slots.balance.swap=weights"
+            f"or placement.roles.{role.name}.pool to another"
         )
 
 

@@ -106,7 +106,6 @@ class EngineKind(ABC, Generic[Options]):
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, by `make_batch_invariant`.
-    swaps_weights:     it can serve several models of one shape, one at a time.
     scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
     """
 
@@ -123,7 +122,6 @@ class EngineKind(ABC, Generic[Options]):
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
-    swaps_weights: ClassVar[bool] = False
     scores: ClassVar[bool] = False
 
     options: Options
@@ -189,7 +187,7 @@ class EngineKind(ABC, Generic[Options]):
     def memory(self) -> EngineMemory:
         return EngineMemory()
 
-    # -- routed experts, drafts, engines of several roles --------------------------------------------------------------
+    # -- routed experts, drafts -------------------------------------------------------------
 
     def why_no_experts(self, device: str) -> str:
         """Why it can't return the experts of a token; empty: it can."""
@@ -201,18 +199,6 @@ class EngineKind(ABC, Generic[Options]):
 
     def check_experts(self, key: OptionKey) -> None:
         """Raises ValueError, which begins with the key, for an option that prevents it from returning experts."""
-
-    def wider(self, other: EngineKind[EngineOptions]) -> EngineKind[Options]:
-        """The kind with options that serve both roles, for a kind that swaps weights."""
-        raise NotImplementedError(f"{type(self).__name__} swaps no weights")
-
-    def different_options(self, other: EngineKind[EngineOptions]) -> list[str]:
-        """Options for which no value serves both roles, for a kind that swaps weights."""
-        raise NotImplementedError(f"{type(self).__name__} swaps no weights")
-
-    def different_models(self, path: str, other: str) -> list[str]:
-        """What an engine made for one model lacks for the other, for a kind that swaps weights."""
-        raise NotImplementedError(f"{type(self).__name__} swaps no weights")
 
 
 AnyEngine = EngineKind[EngineOptions]

@@ -13,11 +13,10 @@ throughput of overlapping steps, which thin batches on many slots waste).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.models.bounds import Bounded, above, one_of
+from grmpipe.models.bounds import Bounded, above
 from grmpipe.scheduler.routing.in_flight import RoleBacklog
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
-SWAPS = ("auto", "sleep", "weights")
 HYSTERESIS = 1.0  # a move must gain this many times its cost, in addition to its cost
 
 
@@ -27,9 +26,6 @@ class BalanceConfig(Bounded):
 
     every_s: float = above(0, 0.2)  # Longest time between two decisions.
     switch_s: float = above(0, 0.5)  # Assumed time of a move until moves are measured.
-    # How a slot changes its role: between engines that sleep, or by the weights of one shared engine; docs/placement.md
-    # says what auto chooses.
-    swap: str = one_of(SWAPS, "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

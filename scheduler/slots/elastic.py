@@ -5,8 +5,6 @@ A slot holds an engine for each role of its pool and serves one of them. A move 
     A takes no new requests on it -> its requests migrate to A's other engines, or end here -> A sleeps, if it can
     -> B wakes -> B is brought to the weights that its role serves -> B takes requests, and its share of those in flight
 
-Or A and B are views of one engine (shared_engine.py): then none sleeps, and B's weights replace A's.
-
 All on the event loop's clock. Routers send the requests; this module only says which engines serve.
 """
 
@@ -73,11 +71,9 @@ class ElasticPool:
         roles: Mapping[str, ElasticRole],
         config: BalanceConfig,
         events: EventSink | None = None,
-        *,
-        swaps: bool = False,
     ) -> None:
         """slots: slot -> role -> the name of its engine. roles: in the order of the flow; all slots begin with the
-        first one. swaps: the roles of a slot share one engine, which has the weights of one of them.
+        first one.
         """
         self.name = name
         self.moves: Counter[str] = Counter()  # "policy->grm" -> number
@@ -85,7 +81,6 @@ class ElasticPool:
         self._roles = roles
         self._config = config
         self._events = events or NoEvents()
-        self._swaps = swaps
         first = next(iter(roles))
         self._serves = dict.fromkeys(slots, first)  # or will serve, once its move is done
         self._moving: set[str] = set()
@@ -127,7 +122,7 @@ class ElasticPool:
 
         def admit_and_serve() -> None:
             admit()
-            if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have moved meanwhile
+            if self._serves[slot] == role and slot not in self._moving:  # it may have moved meanwhile
                 elastic.activate(name, engine)
                 self._update_clocks()
 
@@ -135,8 +130,7 @@ class ElasticPool:
         if self._serves[slot] != role:
             admit()
         else:
-            async with self._held(slot) if self._swaps else nullcontext():  # no other role's weights now
-                await elastic.bring_current(name, engine, admit_and_serve)
+            await elastic.bring_current(name, engine, admit_and_serve)
         await self._until_settled(slot)
         if self._serves[slot] != role:
             async with self._held(slot):
@@ -240,14 +234,11 @@ class ElasticPool:
         """Put an inactive engine to sleep, if it can sleep; if it dies of that, its memory is free as well. A running
         push, which may include it, ends first.
         """
-        sleeper = engine if elastic.sleeps and isinstance(engine, SleepingEngine) else None
-        if sleeper is None and not self._swaps:
+        if not (elastic.sleeps and isinstance(engine, SleepingEngine)):
             return
         try:
-            async with elastic.block_pushes():
-                if sleeper is not None:
-                    async with elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
-                        await sleep_engine(name, sleeper)
+            async with elastic.block_pushes(), elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
+                await sleep_engine(name, engine)
         except EngineDied as death:
             elastic.router.members.mark_dead(name, engine, death)
 

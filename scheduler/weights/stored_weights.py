@@ -3,21 +3,12 @@
 The page cache holds files that were read before, as long as there is memory. Knows no tensors.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from grmpipe.models.types import Engine, GroupLink, ModelFiles, WeightBucket
-from grmpipe.scheduler.weights.weight_push import Push, SyncConfig, SyncReport
-
-VERSION = 0  # of untrained weights
-
-
-async def load_files(engine: Engine, path: str) -> None:
-    """Give an engine without requests the weights of a model's folder on its machine."""
-    await engine.begin_weights(None)
-    await engine.load_bucket(files_at(path))
-    await engine.commit_weights(VERSION)
+from grmpipe.models.types import GroupLink, ModelFiles, WeightBucket
+from grmpipe.scheduler.weights.weight_push import SyncConfig
 
 
 def files_at(path: str) -> WeightBucket:
@@ -36,14 +27,6 @@ class StoredWeights:
     probe_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     config: SyncConfig
-
-    async def bring_current(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
-        """Send the weights to a new engine before its first request. Raises like `WeightSync.push`."""
-        push = Push(self, {name: engine}, VERSION, self.probe_ids, self.config, frozenset())
-        async with push.deadline():
-            report = await push.run(None, 1, "files")
-        admit()
-        return report
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:

@@ -92,23 +92,14 @@ class WeightSync:
                     arrival.current.set_result(report)
             return report
 
-    async def catch_up(
-        self, name: str, engine: Engine, admit: Callable[[], None], *, is_replacement: bool = False
-    ) -> SyncReport:
+    async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
         """Bring a new or reactivated engine to the version of the last push; if the learner has stepped since, the next
         push does so.
 
-        `admit` is called at the moment when the engine is up to date, so that no later push misses it.
-        `is_replacement`: its earlier weights may be lost, and its place in a process group. Raises like `push`; the
-        other engines aren't affected.
+        `admit` is called at the moment when the engine is up to date, so that no later push misses it. Raises
+        like `push`; the other engines aren't affected.
         """
         async with self._turn:
-            if is_replacement:
-                self._versions.pop(name, None)
-                self._link = None
-            if is_replacement and self._last is None:  # nothing was pushed yet: it is as good as the others
-                admit()
-                return make_empty_report(0, self._transport)
             # Without a deadline: the hold waits for an optimizer step of any duration.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:

@@ -10,17 +10,10 @@ pytestmark = pytest.mark.vllm
 
 
 ON_VLLM = ("engine=vllm", "engine.vllm.kv_cache_mb=32", "judge.format.structured=true", "judge.temperature=2")
-ONE_ENGINE = ("placement=elastic", "placement.pools.engines.slots=1", "slots.balance.swap=weights")
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [pytest.param(ONE_ENGINE, id="by turns on one"), pytest.param((), id="on one each", marks=pytest.mark.long)],
-)
-def test_policy_and_judge_on_vllm_train_and_every_judgement_keeps_its_form(
-    small_run: Callable, placement: tuple[str, ...]
-) -> None:
-    files = small_run(*ON_VLLM, *placement, "train.max_staleness=0")
+def test_policy_and_judge_on_vllm_train_and_every_judgement_keeps_its_form(small_run: Callable) -> None:
+    files = small_run(*ON_VLLM, "train.max_staleness=0")
     summary = files.summary
     assert (summary["status"], summary["versions"]["policy"]) == ("completed", 3)
     assert summary["judging"]["counted"] > 0

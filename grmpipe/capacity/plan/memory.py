@@ -374,16 +374,12 @@ def by_turns(facts: RunFacts, pool: str) -> str:
     if facts.placement.pools[pool].time_shared:
         return ", the learner alternates with the engines"
     served = facts.placement.served
-    if not (facts.placement.elastic_slots(pool) and one_at_a_time(facts, served)):
-        return ""
-    one = any(facts.roles.served[role].shares_with for role in served)
-    return ", one engine for all roles" if one else ", the engines alternate"
+    return ", the engines alternate" if facts.placement.elastic_slots(pool) and one_at_a_time(facts, served) else ""
 
 
 def one_at_a_time(facts: RunFacts, served: Collection[str]) -> bool:
     """Whether an elastic slot holds the memory of only one role's engine at a time."""
-    roles = [facts.roles.served[name] for name in served]
-    return any(role.shares_with for role in roles) or all(role.frees_device for role in roles)
+    return all(facts.roles.served[name].frees_device for name in served)
 
 
 def everybody(placement: Placement) -> list[Seat]:

@@ -17,7 +17,7 @@ from grmpipe.scheduler.placement import Placement, PoolConfig
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.engines import check_installed, check_swap, check_tensor_parallel, resolve_context_limit
+from grmpipe.validate.engines import check_installed, check_tensor_parallel, resolve_context_limit
 from grmpipe.validate.learners import check_experts, check_learns, check_query_heads
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_critic, find_model
@@ -101,7 +101,6 @@ def collect_facts(config: RunConfig) -> RunFacts:
         check_answer_fits(config, roles.served["policy"])
     found = [sized.model for sized in models.values() if sized.model is not None]
     check_judges(config, roles, found, data)
-    check_swap(roles, found)
     return RunFacts(
         config=config,
         placement=placement,

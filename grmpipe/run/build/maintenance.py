@@ -5,12 +5,13 @@ from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from grmpipe.run.build.engines import ServingEngines, elastic_pools
+from grmpipe.run.build.engines import elastic_pools
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.slots.elastic import ElasticPool
-from grmpipe.scheduler.slots.engine_replacement import BringCurrent, RoleHealth
+from grmpipe.scheduler.slots.engine_replacement import BringCurrent, RoleHealth, need_no_weights
 from grmpipe.scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
@@ -47,26 +48,35 @@ class Maintenance:
 
 
 def make_maintenance(
+    cluster: Cluster,
     prepared: Prepared,
-    served: ServingEngines,
+    routers: Mapping[str, Router],
     learner: LearnerRanks | None,
     syncs: Mapping[str, WeightSync],
     events: EventSink,
 ) -> Maintenance:
     """learner: None in an evaluation. syncs: of trained roles."""
-    bring_current = served.bring_current(syncs)
+    bring_current: dict[str, BringCurrent] = dict.fromkeys(routers, need_no_weights)
+    bring_current |= {role: sync.catch_up for role, sync in syncs.items()}
     memory_still = nullcontext if learner is None else learner.still
-    elastic = elastic_pools(prepared, served, bring_current, syncs, events, memory_still)
+    elastic = elastic_pools(prepared, routers, bring_current, syncs, events, memory_still)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
     share = None
     if isinstance(learner, TimeSharedLearnerRanks):
-        share = make_time_share(prepared, served.routers, bring_current, learner, events)
+        share = make_time_share(prepared, routers, bring_current, learner, events)
         time_shared = prepared.placement.time_sharing_roles
         bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
     health = tuple(
-        RoleHealth(role, router, served.restart[role], prepared.config.slots.health, bring_current[role], events)
-        for role, router in served.routers.items()
+        RoleHealth(
+            role,
+            router,
+            functools.partial(cluster.restart_engine, role),
+            prepared.config.slots.health,
+            bring_current[role],
+            events,
+        )
+        for role, router in routers.items()
     )
     return Maintenance(health=health, elastic=elastic, share=share)
 

@@ -91,14 +91,14 @@ async def start_on(
     transport = transport_between(cluster, prepared, learning)
     spec = learner_spec(learning, roles, config.seed, transport, run_dir)
     start_all = start_time_shared if prepared.placement.time_sharing_roles else start_together
-    learner, served = await start_all(cluster, prepared, learning, spec, events)
+    learner, routers = await start_all(cluster, prepared, learning, spec, events)
     sync = weight_sync(cluster, prepared, prepared.policy, learning, learner, transport)
-    grms = await start_trainable_grms(cluster, prepared, served, run_dir)
+    grms = await start_trainable_grms(cluster, prepared, routers, run_dir)
     critic = await start_critic(cluster, prepared, events)
-    updates = await make_policy_updates(prepared, served, learner, run_dir)
+    updates = await make_policy_updates(prepared, routers, learner, run_dir)
     syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms} | updates.syncs
-    maintenance = make_maintenance(prepared, served, learner, syncs, events)
-    serving = await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests)
+    maintenance = make_maintenance(cluster, prepared, routers, learner, syncs, events)
+    serving = await start_serving(cluster, prepared, routers, maintenance, events, run_dir, requests)
     return RunComponents(
         cluster=cluster,
         routers=serving.routers,
@@ -110,7 +110,7 @@ async def start_on(
         meta_rm=serving.meta_rm,
         teachers=serving.teachers,
         envs=serving.envs,
-        policy=served.routers[prepared.policy.name],
+        policy=routers[prepared.policy.name],
         learner=learner,
         judge=serving.judge_for(prepared),
         sync=sync,

@@ -13,11 +13,12 @@ from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.types import ChatEngine, Generates, RemoteTeacher, RequestLog
-from grmpipe.run.build.engines import ServingEngines, read_by
+from grmpipe.run.build.engines import read_by
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.routing.rate_limits import RateLimits
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.validate.engines import resolve_context_limit
@@ -101,14 +102,14 @@ def remote_grm(roles: Roles, role: str, client: ChatEngine, events: EventSink) -
 
 
 async def make_policy_updates(
-    prepared: Prepared, served: ServingEngines, learner: LearnerRanks, run_dir: Path
+    prepared: Prepared, routers: Mapping[str, Router], learner: LearnerRanks, run_dir: Path
 ) -> PolicyUpdates:
     """The models of a run that take over the policy's weights."""
     config, grms = prepared.config, []
     for model in prepared.grms:
         settings = config.models[model.name]
         if after := settings.list_updates(config.train.num_steps):
-            engines = served.routers[model.name]
+            engines = routers[model.name]
             first = await read_by(next(iter(engines.members.alive.values())), model, prepared)
             sync = WeightSync(first, first.probe_ids, first.config, transport="files")
             grms.append(

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.weights.transports import transport_kind
-from grmpipe.run.build.engines import ServingEngines, pick_probe, start_routers
+from grmpipe.run.build.engines import pick_probe, start_routers
 from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_train
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
@@ -125,18 +126,18 @@ def weight_sync(
 
 async def start_together(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerRanks, ServingEngines]:
+) -> tuple[LearnerRanks, dict[str, Router]]:
     """Start learner and engines at the same time; on a shared GPU the learner first."""
-    ranks, served = await asyncio.gather(
+    ranks, routers = await asyncio.gather(
         cluster.start_members(learning.learner, functools.partial(make_learner, spec)),
         start_routers(cluster, prepared, events),
     )
-    return LearnerRanks(ranks, learning.train.parallel.cp), served
+    return LearnerRanks(ranks, learning.train.parallel.cp), routers
 
 
 async def start_time_shared(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerRanks, ServingEngines]:
+) -> tuple[LearnerRanks, dict[str, Router]]:
     """Start the learner first, which then frees the device for the engines."""
     ranks = await cluster.start_members(learning.learner, functools.partial(make_offloading_learner, spec))
     learner = TimeSharedLearnerRanks(ranks, learning.train.parallel.cp)
@@ -145,13 +146,13 @@ async def start_time_shared(
 
 
 async def start_trainable_grms(
-    cluster: Cluster, prepared: Prepared, served: ServingEngines, run_dir: Path
+    cluster: Cluster, prepared: Prepared, routers: Mapping[str, Router], run_dir: Path
 ) -> tuple[TrainableGrm, ...]:
     """Start the ranks of the GRMs that are trained next to the policy."""
     trained = [grm for grm in prepared.grms if prepared.roles.served[grm.name].learner is not None]
     return tuple(
         await asyncio.gather(
-            *(start_trainable_grm(cluster, prepared, grm, served.routers[grm.name], run_dir) for grm in trained)
+            *(start_trainable_grm(cluster, prepared, grm, routers[grm.name], run_dir) for grm in trained)
         )
     )
 

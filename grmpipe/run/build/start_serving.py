@@ -12,7 +12,7 @@ from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.teaching import Teacher
 from grmpipe.models.types import ChatEngine, RemoteTeacher
 from grmpipe.observe.progress import Describe, time_text
-from grmpipe.run.build.engines import ServingEngines, start_routers
+from grmpipe.run.build.engines import start_routers
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
 from grmpipe.run.build.make_judge import JudgeResources, make_judge, make_teachers, make_watchers
 from grmpipe.run.build.start_cluster import start_cluster
@@ -83,10 +83,10 @@ async def start_evaluation(ready: PreparedEvaluation, observers: Observers, run_
         cluster = await start_cluster(config, prepared.placement) if is_local else InProcessCluster(prepared.placement)
     async with end_on_failure(cluster):
         with observers.progress.show_while(describe_start(cluster)):
-            served = await start_routers(cluster, prepared, events, ready.models)
-            maintenance = make_maintenance(prepared, served, None, {}, events)
+            routers = await start_routers(cluster, prepared, events, ready.models)
+            maintenance = make_maintenance(cluster, prepared, routers, None, {}, events)
             requests, plays = observers.requests.of_model, bool(ready.prompt_sets)
-            return await start_serving(cluster, prepared, served, maintenance, events, run_dir, requests, plays=plays)
+            return await start_serving(cluster, prepared, routers, maintenance, events, run_dir, requests, plays=plays)
 
 
 def describe_start(cluster: Cluster) -> Describe:
@@ -113,7 +113,7 @@ async def end_on_failure(cluster: Cluster) -> AsyncIterator[None]:
 async def start_serving(
     cluster: Cluster,
     prepared: Prepared,
-    served: ServingEngines,
+    routers: Mapping[str, Router],
     maintenance: Maintenance,
     events: EventSink,
     run_dir: Path,
@@ -128,13 +128,13 @@ async def start_serving(
     remote = connect_endpoints(prepared.config, prepared.roles, requests, read_run_id(run_dir))
     return Serving(
         cluster=cluster,
-        routers=served.routers,
+        routers=routers,
         maintenance=maintenance,
-        grms=find_grms(prepared, served.routers, remote.judging, events, requests, maintenance.stops),
+        grms=find_grms(prepared, routers, remote.judging, events, requests, maintenance.stops),
         endpoints=remote.clients,
         scorers=(*scalars.pools, *(() if meta_rm is None else (meta_rm,))),
         scalars=scalars,
         meta_rm=make_meta_rm(prepared.meta_rm, meta_rm, requests),
-        teachers=make_teachers(prepared.config, {**served.routers, **remote.teaching}, prepared.policy.renderer),
+        teachers=make_teachers(prepared.config, {**routers, **remote.teaching}, prepared.policy.renderer),
         envs=envs,
     )

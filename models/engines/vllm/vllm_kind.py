@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.models.engines.engine_kind import EngineKind, EngineOptions, EngineSpec, OptionKey
+from grmpipe.models.engines.engine_kind import EngineKind, EngineSpec, OptionKey
 from grmpipe.models.engines.engine_memory import EngineMemory, are_coarse
 from grmpipe.models.engines.installed import vllm_missing
 from grmpipe.models.engines.vllm.options import CPU_KV_CACHE_MB, check_vllm_options
@@ -21,7 +21,6 @@ class VllmKind(EngineKind[VllmConfig]):
     any_transport = True
     applies_adapters = True
     max_adapter_rank = 512  # vLLM's largest max_lora_rank
-    swaps_weights = True
     reads_model_files = True
 
     @classmethod
@@ -73,7 +72,7 @@ class VllmKind(EngineKind[VllmConfig]):
             remedy="lower engine.vllm.kv_cache_mb, or raise slots_per_replica",
         )
 
-    # -- routed experts, engines of several roles ------------------------------------------------------------------
+    # -- routed experts -----------------------------------------------------------------
 
     def why_no_experts(self, device: str) -> str:
         return "vLLM reports them only on a GPU" if device == "cpu" else ""
@@ -87,20 +86,3 @@ class VllmKind(EngineKind[VllmConfig]):
         if not self.options.prefix_caching:
             name = key("prefix_caching")
             raise ValueError(f"{name}: vLLM keeps the chosen experts in its prefix cache; type {name}=true")
-
-    def wider(self, other: EngineKind[EngineOptions]) -> VllmKind:
-        from grmpipe.models.engines.vllm.shared_options import wider_options
-
-        assert isinstance(other, VllmKind)
-        return VllmKind(wider_options(self.options, other.options))
-
-    def different_options(self, other: EngineKind[EngineOptions]) -> list[str]:
-        from grmpipe.models.engines.vllm.shared_options import different_options
-
-        assert isinstance(other, VllmKind)
-        return different_options(self.options, other.options)
-
-    def different_models(self, path: str, other: str) -> list[str]:
-        from grmpipe.models.engines.vllm.shared_options import different_shapes, read_shape
-
-        return different_shapes(read_shape(path), read_shape(other))

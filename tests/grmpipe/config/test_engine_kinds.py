@@ -74,7 +74,7 @@ def test_an_engine_of_a_users_own_serves_a_role_and_takes_its_weights(mine: str)
     run = config(f"{mine}.MyEngine", engine_options={"rows": 5})
     _, roles = seat_roles(run)
     policy = roles.served["policy"]
-    assert (roles.engine_on_slot("policy").max_rows, policy.engine.transports[0]) == (5, "shared_memory")
+    assert (roles.served["policy"].engine.max_rows, policy.engine.transports[0]) == (5, "shared_memory")
     assert policy.option_key("rows") == policy.option_key("rows") == "policy.engine_options.rows"
     model = find_model(policy, run)
     engine = pickle.loads(pickle.dumps(engine_factory(model, roles, run.seed)))(0)

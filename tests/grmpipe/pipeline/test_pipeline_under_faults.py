@@ -30,7 +30,6 @@ from grmpipe.models.types import (
     GroupLink,
     InlineBytes,
     Message,
-    ModelFiles,
     OnDevice,
     RequestContext,
     SamplingParams,
@@ -50,9 +49,7 @@ from grmpipe.scheduler.run_together import run_until
 from grmpipe.scheduler.slots.balance import BalanceConfig, Pool, Slot
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole, spare
 from grmpipe.scheduler.slots.engine_replacement import HealthConfig, RoleHealth, need_no_weights, push_to_living
-from grmpipe.scheduler.slots.shared_engine import SharedEngines
 from grmpipe.scheduler.slots.time_share import SharedRole, TimeShare
-from grmpipe.scheduler.weights.stored_weights import StoredWeights
 from grmpipe.scheduler.weights.weight_checks import WeightMismatch
 from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport
 from grmpipe.scheduler.weights.weight_sync import WeightSync
@@ -74,7 +71,7 @@ class World:
 
     seed: int = 0
     num_slots: int = 2
-    sharing: str = "elastic"  # of the slots: none, elastic, swap (elastic, one engine for both roles), time
+    sharing: str = "elastic"  # of the slots: none, elastic, time
     sleeps: bool = True
     max_staleness: int = 1
     groups_per_batch: int = 2
@@ -92,7 +89,7 @@ worlds = st.builds(
     World,
     seed=st.integers(0, 999),
     num_slots=st.integers(1, 4),
-    sharing=st.sampled_from(["none", "elastic", "elastic", "swap", "time"]),
+    sharing=st.sampled_from(["none", "elastic", "elastic", "time"]),
     sleeps=st.booleans(),
     max_staleness=st.integers(0, 2),
     groups_per_batch=st.integers(1, 3),
@@ -157,31 +154,6 @@ class Spoken(SimulatedEngine):
         await asyncio.sleep(0.3)
         self._check_alive()
         self.awake = True
-
-
-class Changing(Spoken):
-    """An engine that has the weights of one role at a time, known from what it was sent."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__("grm", world)
-        self.came = "grm"
-
-    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
-        assert context.role == self.role, "asked with the other role's weights"
-        return super()._write(ids, params, context)
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        if isinstance(bucket.payload, ModelFiles):
-            await asyncio.sleep(0.3)
-            self._check_alive()
-            self.came = "grm"
-        else:
-            await super().load_bucket(bucket)
-            self.came = "policy"
-
-    async def commit_weights(self, version: int) -> WeightReceipt:
-        self.role = self.came
-        return await super().commit_weights(version)
 
 
 @dataclass
@@ -273,15 +245,12 @@ class Run:
         self.world, self.rng = world, random.Random(world.seed)
         places = range(world.num_slots)
         self.slots = {str(n): {role: f"{role}-{n}" for role in ROLES} for n in places}
-        self.swaps = world.sharing == "swap"
-        roles = ("grm",) if self.swaps else ROLES
-        self.engines = {f"{role}-{n}": self.made(role) for role in roles for n in places}
-        self.shared = SharedEngines(self.slots, "grm", self.engines, self.restart) if self.swaps else None
+        self.engines = {f"{role}-{n}": Spoken(role, world) for role in ROLES for n in places}
         resume = Continuation(decode=lambda ids: "x", seed_after=lambda seed, num_sampled: seed)
         self.routers = {role: Router(role, self.engines_of(role), None, resume) for role in ROLES}
         self.learner = Learner(self.rng)
         self.sync = WeightSync(self.learner, PROMPT_IDS, SyncConfig())
-        self.pool = self.make_pool() if world.sharing in ("elastic", "swap") else None
+        self.pool = self.make_pool() if world.sharing == "elastic" else None
         self.share = self.make_share() if world.sharing == "time" else None
         self.health = [self.watch_over(role) for role in self.routers]
         self.pushed = -1
@@ -297,31 +266,23 @@ class Run:
     # -- construction --------------------------------------------------------------------------------------------------
 
     def make_pool(self) -> ElasticPool:
-        sleeps = self.world.sleeps and not self.swaps
+        sleeps = self.world.sleeps
         for name, engine in self.engines.items():
             engine.awake = not (sleeps and name.startswith("grm"))
         policy = ElasticRole(
             router=self.routers["policy"],
-            bring_current=functools.partial(self.sync.catch_up, is_replacement=self.swaps),
+            bring_current=self.sync.catch_up,
             sleeps=sleeps,
             block_pushes=self.sync.block_pushes,
         )
-        stored = StoredWeights(path="grm", probe_ids=PROMPT_IDS, logprobs=(-1.0, -1.0), config=SyncConfig())
-        frozen = stored.bring_current if self.swaps else need_no_weights
         return ElasticPool(
             "all",
             self.slots,
-            {"policy": policy, "grm": ElasticRole(router=self.routers["grm"], bring_current=frozen, sleeps=sleeps)},
+            {"policy": policy, "grm": ElasticRole(router=self.routers["grm"], sleeps=sleeps)},
             BalanceConfig(every_s=LOOK_S),
-            swaps=self.swaps,
         )
 
-    def made(self, role: str) -> Spoken:
-        return Changing(self.world) if self.swaps else Spoken(role, self.world)
-
     def engines_of(self, role: str) -> dict[str, Engine]:
-        if self.shared is not None:
-            return self.shared.list_engines(role)
         return {name: engine for name, engine in self.engines.items() if engine.role == role}
 
     def make_share(self) -> TimeShare:
@@ -347,8 +308,7 @@ class Run:
             bring = functools.partial(self.pool.bring_current, role)
         self.routers[role].max_deaths_per_request = 100
         config = HealthConfig(max_replacements=100, check_every_s=1.0)
-        restart = self.restart if self.shared is None else self.shared.restart
-        return RoleHealth(role, self.routers[role], restart, config, bring)
+        return RoleHealth(role, self.routers[role], self.restart, config, bring)
 
     def parts(self) -> PipelineComponents:
         return PipelineComponents(
@@ -410,7 +370,7 @@ class Run:
         report = await (self.share.push(push) if self.share else push())
         self.pushed = version
         serving = self.routers["policy"].members.serving
-        have = [self.engines[name.replace("policy", "grm") if self.swaps else name] for name in serving]
+        have = [self.engines[name] for name in serving]
         assert all((engine.role, engine.version) == ("policy", version) for engine in have), (
             "guarantee 5: old weights serve"
         )
@@ -433,7 +393,7 @@ class Run:
 
     async def restart(self, name: str) -> Engine:
         await asyncio.sleep(self.rng.uniform(0.5, 4.0))
-        engine = self.engines[name] = self.made(name.partition("-")[0])
+        engine = self.engines[name] = Spoken(name.partition("-")[0], self.world)
         return engine
 
     async def kill(self) -> None:

@@ -24,11 +24,8 @@ from grmpipe.models.types import (
     Engine,
     EngineDied,
     GroupLink,
-    ModelFiles,
     RequestContext,
     SamplingParams,
-    WeightBucket,
-    WeightReceipt,
 )
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.routing.migration import Continuation
@@ -43,9 +40,7 @@ from grmpipe.scheduler.slots.engine_replacement import (
     need_no_weights,
     push_to_living,
 )
-from grmpipe.scheduler.slots.shared_engine import SharedEngines
 from grmpipe.scheduler.slots.sleep import put_to_sleep
-from grmpipe.scheduler.weights.stored_weights import StoredWeights
 from grmpipe.scheduler.weights.weight_push import SyncConfig
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.tiny.resolve import resolve_model
@@ -108,36 +103,6 @@ class Spoken(SimulatedEngine):
         self.awake = True
 
 
-class Changing(Spoken):
-    """An engine that has the weights of one role at a time, known from what it was sent."""
-
-    def __init__(self) -> None:
-        super().__init__("grm")
-        self.came = "nothing"
-
-    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
-        assert context.role == self.role, f"asked for {context.role} with the weights of {self.role}"
-        return super()._write(ids, params, context)
-
-    async def begin_weights(self, link: GroupLink | None = None) -> None:
-        self.came = "nothing"
-        await super().begin_weights(link)
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        if self.gone is not None:
-            raise EngineDied(self.gone)
-        if isinstance(bucket.payload, ModelFiles):
-            await asyncio.sleep(0.4)
-            self.came = bucket.payload.path
-        else:
-            await super().load_bucket(bucket)
-            self.came = bucket.tensors[0].name
-
-    async def commit_weights(self, version: int) -> WeightReceipt:
-        self.role = self.came
-        return await super().commit_weights(version)
-
-
 class Bench:
     """An elastic pool with all its parts."""
 
@@ -147,40 +112,29 @@ class Bench:
         *,
         roles: Sequence[str] = ROLES,
         sleeps: bool = True,
-        swaps: bool = False,
-        grm_learns: bool = False,
     ) -> None:
-        """swaps: one engine per slot, shared by all roles. grm_learns: the judge is trained too."""
         self.spans, self.num_started = Spans(), 0
         self.slots = {str(n): {role: f"{role}-{n}" for role in roles} for n in range(num_slots)}
         self.engines: dict[str, Spoken] = {}  # the processes, by the name under which each was started
-        for role in ("grm",) if swaps else roles:
-            self.engines |= {names[role]: Changing() if swaps else Spoken(role) for names in self.slots.values()}
-        for names in self.slots.values() if sleeps and not swaps else ():
+        for role in roles:
+            self.engines |= {names[role]: Spoken(role) for names in self.slots.values()}
+        for names in self.slots.values() if sleeps else ():
             for role in roles[1:]:
                 self.engines[names[role]].awake = False
-        self.shared = SharedEngines(self.slots, "grm", self.engines, self.start) if swaps else None
         self.routers = {
             role: Router(
                 role,
-                self.shared.list_engines(role)
-                if self.shared
-                else {n: e for n, e in self.engines.items() if e.role == role},
+                {name: engine for name, engine in self.engines.items() if engine.role == role},
                 self.spans,
                 Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
             )
             for role in roles
         }
         config = SyncConfig(deadline_s=20)
-        learning = ROLES if grm_learns else ("policy",)
-        self.learners = {role: CountingLearner(role, step_s=0.5, bucket_s=0.3) for role in learning}
+        self.learners = {"policy": CountingLearner("policy", step_s=0.5, bucket_s=0.3)}
         self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
-        brings: dict[str, BringCurrent] = {
-            role: functools.partial(sync.catch_up, is_replacement=swaps) for role, sync in self.syncs.items()
-        }
-        for role in (role for role in roles if role not in learning):
-            stored = StoredWeights(path=role, probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
-            brings[role] = stored.bring_current if swaps else need_no_weights
+        brings: dict[str, BringCurrent] = dict.fromkeys(roles, need_no_weights)
+        brings |= {role: sync.catch_up for role, sync in self.syncs.items()}
         self.pool = ElasticPool(
             "engines",
             self.slots,
@@ -188,14 +142,13 @@ class Bench:
                 role: ElasticRole(
                     router=self.routers[role],
                     bring_current=brings[role],
-                    sleeps=sleeps and not swaps,
+                    sleeps=sleeps,
                     block_pushes=self.syncs[role].block_pushes if role in self.syncs else nullcontext,
                 )
                 for role in roles
             },
             BalanceConfig(),
             self.spans,
-            swaps=swaps,
         )
         for router in self.routers.values():
             router.max_deaths_per_request = 1000
@@ -203,7 +156,7 @@ class Bench:
             RoleHealth(
                 role,
                 router,
-                self.shared.restart if self.shared else self.start,
+                self.start,
                 HealthConfig(max_replacements=1000, check_every_s=1.0),
                 functools.partial(self.pool.bring_current, role),
                 self.spans,
@@ -214,7 +167,7 @@ class Bench:
     async def start(self, name: str) -> Engine:
         await asyncio.sleep(START_S)
         self.num_started += 1
-        engine = self.engines[name] = Changing() if self.shared else Spoken(name.partition("-")[0])
+        engine = self.engines[name] = Spoken(name.partition("-")[0])
         return engine
 
     async def push(self, version: int, role: str = "policy") -> None:
@@ -322,8 +275,7 @@ def test_an_engine_that_does_not_let_its_requests_go_is_buried_and_its_slot_move
     assert bench.pool.moves["policy->grm"] >= 1
 
 
-@pytest.mark.parametrize("swaps", [False, True])
-def test_one_slot_alternates_between_both_roles_and_a_push_calls_it_back(swaps: bool) -> None:
+def test_one_slot_alternates_between_both_roles_and_a_push_calls_it_back() -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         for version in range(1, 4):
@@ -332,57 +284,13 @@ def test_one_slot_alternates_between_both_roles_and_a_push_calls_it_back(swaps: 
             assert not bench.serving("policy")
             await bench.learners["policy"].step()
             await bench.push(version)
-            assert bench.engines["grm-0" if swaps else "policy-0"].version == version
+            assert bench.engines["policy-0"].version == version
 
-    bench = on_virtual_clock(lambda: Bench(1, swaps=swaps), main)
+    bench = on_virtual_clock(lambda: Bench(1), main)
     assert bench.pool.moves == {"policy->grm": 3, "grm->policy": 3}
 
 
-def test_a_slot_that_swaps_waits_for_the_push_that_has_it_and_the_next_one_leaves_it_out() -> None:
-    async def main(bench: Bench) -> None:
-        await bench.push(0)
-        await bench.learners["policy"].step()
-        pushing = asyncio.create_task(bench.push(1))
-        await asyncio.sleep(0.1)
-        await asyncio.gather(*(bench.ask("grm", n, 100) for n in range(8)), pushing)
-        engine = bench.engines["grm-0"]
-        assert (engine.role, engine.version) == ("grm", 0), "the judge's weights came after the push"
-        await bench.ask("policy", 1, 10)
-        assert (engine.role, engine.version) == ("policy", 1), "what it had missed no push of is gone all the same"
-
-    on_virtual_clock(lambda: Bench(1, swaps=True), main)
-
-
-def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pushed() -> None:
-    """A run first asks it for a preflight judgement. Later pushes send everything."""
-
-    async def main(bench: Bench) -> None:
-        await bench.ask("grm", 0, 10)
-        await bench.push(0, "policy")
-        await bench.push(0, "grm")
-        await bench.ask("policy", 0, 10)
-        await bench.ask("grm", 1, 10)
-
-    on_virtual_clock(lambda: Bench(1, swaps=True, grm_learns=True), main)
-
-
-@pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
-def test_engine_that_dies_during_a_swap_is_restarted_once_and_serves_both_roles(after_s: float) -> None:
-    async def main(bench: Bench) -> None:
-        await bench.push(0)
-        judging = asyncio.create_task(bench.ask("grm", 0, 30))
-        await asyncio.sleep(after_s)
-        bench.engines["grm-0"].die("killed by signal 9")
-        first = bench.engines["grm-0"]
-        await judging
-        await asyncio.gather(*(bench.ask("policy", n, 20) for n in range(4)))
-        assert bench.engines["grm-0"] is not first
-        assert bench.num_started == 1
-
-    on_virtual_clock(lambda: Bench(1, swaps=True), main)
-
-
-WAYS = ({"sleeps": False}, {"sleeps": True}, {"swaps": True}, {"swaps": True, "grm_learns": True})
+WAYS = ({"sleeps": False}, {"sleeps": True})
 
 
 @pytest.mark.parametrize(("seed", "roles"), [*((seed, ROLES) for seed in range(16)), *((n, THREE) for n in range(8))])

@@ -153,4 +153,3 @@ def test_engines_that_take_turns_or_sit_apart_may_each_have_most_of_a_gpu() -> N
     seat_roles(composed("+experiment=qwen3_8b", PROMPTS, most))
     elastic = ("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true")
     seat_roles(composed("+experiment=qwen3_one_gpu", PROMPTS, most, *elastic))
-    seat_roles(composed("+experiment=qwen3_one_gpu", PROMPTS, most, *elastic, "slots.balance.swap=weights"))

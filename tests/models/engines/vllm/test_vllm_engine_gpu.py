@@ -66,7 +66,7 @@ def test_vllm_sleeps_wakes_and_takes_weights(
     assert float(np.abs(np.subtract(after_push, expected)).max()) < 1e-3
 
 
-def test_vllm_swaps_two_models_in_the_same_memory(
+def test_vllm_reads_the_files_of_another_model_into_the_same_memory(
     model_path: str, next_version_path: str, ask: Any, prompt_of: Any, next_plain: Any
 ) -> None:
     """Its graphs were captured with the first model: they read the weights at the same addresses."""
@@ -83,7 +83,7 @@ def test_vllm_swaps_two_models_in_the_same_memory(
         first = await engine.score(prompt_of(40))
         free = torch.cuda.mem_get_info()[0]
         await read(next_version_path, 1)
-        completion = await ask(engine, prompt_of(40), "swapped", max_new_tokens=20)
+        completion = await ask(engine, prompt_of(40), "other", max_new_tokens=20)
         await read(model_path, 0)
         return first, completion, await engine.score(prompt_of(40)), free - torch.cuda.mem_get_info()[0]
 
