@@ -1,7 +1,7 @@
 """Checks that prompts, answers and thoughts fit the templates and context windows of the policy and the judges."""
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
@@ -19,7 +19,6 @@ from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import resolve_context_limit
-from grmpipe.validate.models import FoundScalarModel
 from grmpipe.validate.sections import section
 
 log = logging.getLogger(__name__)
@@ -148,10 +147,9 @@ def describe_longest(config: RunConfig, judge: JudgeConfig) -> tuple[str, str]:
     )
 
 
-def check_scalar_judges(config: RunConfig, found: Collection[FoundScalarModel], policy: Model, data: Data) -> None:
+def check_scalar_judges(config: RunConfig, models: Mapping[str, Model], data: Data) -> None:
     """Check that each reward model can read the prompts with a full answer or episode."""
-    models = {one.model.name: one.model for one in found}
-    response_tokens = longest_response(config, policy.context_tokens)
+    response_tokens = longest_response(config, models[POLICY].context_tokens)
     for judge in config.asked.scalar.values():
         check_scalar_judge(config, judge, models[judge.model], data, response_tokens)
 

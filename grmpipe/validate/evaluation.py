@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.keys.entry_names import ENV, POLICY
 from grmpipe.config.reward_checks import check_sources
-from grmpipe.config.roles import Model, Roles, resolve_roles
+from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
@@ -38,7 +38,7 @@ from grmpipe.validate.engines import (
 )
 from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import find_meta_rm, find_model, find_scalar_models
+from grmpipe.validate.models import META_RM, find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
 
@@ -74,12 +74,6 @@ class PreparedEvaluation:
     @property
     def config(self) -> RunConfig:
         return self.prepared.config
-
-    @property
-    def models(self) -> tuple[Model, ...]:
-        """The models that engines serve here."""
-        known = {model.name: model for model in self.prepared.grms}
-        return tuple(({POLICY: self.prepared.policy} | known if self.prompt_sets else known).values())
 
     def notes(self) -> list[str]:
         """What is left out of the evaluation."""
@@ -138,18 +132,16 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
     placement, roles = assign_seats(config, here, weighted)
     check_machine(config, placement)
     check_installed(roles, config)
-    grms = tuple(find_model(roles.served[role], config) for role in here)
-    known = {grm.name: grm for grm in grms}
+    models = {role: find_model(roles.served[role], config) for role in here}
     for asking in config.judging.generative.values():
-        check_thinking_budget(asking, roles.served[asking.model], known.get(asking.model))
+        check_thinking_budget(asking, roles.served[asking.model], models.get(asking.model))
     with section("meta_rm."):
-        meta_rm = find_meta_rm(config, grms) if weighted else None
+        weighting = {META_RM: find_meta_rm(config, list(models.values()))} if weighted else {}
+    if POLICY not in models:
+        models = {POLICY: find_model(roles.served[POLICY], config, weights=config.plays)} | models
     return Prepared(
         config=config,
-        policy=known.get(POLICY) or find_model(roles.served[POLICY], config, weights=config.plays),
-        grms=grms,
-        scalars=find_scalar_models(config),
-        meta_rm=meta_rm,
+        models=models | find_scalar_models(config) | weighting,
         prompts=PromptStream(prompts),
         held_out=(),
         placement=placement,
@@ -286,11 +278,11 @@ def check_playing(prepared: Prepared, data: Data) -> None:
     """Check that the policy can answer the prompts in its environment, and the judges can read the answers."""
     config, roles = prepared.config, prepared.roles
     check_options(roles, config, prepared.placement)
-    for model in prepared.models:
+    for model in prepared.generating:
         if (role := roles.served[model.name]).num_gpus > 1:
             check_tensor_parallel(role, read_heads(model.path))
     check_tools(config, prepared.policy)
     check_policy(config, prepared.policy, data)
-    check_judges(config, roles, prepared.models, data)
-    check_scalar_judges(config, prepared.scalars, prepared.policy, data)
+    check_judges(config, roles, prepared.generating, data)
+    check_scalar_judges(config, prepared.models, data)
     check_judges_without_model(config)

@@ -1,10 +1,10 @@
 """Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from grmpipe.config.grm import ModelEntry
-from grmpipe.config.roles import Model, ServedRole, make_option_key, resolve_engine
+from grmpipe.config.roles import Model, Roles, ServedRole, make_option_key, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.models.chat.renderer import Renderer, mean_the_same
@@ -16,6 +16,7 @@ from grmpipe.validate.engines import resolve_context_limit
 from grmpipe.validate.sections import section
 
 TEACHERS = "algorithm.distill.teachers"
+CRITIC, META_RM = "critic", "meta_rm"  # their roles
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -86,29 +87,22 @@ def check_teacher(teacher: Model, role: ServedRole, policy: Model, config: RunCo
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundScalarModel:
-    """A reward model of scalar judges, found and checked. An engine with an endpoint serves it elsewhere."""
-
-    model: Model
-    engine: AnyEngine
-
-
-def find_scalar_models(config: RunConfig) -> tuple[FoundScalarModel, ...]:
-    """Find the reward models that scalar judges ask. Raises ConfigError, which begins with the model's section."""
-    found = []
+def find_scalar_models(config: RunConfig) -> dict[str, Model]:
+    """The reward models that scalar judges ask, here or behind an endpoint, by role. Raises ConfigError, which begins
+    with the model's section.
+    """
+    found = {}
     for role in config.asked.scalar_roles:
         options, engine = config.models[role], resolve_engine(role, config)
         with section(f"{options.key}."):
             is_here = engine.endpoint is None
-            model = find_scalar_model(role, config) if is_here else find_remote_model(options, engine)
+            found[role] = find_scalar_model(role, config) if is_here else find_remote_model(options, engine)
         if is_here:
-            check_vocabulary(options.key, options, model.renderer)
+            check_vocabulary(options.key, options, found[role].renderer)
         else:
             with section(""):
                 engine.check_installed(role, options, make_option_key(options, engine))
-        found.append(FoundScalarModel(model=model, engine=engine))
-    return tuple(found)
+    return found
 
 
 def find_scalar_model(role: str, config: RunConfig) -> Model:
@@ -126,10 +120,14 @@ def find_scalar_model(role: str, config: RunConfig) -> Model:
     return Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
 
 
-def find_remote_teacher(role: ServedRole) -> Model:
-    """Find the tokenizer of a teacher that an endpoint serves. Raises ConfigError, which begins with its section."""
-    with section(f"{role.key}."):
-        return find_remote_model(role.model, role.engine)
+def find_remote_teachers(config: RunConfig, roles: Roles) -> dict[str, Model]:
+    """Find the tokenizers of the teachers that endpoints serve. Raises ConfigError, which begins with a section."""
+    found = {}
+    for role in (roles.served[name] for name in config.teachers):
+        if role.engine.outside:
+            with section(f"{role.key}."):
+                found[role.name] = find_remote_model(role.model, role.engine)
+    return found
 
 
 def find_remote_model(options: ModelEntry, engine: AnyEngine) -> Model:
@@ -165,15 +163,7 @@ def load_renderer(directory: str, options: ModelConfig) -> Renderer:
     return Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaRmModel:
-    """A directory of a model with a scalar head. It reads the GRM's tokens."""
-
-    path: str
-    context_tokens: int
-
-
-def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel:
+def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> Model:
     """Find the meta-RM of these GRMs. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer
     than one whose votes it weights.
     """
@@ -185,7 +175,7 @@ def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel:
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
     windows = [find_shared_limit(directory, config, grm) for grm in grms]
-    return MetaRmModel(path=directory, context_tokens=min(windows))
+    return Model(name=META_RM, path=directory, renderer=grms[0].renderer, context_tokens=min(windows))
 
 
 def find_shared_limit(directory: str, config: RunConfig, grm: Model) -> int:
@@ -207,15 +197,7 @@ def find_shared_limit(directory: str, config: RunConfig, grm: Model) -> int:
     return renderer.context_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticModel:
-    """The model that the critic's ranks load. It reads the policy's tokens."""
-
-    path: str
-    tokenizer_path: str
-
-
-def find_critic(config: RunConfig, policy: Model) -> CriticModel:
+def find_critic(config: RunConfig, policy: Model) -> Model:
     """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
     a smaller window.
     """
@@ -225,7 +207,7 @@ def find_critic(config: RunConfig, policy: Model) -> CriticModel:
     path = config.critic.path
     if path is None:
         check_packable(outline_scalar_head(policy.path), policy.path)
-        return CriticModel(path=policy.path, tokenizer_path=policy.path)
+        return replace(policy, name=CRITIC)
     directory = find_files(resolve_model(path), weights=True)
     check_packable(outline_scalar_head(directory), directory)
     renderer = Renderer.load(directory, config.policy.chat_template)
@@ -239,4 +221,4 @@ def find_critic(config: RunConfig, policy: Model) -> CriticModel:
             f"path: {path} reads {renderer.context_tokens} tokens, the policy up to {policy.context_tokens}; "
             "give a model with at least that context window, or critic.path=null"
         )
-    return CriticModel(path=directory, tokenizer_path=policy.path)
+    return replace(policy, name=CRITIC, path=directory)

@@ -6,7 +6,7 @@ Every refusal is a ConfigError that names the key and what to type.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
@@ -37,14 +37,13 @@ from grmpipe.validate.learners import (
 )
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import (
-    CriticModel,
-    FoundScalarModel,
-    MetaRmModel,
+    CRITIC,
+    META_RM,
     check_teacher,
     find_critic,
     find_meta_rm,
     find_model,
-    find_remote_teacher,
+    find_remote_teachers,
     find_scalar_models,
 )
 from grmpipe.validate.role_placement import seat_roles
@@ -56,17 +55,13 @@ class Prepared:
     """A checked run, ready to start."""
 
     config: RunConfig
-    policy: Model
-    grms: tuple[Model, ...]  # that judge and are served here
+    models: Mapping[str, Model]  # by role, but for those that only an endpoint knows
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
     placement: Placement
     roles: Roles
-    scalars: tuple[FoundScalarModel, ...] = ()  # that scalar judges ask
-    meta_rm: MetaRmModel | None = None  # weights the judgements in a vote
     # Stored judging tasks, by GRM that is trained next to the policy.
     judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
-    critic: CriticModel | None = None  # for estimators that need values
     demonstrations: Demonstrations | None = None  # that the policy imitates
 
     @property
@@ -75,14 +70,14 @@ class Prepared:
         return find_rule(self.config.truth)
 
     @property
-    def models(self) -> tuple[Model, ...]:
-        """The models that engines serve here."""
-        return (self.policy, *self.grms)
+    def policy(self) -> Model:
+        return self.models[POLICY]
 
     @property
-    def model(self) -> Mapping[str, Model]:
-        """Role -> model that engines serve here."""
-        return {model.name: model for model in self.models}
+    def generating(self) -> tuple[Model, ...]:
+        """The models that engines may serve here: the policy, and those that judge or teach."""
+        served = self.roles.served
+        return tuple(model for name, model in self.models.items() if name in served and not served[name].engine.outside)
 
     def under(self, config: RunConfig) -> Prepared:
         """The same run with another configuration, in the same places."""
@@ -100,54 +95,47 @@ def prepare(config: RunConfig) -> Prepared:
     check_objective(config)
     check_env(config)
     policy = find_model(roles.served[POLICY], config)
-    grms = tuple(find_model(roles.served[role], config) for role in config.asked.local_roles)
+    models = {POLICY: policy} | {role: find_model(roles.served[role], config) for role in config.asked.local_roles}
+    models |= find_remote_teachers(config, roles) | find_scalar_models(config)
     prepared = Prepared(
         config=config,
-        policy=policy,
-        grms=grms,
-        scalars=find_scalar_models(config),
+        models=models | find_scalar_heads(config, models),
         prompts=PromptStream(
             data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs
         ),
         held_out=data.held_out,
         placement=placement,
         roles=roles,
-        meta_rm=meta_rm_model(config, grms),
         judging_tasks={role: load_stored_tasks(config, role, data) for role in config.trained_grms},
-        critic=critic_model(config, policy),
         demonstrations=read_demonstrations(config, policy),
     )
     check_models(prepared)
     check_tools(config, policy)
     check_policy(config, policy, data)
-    check_judges(config, roles, prepared.models, data)
-    check_scalar_judges(config, prepared.scalars, policy, data)
+    check_judges(config, roles, prepared.generating, data)
+    check_scalar_judges(config, prepared.models, data)
     check_judges_without_model(config)
     return prepared
 
 
-def meta_rm_model(config: RunConfig, grms: Sequence[Model]) -> MetaRmModel | None:
-    """The meta-RM, if a vote uses one: it reads the judgements of the GRMs whose votes it weights."""
-    if "meta_rm" not in config.roles:
-        return None
-    read = {judge.model for judge in config.asked.weighted.values()}
-    with section("meta_rm."):
-        return find_meta_rm(config, [grm for grm in grms if grm.name in read])
-
-
-def critic_model(config: RunConfig, policy: Model) -> CriticModel | None:
-    if "critic" not in config.roles:
-        return None
-    with section("critic."):
-        model = find_critic(config, policy)
-    check_divides(config, "critic", "critic", model.path)
-    return model
+def find_scalar_heads(config: RunConfig, models: Mapping[str, Model]) -> dict[str, Model]:
+    """The meta-RM, if a vote uses one (it reads the judgements of the GRMs whose votes it weights), and the critic."""
+    found = {}
+    if META_RM in config.roles:
+        read = {judge.model for judge in config.asked.weighted.values()}
+        with section("meta_rm."):
+            found[META_RM] = find_meta_rm(config, [models[role] for role in config.asked.local_roles if role in read])
+    if CRITIC in config.roles:
+        with section("critic."):
+            found[CRITIC] = find_critic(config, models[POLICY])
+        check_divides(config, CRITIC, CRITIC, found[CRITIC].path)
+    return found
 
 
 def check_models(prepared: Prepared) -> None:
     """Check that each model fits its engines, and that those that learn can."""
     config, roles = prepared.config, prepared.roles
-    for model in prepared.models:
+    for model in prepared.generating:
         role = roles.served[model.name]
         if role.learner is not None and config.trains:
             check_learns(model, role.key)
@@ -158,8 +146,7 @@ def check_models(prepared: Prepared) -> None:
             check_tensor_parallel(role, read_heads(model.path))
     for name in config.teachers:
         role = roles.served[name]
-        teacher = prepared.model[name] if role.engine.endpoint is None else find_remote_teacher(role)
-        check_teacher(teacher, role, prepared.policy, config)
+        check_teacher(prepared.models[name], role, prepared.policy, config)
     check_routing(config, prepared.policy, roles.served[POLICY])
 
 

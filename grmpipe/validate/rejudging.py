@@ -11,7 +11,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
 from grmpipe.validate.context_limits import check_judges, check_scalar_judges, check_template
 from grmpipe.validate.data import Data, check_references, select_reaching
-from grmpipe.validate.evaluation import PreparedEvaluation, find_judges, without_adapters
+from grmpipe.validate.evaluation import find_judges, without_adapters
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 from grmpipe.validate.sections import section
 
@@ -27,11 +27,6 @@ class PreparedRejudging:
     @property
     def config(self) -> RunConfig:
         return self.prepared.config
-
-    @property
-    def serving(self) -> PreparedEvaluation:
-        """What has to be started: the models that judge."""
-        return PreparedEvaluation(prepared=self.prepared, measured=self.config, prompt_sets={})
 
     def notes(self) -> list[str]:
         """What the new judge is not."""
@@ -65,8 +60,8 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
                 check_references(judge, str(stored.run.rollouts), select_reaching(config, name, stored.prompts))
     prepared = find_judges(config, stored.prompts)
     data = Data(train=stored.prompts, held_out=())
-    check_judges(config, prepared.roles, prepared.models, data)
-    check_scalar_judges(config, prepared.scalars, prepared.policy, data)
+    check_judges(config, prepared.roles, prepared.generating, data)
+    check_scalar_judges(config, prepared.models, data)
     check_judges_without_model(config)
     return PreparedRejudging(prepared=prepared, stored=stored, source=source)
 

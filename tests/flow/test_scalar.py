@@ -19,8 +19,9 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.endpoint_use import NoRequestLog
 from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
-from grmpipe.run.build.start_scorers import start_scalar_models
+from grmpipe.run.build.start_models import list_models, start_scorers
 from grmpipe.scheduler.events import NoEvents
+from grmpipe.scheduler.processes.actors import InProcessCluster
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.models import find_scalar_models
@@ -122,12 +123,14 @@ def test_a_reward_model_behind_an_endpoint_takes_no_place_and_reads_by_a_tokeniz
     tokenizer = f"+grm.engine_options.tokenizer={SHIPPED / 'reward_model'}"
     prepared = prepare(composed(*SCALAR, *REMOTE, tokenizer, "engine.openai.max_context_tokens=100"))
     assert "grm" not in prepared.placement.seats
-    (found,) = prepared.scalars
-    assert found.model.path == "org/rm" and found.model.context_tokens == 100
+    found = prepared.models["grm"]
+    assert found.path == "org/rm" and found.context_tokens == 100
 
     async def connect() -> None:
-        models = await start_scalar_models(None, prepared, NoEvents(), lambda model: NoRequestLog())
-        assert isinstance(models.by_role["grm"].scorer, PoolingScorer) and models.pools == ()
-        await models.close()
+        models = list_models(prepared)
+        cluster = InProcessCluster(prepared.placement)
+        await start_scorers(cluster, prepared, models, NoEvents(), lambda model: NoRequestLog())
+        assert isinstance(models["grm"].scorer, PoolingScorer) and models["grm"].scorer_pool is None
+        await models["grm"].close()
 
     asyncio.run(connect())

@@ -13,6 +13,7 @@ from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.validate.data import Data
+from grmpipe.validate.models import CRITIC
 from grmpipe.validate.prepare import Prepared
 
 
@@ -81,7 +82,7 @@ def too_full(one: SlotMemory, uses: Mapping[str, list[MemoryUse]], resource: str
 
 def size_roles(prepared: Prepared) -> dict[str, Sized]:
     """Role -> sized model; a model that serves two roles has one footprint."""
-    found = {model.name: Sized.of(model) for model in prepared.models}
-    if prepared.critic is not None:
-        found["critic"] = Sized(role="critic", footprint=read_footprint(prepared.critic.path))
+    found = {model.name: Sized.of(model) for model in prepared.generating}
+    if (critic := prepared.models.get(CRITIC)) is not None:
+        found[CRITIC] = Sized(role=CRITIC, footprint=read_footprint(critic.path))
     return found

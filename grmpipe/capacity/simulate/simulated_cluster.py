@@ -3,6 +3,7 @@ learner take time instead of working, and the driver takes the time it is given.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from grmpipe.scheduler.routing.migration import Continuation
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
+from grmpipe.scheduler.slots.engine_replacement import push_to_living
 from grmpipe.scheduler.slots.time_share import SharedRole, TimeShare
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.critic.critic import Critic
@@ -114,7 +116,8 @@ class Simulation:
         sync = WeightSync(learner, PROBE, self._config.sync)
         share, critic = self._time_share(routers, learner), self._start_critic()
         pools = self._elastic_pools(routers, sync)
-        learners = Learners(policy=learner, sync=sync, engines=routers[POLICY], critic=critic, share=share)
+        push = functools.partial(push_to_living, sync, routers[POLICY])
+        learners = Learners(policy=learner, push=push, critic=critic, share=share)
         parts = self._compose(learners, routers)
         await parts.push_weights(0)
         began = self._step_end(0.0, 0, StallTimes())

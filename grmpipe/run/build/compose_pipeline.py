@@ -7,7 +7,6 @@ push_weights: to the living engines         <- ends the learner's phase         
 journal:      the run's files               <- a finished rollout asks for its values  (critic)
 """
 
-import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,14 +20,12 @@ from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompt
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.run.build.make_play import make_play
-from grmpipe.run.build.start import RunComponents
+from grmpipe.run.build.start import Running
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.scheduler.events import EventSink
-from grmpipe.scheduler.routing.router import Router
-from grmpipe.scheduler.slots.engine_replacement import push_to_living
 from grmpipe.scheduler.slots.time_share import TimeShare
-from grmpipe.scheduler.weights.weight_sync import SyncReport, WeightSync
+from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
@@ -41,7 +38,7 @@ PushWeights = Callable[[int], Awaitable[SyncReport]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learners:
-    """The trainers of the policy, and the sync of its weights.
+    """The trainers of the policy, and the push of its weights to its living engines.
 
     critic:     for estimators that need values, or None.
     share:      the time-shared pool of learner and engines, or None.
@@ -49,8 +46,7 @@ class Learners:
     """
 
     policy: LearnerRanks
-    sync: WeightSync
-    engines: Router
+    push: PushWeights
     critic: Critic | None = None
     share: TimeShare | None = None
     cotrainings: CoTrainings = field(default_factory=CoTrainings)
@@ -79,7 +75,7 @@ def compose(
         judge=compose_teaching(config, judge, teachers),
         judge_guard=JudgeHealth(compose_health(config), compose_teaching_health(config)),
         trainer=compose_trainer(config, learners, demonstrations),
-        push_weights=compose_push(learners.sync, learners.engines, learners.share),
+        push_weights=compose_push(learners.push, learners.share),
         journal=journal,
         events=events,
         slots=slots,
@@ -144,20 +140,18 @@ def compose_trainer(config: RunConfig, learners: Learners, demonstrations: Demon
     return learners.cotrainings.in_lockstep(trainer)
 
 
-def compose_push(sync: WeightSync, engines: Router, share: TimeShare | None) -> PushWeights:
-    """A push of the learner's weights to every living engine of the policy, with confirmation."""
-    push = functools.partial(push_to_living, sync, engines)
+def compose_push(push: PushWeights, share: TimeShare | None) -> PushWeights:
+    """A push of the policy's weights, which in a time-shared pool ends the learner's phase."""
     return push if share is None else lambda version: share.push(lambda: push(version))
 
 
 def make_components(
-    prepared: Prepared, running: RunComponents, observers: Observers, cotrainings: CoTrainings
+    prepared: Prepared, running: Running, observers: Observers, cotrainings: CoTrainings
 ) -> PipelineComponents:
     """The components of the policy's pipeline."""
     learners = Learners(
-        policy=running.learner,
-        sync=running.sync,
-        engines=running.policy,
+        policy=running.policy.learner,
+        push=running.policy.push,
         critic=running.critic,
         share=running.maintenance.share,
         cotrainings=cotrainings,
@@ -168,7 +162,7 @@ def make_components(
         prompts=prepared.prompts,
         too_long=too_long(prepared),
         play=observers.begun.resume(
-            make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
+            make_play(prepared, running.policy.router, running.envs, prepared.config.rollout.temperature)
         ),
         slots=running.envs.slots,
         judge=running.judge,

@@ -1,11 +1,10 @@
-"""The engines of a run behind their routers, and its elastic pools."""
+"""The engines of a run behind their routers."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from grmpipe.config.roles import Model, Roles
@@ -15,31 +14,23 @@ from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.routing.migration import Continuation
 from grmpipe.scheduler.routing.router import Router
-from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
-from grmpipe.scheduler.slots.engine_replacement import BringCurrent
 from grmpipe.scheduler.slots.sleep import put_to_sleep
 from grmpipe.scheduler.weights.stored_weights import StoredWeights
-from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.validate.prepare import Prepared
 
 MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
 MOST_PROBE_TOKENS = 64
 
 
-async def start_routers(
-    cluster: Cluster, prepared: Prepared, events: EventSink, models: Sequence[Model] | None = None
-) -> dict[str, Router]:
-    """Start the engines of these models (all by default), by role. Of roles that share a device's memory, one sleeps
-    before the next one starts.
-    """
-    models = prepared.models if models is None else models
+async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> dict[str, Router]:
+    """Start all engines, by role. Of roles that share a device's memory, one sleeps before the next one starts."""
     in_turn: dict[str, list[Model]] = {}
-    for model in models:
-        role = prepared.roles.served[model.name]
-        in_turn.setdefault(f"pool {role.pool}" if role.is_time_shared else model.name, []).append(model)
+    for role in prepared.roles.seated:
+        together = f"pool {role.pool}" if role.is_time_shared else role.name
+        in_turn.setdefault(together, []).append(prepared.models[role.name])
     started = await asyncio.gather(*(start_in_turn(cluster, some, prepared, events) for some in in_turn.values()))
     routers = {role: router for some in started for role, router in some.items()}
-    return {model.name: routers[model.name] for model in models}
+    return {role.name: routers[role.name] for role in prepared.roles.seated}
 
 
 async def start_in_turn(
@@ -95,37 +86,3 @@ def same_seed(seed: int, num_sampled: int) -> int:
 
 def other_seed(seed: int, num_sampled: int) -> int:
     return derive_seed(seed, f"after {num_sampled}")
-
-
-def elastic_pools(
-    prepared: Prepared,
-    routers: Mapping[str, Router],
-    bring_current: Mapping[str, BringCurrent],
-    syncs: Mapping[str, WeightSync],
-    events: EventSink,
-    memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
-) -> tuple[ElasticPool, ...]:
-    """The elastic pools. memory_still: context of the learner, see ElasticRole."""
-    placement, roles = prepared.placement, prepared.roles
-    pools = {name: slots for name in placement.pools if (slots := placement.elastic_slots(name))}
-    learns_in = {seat.pool for seat in placement.seats.get("learner", ())}
-    return tuple(
-        ElasticPool(
-            name,
-            slots,
-            {
-                role: ElasticRole(
-                    router=routers[role],
-                    bring_current=bring_current[role],
-                    max_rows=roles.served[role].engine.max_rows,
-                    sleeps=roles.served[role].is_time_shared,
-                    block_pushes=syncs[role].block_pushes if role in syncs else nullcontext,
-                    memory_still=memory_still if name in learns_in else nullcontext,
-                )
-                for role in next(iter(slots.values()))
-            },
-            prepared.config.slots.balance,
-            events,
-        )
-        for name, slots in pools.items()
-    )

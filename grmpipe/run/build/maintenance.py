@@ -1,19 +1,17 @@
 """Keeps a run's engines alive, up to date and where they are needed: health, elastic pools, the time-shared pool."""
 
 import functools
-from collections.abc import Coroutine, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
-from grmpipe.run.build.engines import elastic_pools
+from grmpipe.run.run_model import RunModel
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
-from grmpipe.scheduler.routing.router import Router
-from grmpipe.scheduler.slots.elastic import ElasticPool
+from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
 from grmpipe.scheduler.slots.engine_replacement import BringCurrent, RoleHealth, need_no_weights
 from grmpipe.scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
-from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.validate.prepare import Prepared
@@ -50,40 +48,69 @@ class Maintenance:
 def make_maintenance(
     cluster: Cluster,
     prepared: Prepared,
-    routers: Mapping[str, Router],
+    models: Mapping[str, RunModel],
     learner: LearnerRanks | None,
-    syncs: Mapping[str, WeightSync],
     events: EventSink,
 ) -> Maintenance:
-    """learner: None in an evaluation. syncs: of trained roles."""
-    bring_current: dict[str, BringCurrent] = dict.fromkeys(routers, need_no_weights)
-    bring_current |= {role: sync.catch_up for role, sync in syncs.items()}
+    """learner: of the policy; None: nothing learns."""
+    served = {name: model for name, model in models.items() if model.engines is not None}
+    bring_current: dict[str, BringCurrent] = {
+        name: need_no_weights if model.sync is None else model.sync.catch_up for name, model in served.items()
+    }
     memory_still = nullcontext if learner is None else learner.still
-    elastic = elastic_pools(prepared, routers, bring_current, syncs, events, memory_still)
+    elastic = make_elastic_pools(prepared, served, bring_current, events, memory_still)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
     share = None
     if isinstance(learner, TimeSharedLearnerRanks):
-        share = make_time_share(prepared, routers, bring_current, learner, events)
+        share = make_time_share(prepared, served, bring_current, learner, events)
         time_shared = prepared.placement.time_sharing_roles
         bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
-    health = tuple(
-        RoleHealth(
-            role,
-            router,
-            functools.partial(cluster.restart_engine, role),
-            prepared.config.slots.health,
-            bring_current[role],
+    health, limits = [], prepared.config.slots.health
+    for role, model in served.items():
+        restart = functools.partial(cluster.restart_engine, role)
+        health.append(RoleHealth(role, model.router, restart, limits, bring_current[role], events))
+    return Maintenance(health=tuple(health), elastic=elastic, share=share)
+
+
+def make_elastic_pools(
+    prepared: Prepared,
+    models: Mapping[str, RunModel],
+    bring_current: Mapping[str, BringCurrent],
+    events: EventSink,
+    memory_still: Callable[[], AbstractAsyncContextManager[object]],
+) -> tuple[ElasticPool, ...]:
+    """memory_still: context of the learner, see ElasticRole."""
+    placement, served = prepared.placement, prepared.roles.served
+    learns_in = {seat.pool for seat in placement.seats.get(LEARNER, ())}
+
+    def make_role(role: str, pool: str) -> ElasticRole:
+        sync = models[role].sync
+        return ElasticRole(
+            router=models[role].router,
+            bring_current=bring_current[role],
+            max_rows=served[role].engine.max_rows,
+            sleeps=served[role].is_time_shared,
+            block_pushes=nullcontext if sync is None else sync.block_pushes,
+            memory_still=memory_still if pool in learns_in else nullcontext,
+        )
+
+    pools = {name: slots for name in placement.pools if (slots := placement.elastic_slots(name))}
+    return tuple(
+        ElasticPool(
+            name,
+            slots,
+            {role: make_role(role, name) for role in next(iter(slots.values()))},
+            prepared.config.slots.balance,
             events,
         )
-        for role, router in routers.items()
+        for name, slots in pools.items()
     )
-    return Maintenance(health=health, elastic=elastic, share=share)
 
 
 def make_time_share(
     prepared: Prepared,
-    routers: Mapping[str, Router],
+    models: Mapping[str, RunModel],
     bring_current: Mapping[str, BringCurrent],
     learner: TimeSharedLearnerRanks,
     events: EventSink,
@@ -92,7 +119,7 @@ def make_time_share(
     time_sharing = {name: prepared.roles.served[name] for name in prepared.placement.time_sharing_roles}
     roles = {
         name: SharedRole(
-            router=routers[name],
+            router=models[name].router,
             bring_current=bring_current[name],
             sleeps=role.sleeps,
             lends=role.device == "cuda",

@@ -14,14 +14,13 @@ from grmpipe.judge.composition.composed_judge import get_members, get_skill, wit
 from grmpipe.observe.progress import Progress
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_play import make_play
-from grmpipe.run.build.start import RunComponents
-from grmpipe.run.build.start_serving import Serving
+from grmpipe.run.build.start import Running
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Judge, Prompt
 from grmpipe.validate.prepare import Prepared
 
 
-def make_evaluator(prepared: Prepared, running: RunComponents, progress: Progress) -> Evaluator:
+def make_evaluator(prepared: Prepared, running: Running, progress: Progress) -> Evaluator:
     """The evaluations of a run that trains."""
     config, judge = prepared.config, running.judge
     sampling = read_sampling(config.evaluate, default=1)
@@ -45,12 +44,12 @@ def take_sources_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def evaluator_on(
-    prompts: Sequence[Prompt], prepared: Prepared, running: Serving, judge: Judge, sampling: AnswerSampling
+    prompts: Sequence[Prompt], prepared: Prepared, running: Running, judge: Judge, sampling: AnswerSampling
 ) -> Evaluator:
     """The evaluation of the policy on prompts."""
     config, clock, envs = prepared.config, ActiveClock(), running.envs
     running.maintenance.stops(clock)
-    play = functools.partial(make_play, prepared, running.routers[prepared.policy.name], envs)
+    play = functools.partial(make_play, prepared, running.policy.router, envs)
     return Evaluator(
         prompts=prompts,
         play_sampled=in_own_slot(play(config.evaluate.temperature), envs.slots),

@@ -13,7 +13,7 @@ from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
-from grmpipe.run.build.start import RunComponents
+from grmpipe.run.build.start import Running
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
 from grmpipe.run.features.cotrain.cotraining import CoTraining
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
@@ -47,7 +47,7 @@ class RunFeatures:
 
 def make_cotrainings(
     prepared: Prepared,
-    running: RunComponents,
+    running: Running,
     state: RunState,
     kept: Mapping[int, RecoveredGroup],
     observers: Observers,
@@ -59,22 +59,24 @@ def make_cotrainings(
     health, events, guard = running.maintenance.health, observers.timeline, observers.journal_guard
     return CoTrainings(
         [
-            CoTraining(prepared, grm, run_dir, events, health, before.get(grm.model.name), rollouts, guard)
-            for grm in running.trainable_grms
+            CoTraining(prepared, grm, run_dir, events, health, before.get(grm.name), rollouts, guard)
+            for grm in running.trained
+            if grm.name in prepared.config.trained_grms
         ]
     )
 
 
 def make_features(
     prepared: Prepared,
-    running: RunComponents,
+    running: Running,
     components: PipelineComponents,
     cotrainings: CoTrainings,
     observers: Observers,
     run_dir: Path,
 ) -> RunFeatures:
     config, hosts = prepared.config, running.envs.hosts
-    replacing = (*running.maintenance.health, *running.scorers, *(() if hosts is None else (hosts,)))
+    scorers = [model.scorer_pool for model in running.models.values() if model.scorer_pool is not None]
+    replacing = (*running.maintenance.health, *scorers, *(() if hosts is None else (hosts,)))
     periodic_eval = make_periodic_eval(prepared, running, observers, run_dir)
     judge_monitor = make_judge_monitor(prepared, running, components, observers, run_dir)
     return RunFeatures(
@@ -97,9 +99,9 @@ def make_features(
     )
 
 
-def make_watchers(prepared: Prepared, running: RunComponents) -> list[Watcher]:
+def make_watchers(prepared: Prepared, running: Running) -> list[Watcher]:
     """The judges that only watch."""
-    config, judges = prepared.config, running.watchers_for(prepared)
+    config, judges = prepared.config, running.watchers
     group_size, num_queued = config.train.group_size, STEPS_WAITING * config.train.groups_per_batch
     list_judges, limits = config.rewards.list_judges, {name: judge.limits for name, judge in config.judges.items()}
     concurrency = {name: sum(limits[one].max_concurrency for one in list_judges(name)) for name in judges}
@@ -116,7 +118,7 @@ def make_watchers(prepared: Prepared, running: RunComponents) -> list[Watcher]:
     ]
 
 
-def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Observers, run_dir: Path) -> PeriodicEval:
+def make_periodic_eval(prepared: Prepared, running: Running, observers: Observers, run_dir: Path) -> PeriodicEval:
     monitored = prepared.config.judge_monitor
     return PeriodicEval(
         make_evaluator(prepared, running, observers.progress),
@@ -131,7 +133,7 @@ def make_periodic_eval(prepared: Prepared, running: RunComponents, observers: Ob
 
 
 def make_judge_monitor(
-    prepared: Prepared, running: RunComponents, components: PipelineComponents, observers: Observers, run_dir: Path
+    prepared: Prepared, running: Running, components: PipelineComponents, observers: Observers, run_dir: Path
 ) -> JudgeMonitor:
     config, main = prepared.config, prepared.config.main_judge
     assert isinstance(components.judge_guard, JudgeHealth)

@@ -1,133 +1,179 @@
-"""Prepared run -> started components: processes, loaded models, maintenance of engines.
+"""Prepared run -> its running parts: processes, loaded models, environments, the maintenance of engines.
 
-    start_cluster -> start_learners, engines -> maintenance -> start_serving (scorers, environments, GRMs) -> make_judge
+    start_cluster -> engines and learners -> maintenance -> scorers, environments, endpoints -> the judge
 
 Of these compose_pipeline makes the policy's pipeline, from the episodes of make_play; make_evaluator the evaluations;
-run_features what looks at each step. An evaluation has what start_serving starts, and nothing that learns.
+run_features what looks at each step. An evaluation starts the same, and nothing that learns.
 """
 
-from collections.abc import Coroutine, Iterator, Sequence
+import functools
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.models.settings import ModelConfig
-from grmpipe.run.build.maintenance import make_maintenance
+from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.envs.episode_slots import EpisodeSlots
+from grmpipe.judge.teaching import Teacher
+from grmpipe.observe.progress import Describe, time_text
+from grmpipe.run.build.maintenance import Maintenance, make_maintenance
+from grmpipe.run.build.make_judge import make_judge, make_teachers, make_watchers
 from grmpipe.run.build.start_cluster import start_cluster
-from grmpipe.run.build.start_grm import LogOf, make_policy_updates
-from grmpipe.run.build.start_learners import (
-    CRITIC,
-    Learning,
-    learner_spec,
-    policy_learning,
-    start_critic,
-    start_time_shared,
-    start_together,
-    start_trainable_grms,
-    transport_between,
-    weight_sync,
+from grmpipe.run.build.start_envs import Envs, start_envs
+from grmpipe.run.build.start_models import (
+    connect_judging,
+    list_models,
+    make_policy_updates,
+    start_engines_and_learners,
+    start_scorers,
 )
-from grmpipe.run.build.start_serving import MACHINES, Serving, describe_start, end_on_failure, start_serving
-from grmpipe.run.features.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.features.policy_updates import PolicyUpdates
 from grmpipe.run.observers import Observers
-from grmpipe.scheduler.events import EventSink
-from grmpipe.scheduler.processes.actors import Cluster
-from grmpipe.scheduler.routing.router import Router
-from grmpipe.scheduler.weights.weight_sync import WeightSync
+from grmpipe.run.run_model import RunModel
+from grmpipe.run_dir.identity import read_run_id
+from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
-from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Judge
 from grmpipe.validate.machines import check_shared
+from grmpipe.validate.models import CRITIC
 from grmpipe.validate.prepare import Prepared
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """A model that this run trains. learner_role: the role of its ranks, and its folder in a checkpoint."""
-
-    name: str
-    settings: ModelConfig
-    ranks: LearnerRanks | CriticLearnerRanks
-    learner_role: str
+MACHINES = "the machines and their processes"  # what a start waits for first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunComponents(Serving):
-    """The started components of a run that trains."""
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """The running parts of a run.
 
-    policy: Router
-    learner: LearnerRanks
-    judge: Judge
-    sync: WeightSync
-    trainable_grms: tuple[TrainableGrm, ...]
-    policy_updates: PolicyUpdates  # of models that judge as the policy was
-    critic: Critic | None  # for estimators that need values
-    trained: tuple[TrainedModel, ...]
+    models:   by role.
+    teachers: of the policy, by role.
+    updates:  of models that judge as the policy was; None: nothing learns.
+    critic:   for estimators that need values.
+    """
+
+    prepared: Prepared
+    cluster: Cluster
+    models: Mapping[str, RunModel]
+    maintenance: Maintenance
+    envs: Envs
+    teachers: Mapping[str, Teacher]
+    updates: PolicyUpdates | None = None
+    critic: Critic | None = None
+
+    @property
+    def policy(self) -> RunModel:
+        return self.models[POLICY]
+
+    @property
+    def policy_updates(self) -> PolicyUpdates:
+        assert self.updates is not None, "no policy learns here"
+        return self.updates
+
+    @property
+    def trained(self) -> Sequence[RunModel]:
+        """The models that learn."""
+        return [model for model in self.models.values() if model.ranks is not None]
+
+    @functools.cached_property
+    def judge(self) -> Judge:
+        return make_judge(self.prepared, self.models)
+
+    @functools.cached_property
+    def watchers(self) -> dict[str, Judge]:
+        """The judges that only watch, by name."""
+        return make_watchers(self.prepared, self.models)
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
+        """Name in errors -> what runs next to the task's own work."""
         loops = self.maintenance.loops()
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
 
+    async def close(self) -> None:
+        await self.envs.close()
+        for model in self.models.values():
+            await model.close()
+        await self.cluster.shutdown()
 
-async def start(prepared: Prepared, observers: Observers, run_dir: Path, wait_s: float = 0.0) -> RunComponents:
+
+async def start(
+    prepared: Prepared, observers: Observers, run_dir: Path, wait_s: float = 0.0, *, plays: bool = True
+) -> Running:
     """Start all processes, those on different GPUs at the same time. On failure ends what was started.
 
     wait_s: how long it may take until the machines have room.
+    plays:  whether the policy plays; an evaluation of a judge has no environments.
     """
     with observers.progress.show_while(f"starting: {MACHINES}"):
-        cluster = await start_cluster(prepared.config, prepared.placement, wait_s)
+        is_local = bool(prepared.placement.seats)
+        cluster: Cluster = InProcessCluster(prepared.placement)
+        if is_local:
+            cluster = await start_cluster(prepared.config, prepared.placement, wait_s)
     async with end_on_failure(cluster):
         with observers.progress.show_while(describe_start(cluster)):
-            return await start_on(cluster, prepared, observers.timeline, run_dir, observers.requests.of_model)
+            return await start_on(cluster, prepared, observers, run_dir, plays=plays)
 
 
 async def start_on(
-    cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path, requests: LogOf
-) -> RunComponents:
-    config, roles = prepared.config, prepared.roles
-    await check_shared(cluster, run_dir)
-    learning = policy_learning(config, prepared.policy, roles)
-    transport = transport_between(cluster, prepared, learning)
-    spec = learner_spec(learning, roles, config.seed, transport, run_dir)
-    start_all = start_time_shared if prepared.placement.time_sharing_roles else start_together
-    learner, routers = await start_all(cluster, prepared, learning, spec, events)
-    sync = weight_sync(cluster, prepared, prepared.policy, learning, learner, transport)
-    grms = await start_trainable_grms(cluster, prepared, routers, run_dir)
-    critic = await start_critic(cluster, prepared, events)
-    updates = await make_policy_updates(prepared, routers, learner, run_dir)
-    syncs = {prepared.policy.name: sync} | {grm.model.name: grm.sync for grm in grms} | updates.syncs
-    maintenance = make_maintenance(cluster, prepared, routers, learner, syncs, events)
-    serving = await start_serving(cluster, prepared, routers, maintenance, events, run_dir, requests)
-    return RunComponents(
+    cluster: Cluster, prepared: Prepared, observers: Observers, run_dir: Path, *, plays: bool
+) -> Running:
+    config, events, requests = prepared.config, observers.timeline, observers.requests.of_model
+    models = list_models(prepared)
+    if learns := bool(config.learners):
+        await check_shared(cluster, run_dir)
+    await start_engines_and_learners(cluster, prepared, models, events, run_dir)
+    learner = models[POLICY].learner if learns else None
+    updates = None if learner is None else await make_policy_updates(prepared, models, learner, run_dir)
+    maintenance = make_maintenance(cluster, prepared, models, learner, events)
+    await start_scorers(cluster, prepared, models, events, requests)
+    envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
+    connect_judging(prepared, models, events, requests, maintenance.stops, read_run_id(run_dir))
+    return Running(
+        prepared=prepared,
         cluster=cluster,
-        routers=serving.routers,
+        models=models,
         maintenance=maintenance,
-        grms=serving.grms,
-        endpoints=serving.endpoints,
-        scorers=serving.scorers,
-        scalars=serving.scalars,
-        meta_rm=serving.meta_rm,
-        teachers=serving.teachers,
-        envs=serving.envs,
-        policy=routers[prepared.policy.name],
-        learner=learner,
-        judge=serving.judge_for(prepared),
-        sync=sync,
-        trainable_grms=grms,
-        policy_updates=updates,
-        critic=critic,
-        trained=tuple(list_trained_models(learning, learner, grms, critic)),
+        envs=envs,
+        teachers=make_teachers(config, models, prepared.policy.renderer),
+        updates=updates,
+        critic=make_critic(prepared, models),
     )
 
 
-def list_trained_models(
-    learning: Learning, learner: LearnerRanks, grms: Sequence[TrainableGrm], critic: Critic | None
-) -> Iterator[TrainedModel]:
-    """The policy, and the models that are trained next to it."""
-    policy = learning.role
-    yield TrainedModel(name=policy.name, settings=policy.model, ranks=learner, learner_role=learning.learner)
-    if critic is not None:
-        yield TrainedModel(name=CRITIC, settings=policy.model, ranks=critic.ranks, learner_role=CRITIC)
-    for grm in grms:
-        yield TrainedModel(name=grm.model.name, settings=grm.settings, ranks=grm.learner, learner_role=grm.learner_role)
+def make_critic(prepared: Prepared, models: Mapping[str, RunModel]) -> Critic | None:
+    """The critic's side of a batch. None if no estimator needs one."""
+    if CRITIC not in models:
+        return None
+    config, ranks = prepared.config, models[CRITIC].ranks
+    assert isinstance(ranks, CriticLearnerRanks)
+    return Critic(
+        ranks,
+        config.critic,
+        config.train,
+        config.algorithm,
+        config.rollout.max_new_tokens,
+        config.seed,
+        mask_truncated=config.rollout.truncated == "mask",
+    )
+
+
+def describe_start(cluster: Cluster) -> Describe:
+    """A function: what the start of a run waits for."""
+
+    def describe(took_s: float) -> str:
+        replicas = Counter(seat.role for seat in cluster.starting)
+        loading = ", ".join(role if number == 1 else f"{role} ({number})" for role, number in replicas.items())
+        return f"starting: {loading or 'processes'}  {time_text(took_s)}"
+
+    return describe
+
+
+@asynccontextmanager
+async def end_on_failure(cluster: Cluster) -> AsyncIterator[None]:
+    """Context: an error in it ends the processes."""
+    try:
+        yield
+    except BaseException:
+        await cluster.shutdown()
+        raise

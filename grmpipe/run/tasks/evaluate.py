@@ -10,7 +10,7 @@ from grmpipe.models.types import EngineDenied
 from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.start_serving import Serving, start_evaluation
+from grmpipe.run.build.start import Running, start
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, name_metrics
 from grmpipe.run.tasks.evaluate_policy import evaluate_policy
@@ -28,7 +28,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     def __init__(self, prepared: PreparedEvaluation, context: RunContext) -> None:
         super().__init__(prepared, context)
-        self._running: Serving | None = None
+        self._running: Running | None = None
         self._judge: JudgeEvaluation | None = None
         self._policies: dict[str, PolicyEvaluation] = {}
         self._rows: list[SampleRow] = []
@@ -40,7 +40,9 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     async def run(self) -> Status:
         """Evaluate all that is asked for; write evaluation.json, print the tables."""
-        self._running = running = await start_evaluation(self._prepared, self._observers, self._run_dir)
+        self._running = running = await start(
+            self._prepared.prepared, self._observers, self._run_dir, plays=bool(self._prepared.prompt_sets)
+        )
         try:
             return await run_until(self._evaluate(running), **running.background())
         except EngineDenied as error:
@@ -48,7 +50,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
                 raise
             raise ConfigError(str(error)) from error
 
-    async def _evaluate(self, running: Serving) -> Status:
+    async def _evaluate(self, running: Running) -> Status:
         ready = self._prepared
         for name in (FIGURES, JUDGED, JUDGE_RESULTS, POLICY_RESULTS):  # of an evaluation here before
             (self._run_dir / name).unlink(missing_ok=True)

@@ -22,7 +22,8 @@ from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.start_serving import Serving
+from grmpipe.run.build.make_judge import make_judge, make_meta_rm
+from grmpipe.run.build.start import Running
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Judge, Labelled, Metrics
 from grmpipe.validate.evaluation import PreparedEvaluation
@@ -33,7 +34,7 @@ MAX_SUBSETS = 32  # of an item's judgements for each smaller k
 
 
 async def evaluate_judge(
-    ready: PreparedEvaluation, running: Serving, run_dir: Path, counters: Counters, progress: Progress
+    ready: PreparedEvaluation, running: Running, run_dir: Path, counters: Counters, progress: Progress
 ) -> JudgeEvaluation:
     """Judge all items, write evaluation.json, print the table. counters: get the reports.
 
@@ -42,8 +43,8 @@ async def evaluate_judge(
     config = ready.measured
     breaker = OutageBreaker(compose_health(config))
     with set_purpose("evaluation"):
-        judge = breaker.guard(running.judge_for(ready.prepared.under(config)))
-        judged = await judge_items(judge, running.meta_rm, ready.items, config, progress, counters)
+        judge = breaker.guard(make_judge(ready.prepared.under(config), running.models))
+        judged = await judge_items(judge, make_meta_rm(running.models), ready.items, config, progress, counters)
     breaker.check()
     lost = [one.outage.detail for one in judged if one.outage is not None]
     if len(lost) == len(judged):

@@ -11,7 +11,7 @@ from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.make_evaluator import compute_pass_reward, evaluator_on, read_sampling
-from grmpipe.run.build.start_serving import Serving
+from grmpipe.run.build.start import Running
 from grmpipe.run.run_context import RunContext
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import JudgeReport, Prompt, Rollout
@@ -35,7 +35,7 @@ class CountedAnswers:
 
 async def evaluate_policy(
     ready: PreparedEvaluation,
-    running: Serving,
+    running: Running,
     context: RunContext,
     counters: Counters,
     policies: dict[str, PolicyEvaluation],
@@ -74,10 +74,10 @@ def make_scoring(ready: PreparedEvaluation) -> Scoring:
 
 
 def make_policy_evaluator(
-    ready: PreparedEvaluation, running: Serving, found: PromptSet, answers: CountedAnswers
+    ready: PreparedEvaluation, running: Running, found: PromptSet, answers: CountedAnswers
 ) -> Evaluator:
     evaluate, sampling = ready.config.evaluate, read_sampling(ready.config.evaluate, NUM_SAMPLES)
-    judge = without_bounds(running.judge_for(ready.prepared))
+    judge = without_bounds(running.judge)
     return replace(
         evaluator_on(found.prompts, ready.prepared, running, judge, sampling),
         judges_greedy=True,

@@ -15,7 +15,7 @@ from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.start_serving import Serving, start_evaluation
+from grmpipe.run.build.start import Running, start
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
@@ -58,7 +58,7 @@ class RejudgeRun(Run[PreparedRejudging]):
 
     def __init__(self, prepared: PreparedRejudging, context: RunContext) -> None:
         super().__init__(prepared, context)
-        self._running: Serving | None = None
+        self._running: Running | None = None
         self._counters = Counters()
         self._metrics: Metrics = {}
 
@@ -73,14 +73,14 @@ class RejudgeRun(Run[PreparedRejudging]):
         if stored.num_without_text:
             self._observers.note(f"{stored.num_without_text} further groups have no text any more (journals.keep)")
         if missing:
-            self._running = running = await start_evaluation(self._prepared.serving, self._observers, self._run_dir)
+            self._running = running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
             await run_until(self._judge(running, missing), **running.background())
         self._compare()
         return "completed"
 
-    async def _judge(self, running: Serving, missing: list[str]) -> None:
+    async def _judge(self, running: Running, missing: list[str]) -> None:
         """Judge groups, the first steps first, as many at once as the judges have requests in flight."""
-        rejudging = GroupJudging(self._prepared, without_bounds(running.judge_for(self._prepared.prepared)), self._done)
+        rejudging = GroupJudging(self._prepared, without_bounds(running.judge), self._done)
         in_order = iter(list(enumerate(missing)))
         at_once = max(1, self._config.judging.max_concurrency // self._config.train.group_size)
         with set_purpose("evaluation"):

@@ -21,8 +21,8 @@ from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
+from grmpipe.run.build.learning import find_learning, learner_spec
 from grmpipe.run.build.start_cluster import start_cluster
-from grmpipe.run.build.start_learners import learner_spec, policy_learning
 from grmpipe.run.export import export
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, stop_by_signals
@@ -75,7 +75,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
 
     async def _start_learner(self, cluster: Cluster) -> LearnerRanks:
         prepared = self._prepared
-        learning = policy_learning(self._config, prepared.policy, prepared.roles)
+        learning = find_learning(self._config, prepared.policy, prepared.roles)
         # Its weights aren't sent anywhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
         ranks = await cluster.start_members(learning.learner, functools.partial(make_learner, spec))

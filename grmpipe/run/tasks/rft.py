@@ -29,7 +29,7 @@ from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.run.build.compose_pipeline import compose_push, too_long
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.make_play import make_play
-from grmpipe.run.build.start import RunComponents, start
+from grmpipe.run.build.start import Running, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import prefix_names
 from grmpipe.run.run_context import Run, RunContext
@@ -57,7 +57,7 @@ class RftRun(Run[Prepared]):
         super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), context)
         self._steps = 0
         self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}
-        self._running: RunComponents | None = None
+        self._running: Running | None = None
 
     async def run(self) -> Status:
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
@@ -69,9 +69,9 @@ class RftRun(Run[Prepared]):
         if self._running is not None:
             await self._running.close()
 
-    async def _train(self, running: RunComponents) -> None:
+    async def _train(self, running: Running) -> None:
         self._observers.metrics.truncate_after(-1)  # a resume makes the steps again
-        push = compose_push(running.sync, running.policy, running.maintenance.share)
+        push = compose_push(running.policy.push, running.maintenance.share)
         await push(0)
         await self._evaluate(running, "initial")
         num_judging_tasks, num_samples = len(self._prepared.prompts), self._config.data.rft.num_samples
@@ -80,9 +80,9 @@ class RftRun(Run[Prepared]):
         await self._imitate(running, critiques)
         await push(self._steps)
         await self._evaluate(running, "final")
-        await export(running.learner, self._run_dir / "policy", self._config.policy)
+        await export(running.policy.learner, self._run_dir / "policy", self._config.policy)
 
-    async def _imitate(self, running: RunComponents, critiques: Sequence[Rollout]) -> None:
+    async def _imitate(self, running: Running, critiques: Sequence[Rollout]) -> None:
         if not critiques:
             raise ValueError(
                 "data.path: no critique to imitate: the GRM judges every judging task right each time, or none; give "
@@ -90,18 +90,19 @@ class RftRun(Run[Prepared]):
             )
         samples = [sample for one in critiques for sample in to_samples(one)]
         train, size = self._config.train, self._config.data.rft.critiques_per_batch
-        await running.learner.expect(self._config.data.rft.num_epochs * num_batches(len(samples), size))
+        learner = running.policy.learner
+        await learner.expect(self._config.data.rft.num_epochs * num_batches(len(samples), size))
         for batch in batches(samples, size, self._epochs()):
-            for round_ in pack_rounds(batch, train.max_packed_tokens, running.learner.dp_size, train.prefix_sharing):
-                await running.learner.accumulate(round_)
-            metrics = await running.learner.step(count(batch, oldest_version=0))
+            for round_ in pack_rounds(batch, train.max_packed_tokens, learner.dp_size, train.prefix_sharing):
+                await learner.accumulate(round_)
+            metrics = await learner.step(count(batch, oldest_version=0))
             self._steps += 1
             self._observers.trackers.log(self._steps, metrics)
 
     def _epochs(self) -> Iterable[random.Random]:
         return (random.Random(f"{self._config.seed} {n}") for n in range(self._config.data.rft.num_epochs))
 
-    async def _evaluate(self, running: RunComponents, when: str) -> None:
+    async def _evaluate(self, running: Running, when: str) -> None:
         evaluated = await make_evaluator(self._prepared, running, self._observers.progress).evaluate(f"held-out-{when}")
         self._evaluations[when] = evaluated.metrics
         log.info("held-out, %s: %s", when, evaluated.metrics)
@@ -121,11 +122,11 @@ class RftRun(Run[Prepared]):
 class Sampling:
     """Samples every judging task once, and journals what is kept of it."""
 
-    def __init__(self, prepared: Prepared, running: RunComponents, path: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, prepared: Prepared, running: Running, path: Path, note: Callable[[str], None]) -> None:
         self._prepared = prepared
         self._note = note
         self._settings = prepared.config.data.rft
-        self._play: Play = make_play(prepared, running.policy, running.envs, prepared.config.rollout.temperature)
+        self._play: Play = make_play(prepared, running.policy.router, running.envs, prepared.config.rollout.temperature)
         self._too_long = too_long(prepared)
         self._path = path
         self._places = asyncio.Semaphore(max(1, prepared.config.rollout.max_concurrency // self._settings.num_samples))

@@ -28,12 +28,13 @@ from grmpipe.pipeline.counters import Counters, JudgeCounts
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.run.build.start import RunComponents
+from grmpipe.run.build.start import Running
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.watching_judges import WatchingJudges, summaries
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.types import Metrics
 
 
@@ -44,12 +45,12 @@ class RunStats:
         """before: the state that a resume continues from."""
         self.learner_busy_s = 0.0
         self.cotrainings = CoTrainings()  # set once they are started
-        self._running: RunComponents | None = None
+        self._running: Running | None = None
         self._config = config
         self._grms = config.asked.roles
         self._before = before
 
-    def watch(self, running: RunComponents) -> None:
+    def watch(self, running: Running) -> None:
         """Take statistics from the started components from now on."""
         self._running = running
 
@@ -67,8 +68,9 @@ class RunStats:
         """Role -> seconds with at least one training request in flight; for the learner, seconds in its calls."""
         busy: defaultdict[str, float] = defaultdict(float, self._before.busy_s)
         busy["learner"] += self.learner_busy_s
-        if self._running is not None and self._running.critic is not None:
-            busy["critic"] += self._running.critic.ranks.busy_s
+        for model in self._running.trained if self._running is not None else ():
+            if isinstance(model.ranks, CriticLearnerRanks):
+                busy[model.learner_role] += model.ranks.busy_s
         for role, seconds in self.cotrainings.learner_busy_s.items():
             busy[role] += seconds
         if pipeline is not None:
@@ -84,8 +86,9 @@ class RunStats:
         if self._running is None:
             return {}
         busy: dict[str, float] = defaultdict(float)
-        for role, grm in self._running.grms.items():
-            busy[role] += grm.busy_s
+        for role, model in self._running.models.items():
+            if model.grm is not None:
+                busy[role] += model.grm.busy_s
         for role, teacher in self._running.teachers.items():
             busy[role] += teacher.meter.busy_s
         return {role: busy[role] for role in self._grms if role in busy}

@@ -21,9 +21,8 @@ from grmpipe.pipeline.step_metrics import step_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
-from grmpipe.run.build.start import RunComponents, start
+from grmpipe.run.build.start import Running, start
 from grmpipe.run.errors import RunFailed
-from grmpipe.run.export import export
 from grmpipe.run.failed_batch import save_failed_batch
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
@@ -54,7 +53,7 @@ class TrainingRun(Run[Prepared]):
         self._run_id = read_run_id(context.run_dir)
         self._writer = CheckpointWriter(context.checkpoints)
         self._stats = RunStats(prepared.config, context.state)
-        self._running: RunComponents | None = None
+        self._running: Running | None = None
         self._pipeline: Pipeline | None = None
         self._features: RunFeatures | None = None
         self._alarms = list(self._state.alarms)
@@ -71,7 +70,7 @@ class TrainingRun(Run[Prepared]):
         if (resumed := self._context.resumed) is not None:
             with self._observers.progress.show_while(f"starting: loads {resumed.name}"):
                 for model in running.trained:
-                    await model.ranks.load(str(resumed / model.learner_role))
+                    await model.load(resumed)
         self._observers.note(f"ready after {self.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
@@ -98,7 +97,7 @@ class TrainingRun(Run[Prepared]):
         if self._running is not None:
             await self._running.close()
 
-    async def _train(self, running: RunComponents) -> Status:
+    async def _train(self, running: Running) -> Status:
         """Make all steps, between two held-out evaluations."""
         pipeline_state, kept = self._restore()
         cotrainings = make_cotrainings(self._prepared, running, self._state, kept, self._observers, self._run_dir)
@@ -147,7 +146,7 @@ class TrainingRun(Run[Prepared]):
 
     async def _run_pipeline(
         self,
-        running: RunComponents,
+        running: Running,
         pipeline: Pipeline,
         features: RunFeatures,
         cotrainings: CoTrainings,
@@ -171,7 +170,7 @@ class TrainingRun(Run[Prepared]):
                     await cotrainings.run_alongside(pipeline, flow)
             except Interrupted:
                 interrupted = True
-                await running.learner.discard()
+                await running.policy.learner.discard()
                 if running.critic is not None:
                     await running.critic.discard()
             await self._checkpoint(running, pipeline, features)
@@ -183,12 +182,12 @@ class TrainingRun(Run[Prepared]):
         for feature in features.each:
             await feature.finish()
         for model in running.trained:
-            await export(model.ranks, self._run_dir / model.name, model.settings)
+            await model.export(self._run_dir)
         self._observers.begun.end()
         return "completed"
 
     async def _after_step(
-        self, report: StepReport, running: RunComponents, pipeline: Pipeline, features: RunFeatures
+        self, report: StepReport, running: Running, pipeline: Pipeline, features: RunFeatures
     ) -> None:
         self._writer.check()
         is_last = report.step == self._config.train.num_steps
@@ -259,7 +258,7 @@ class TrainingRun(Run[Prepared]):
             self._observers.note(message)
         return pipeline_state, kept
 
-    async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> None:
+    async def _checkpoint(self, running: Running, pipeline: Pipeline, features: RunFeatures) -> None:
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settle()
         check_is_there(self._run_dir, self._run_id)
@@ -280,16 +279,16 @@ class TrainingRun(Run[Prepared]):
             run_id=self._run_id,
             trackers=self._observers.trackers.resume_states(),
         )
-        ranks = {model.learner_role: model.ranks for model in running.trained}
-        begun = {grm.learner_role for grm in running.trainable_grms}  # by their own flows
-        for role, learner in ranks.items():
-            if role not in begun:
-                await learner.begin_save(str(draft / role), in_background=in_background)
+        begun = self._stats.cotrainings.versions  # by their own flows
+        for model in running.trained:
+            if model.name not in begun:
+                await model.begin_save(draft, in_background=in_background)
+        ranks = {model.learner_role: model.trained_ranks for model in running.trained}
         self._writer.publish_when_written(draft, state, ranks)
         if not in_background:
             await self._writer.settle()
 
-    async def _complete_checkpoint(self, running: RunComponents, pipeline: Pipeline, features: RunFeatures) -> Path:
+    async def _complete_checkpoint(self, running: Running, pipeline: Pipeline, features: RunFeatures) -> Path:
         """Returns the checkpoint's directory once it is complete."""
         await self._checkpoint(running, pipeline, features)
         await self._writer.settle()

@@ -28,7 +28,7 @@ from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
-from grmpipe.run.build.start_grm import local_grm
+from grmpipe.run.build.start_models import local_grm
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.scheduler.placement import Placement

@@ -312,7 +312,7 @@ def test_missing_api_key_is_reported_by_its_variable(monkeypatch: pytest.MonkeyP
 def test_a_judge_outside_takes_no_place_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     prepared = prepare(config(grm=OUTSIDE, data={"num_prompts": 20}))
-    assert (prepared.config.judged_by_model, prepared.grms) == (True, ())
+    assert (prepared.config.judged_by_model, list(prepared.models)) == (True, ["policy"])
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
 

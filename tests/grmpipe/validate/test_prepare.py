@@ -35,14 +35,14 @@ def config(**sections: object) -> RunConfig:
 def test_the_defaults_are_a_run_that_may_start() -> None:
     prepared = prepare(config(data={"num_prompts": 20, "num_eval_prompts": 5}))
     assert (len(prepared.prompts), len(prepared.held_out)) == (20, 5)
-    assert [grm.name for grm in prepared.grms] == ["grm"]
+    assert list(prepared.models) == ["policy", "grm"]
     assert prepared.policy.path == str(SHIPPED / "policy")
     assert prepared.policy.context_tokens == prepared.policy.renderer.context_tokens == 512
 
 
 def test_a_run_judged_by_a_rule_has_no_grm() -> None:
     prepared = prepare(config(judge={"kind": "rule"}, data={"num_prompts": 20}))
-    assert prepared.grms == ()
+    assert list(prepared.models) == ["policy"]
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
 
@@ -79,7 +79,7 @@ def test_demonstrations_whose_roles_the_policys_template_does_not_take_are_refus
 
 def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
     prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}))
-    assert [model.context_tokens for model in prepared.models] == [400, 400]
+    assert [model.context_tokens for model in prepared.generating] == [400, 400]
 
 
 TOOLS = {"kind": "tools", "functions": "grmpipe.tiny.tools"}

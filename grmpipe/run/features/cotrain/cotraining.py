@@ -30,7 +30,6 @@ from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import batch_metrics
 from grmpipe.pipeline.trained_rollouts import describe_trained
 from grmpipe.run.features.cotrain.grm_settings import (
-    TrainableGrm,
     grm_algorithm,
     grm_flow,
     grm_play,
@@ -39,12 +38,13 @@ from grmpipe.run.features.cotrain.grm_settings import (
 )
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.features.cotrain.pacing import StepPacer
+from grmpipe.run.run_model import RunModel
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import void_steps_after
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.run_together import run_until
-from grmpipe.scheduler.slots.engine_replacement import RoleHealth, push_to_living
+from grmpipe.scheduler.slots.engine_replacement import RoleHealth
 from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
@@ -63,7 +63,7 @@ class CoTraining:
     def __init__(
         self,
         prepared: Prepared,
-        grm: TrainableGrm,
+        grm: RunModel,
         run_dir: Path,
         events: EventSink,
         health: Sequence[RoleHealth],
@@ -74,7 +74,7 @@ class CoTraining:
         """health: of all engines. pipeline_state: state to continue from; the learner is loaded already. kept: the
         policy's rollouts that a resume found. guard: of all journals of the run.
         """
-        config, role = prepared.config, grm.model.name
+        config, role = prepared.config, grm.name
         self.role, self.learner_role = role, grm.learner_role
         self.learner_busy_s = 0.0
         self._cotrain, self._judge = config.trained_grms[role], config.judging.find_training_judge(role)
@@ -127,7 +127,7 @@ class CoTraining:
 
     async def push(self, version: int) -> SyncReport:
         """Push the GRM's weights to all its living engines, with confirmation."""
-        return await push_to_living(self._grm.sync, self._grm.engines, version)
+        return await self._grm.push(version)
 
     async def _push_to_judge(self, version: int) -> SyncReport:
         self._judging_version = version
@@ -168,7 +168,7 @@ class CoTraining:
         """Save the GRM's learner, and return the state of its flow, between two of its steps."""
         flow = self._flow
         async with self._grm.learner.held() as version:
-            await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), in_background=in_background)
+            await self._grm.begin_save(checkpoint, in_background=in_background)
             return dataclasses.replace(
                 flow.state() if flow is not None else self._pipeline_state, version=version, in_flight={}
             )
@@ -189,8 +189,8 @@ class CoTraining:
         config, cotrain, judge = self._config, self._cotrain, self._judge
         parts = PipelineComponents(
             prompts=self._judging_tasks,
-            too_long=grm_too_long(judge, self._grm.model),
-            play=grm_play(judge, self._grm),
+            too_long=grm_too_long(judge, self._grm.files),
+            play=grm_play(judge, self._grm.files, self._grm.router),
             judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
             trainer=BatchTrainer(self._grm.learner, grm_train(config.train, cotrain), grm_algorithm(cotrain)),

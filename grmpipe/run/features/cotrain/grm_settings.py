@@ -1,11 +1,8 @@
-"""The second learner of a co-training run: its settings, derived from `grm.train`, and the parts that its flow samples
-with.
-"""
+"""The second learner of a co-training run: settings derived from `grm.train`, and how its flow plays."""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from grmpipe.config.grm import GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig
@@ -16,26 +13,10 @@ from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.envs.single_turn import play_single_turn
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.models.chat.thinking import thinks
-from grmpipe.models.settings import ModelConfig
-from grmpipe.models.types import SamplingParams
+from grmpipe.models.types import Generates, SamplingParams
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.run.features.cotrain.judging_tasks import NAME_IN_SEEDS
-from grmpipe.scheduler.routing.router import Router
-from grmpipe.scheduler.weights.weight_sync import WeightSync
-from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Prompt, Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainableGrm:
-    """A GRM with its own optimizer: its learner, its engines, and the weight sync between them."""
-
-    model: Model
-    settings: ModelConfig
-    engines: Router
-    learner: LearnerRanks
-    learner_role: str
-    sync: WeightSync
 
 
 def grm_train(train: TrainConfig, cotrain: GrmTrainConfig) -> TrainConfig:
@@ -80,15 +61,15 @@ def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> 
     )
 
 
-def grm_play(judge: JudgeConfig, grm: TrainableGrm) -> Play:
+def grm_play(judge: JudgeConfig, grm: Model, engines: Generates) -> Play:
     """One judgement of a judging task, sampled as in judging."""
-    renderer = grm.model.renderer
+    renderer = grm.renderer
     params = SamplingParams(
         max_new_tokens=judge.max_new_tokens,
         temperature=judge.temperature,
         thinking=judge.make_thinking_budget(thinks=thinks(renderer.thinking)),
     )
-    sampler = ReasoningEngine(grm.engines, renderer)
+    sampler = ReasoningEngine(engines, renderer)
 
     async def judged(request: RolloutRequest, judging_task: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         return await play_single_turn(request, judging_task, sampler, renderer, params, on_first_token)

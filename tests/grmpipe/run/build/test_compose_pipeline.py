@@ -45,7 +45,7 @@ def composed(**learners: Any) -> PipelineComponents:
         "journal": JOURNAL,
         "teachers": {},
     }
-    given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
+    given: Any = {"policy": Part(), "push": Part()} | learners
 
     async def compose_it() -> PipelineComponents:
         return compose(run_config(), Learners(**given), too_long=lambda prompt: False, events=NoEvents(), **parts)

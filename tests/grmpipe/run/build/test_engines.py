@@ -118,8 +118,8 @@ def test_judge_with_its_own_devices_does_not_wait_for_the_engines_that_take_turn
             "placement": {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}},
         },
     )
-    models = [Model(name=name, path="", renderer=None, context_tokens=1) for name in config.served]  # type: ignore[arg-type]
-    placement, roles = seat_roles(config)
+    models = {name: Model(name=name, path="", renderer=None, context_tokens=1) for name in config.served}  # type: ignore[arg-type]
+    _, roles = seat_roles(config)
     together: list[list[str]] = []
 
     async def start(cluster: object, some: Sequence[Model], *_: object) -> dict[str, str]:
@@ -127,7 +127,7 @@ def test_judge_with_its_own_devices_does_not_wait_for_the_engines_that_take_turn
         return {model.name: model.name for model in some}
 
     monkeypatch.setattr("grmpipe.run.build.engines.start_in_turn", start)
-    prepared = SimpleNamespace(roles=roles, placement=placement)
-    started = asyncio.run(start_routers(None, prepared, NoEvents(), models))  # type: ignore[arg-type]
+    prepared = SimpleNamespace(roles=roles, models=models)
+    started = asyncio.run(start_routers(None, prepared, NoEvents()))  # type: ignore[arg-type]
     assert together == [["policy", "grm"], ["second"]]
     assert list(started) == ["policy", "grm", "second"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from configs import judge_config
@@ -14,7 +13,7 @@ from grmpipe.config.roles import Model
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan, ignore_first_token
-from grmpipe.run.features.cotrain.grm_settings import TrainableGrm, grm_play
+from grmpipe.run.features.cotrain.grm_settings import grm_play
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.train.batching.samples import split_rollout
 from grmpipe.types import Prompt
@@ -45,13 +44,9 @@ class NeverStops:
 
 
 def test_a_grm_that_learns_is_not_trained_on_the_end_of_its_thought() -> None:
-    others: Any = None
-    grm = TrainableGrm(
-        model=Model(name="grm", path="", renderer=RENDERER, context_tokens=512),
-        engines=NeverStops(),  # type: ignore[arg-type]
-        settings=others, learner=others, learner_role="grm_learner", sync=others,
-    )  # fmt: skip
-    played = grm_play(judge_config(max_new_tokens=60, thinking_tokens=9, answer_start="Score:"), grm)
+    grm = Model(name="grm", path="", renderer=RENDERER, context_tokens=512)
+    judge = judge_config(max_new_tokens=60, thinking_tokens=9, answer_start="Score:")
+    played = grm_play(judge, grm, NeverStops())
     request = RolloutRequest(group_id="g", sibling=0, seed=1)
     judging_task = Prompt(prompt_id="p", messages=(Message(role="user", content="judge it"),))
     rollout = asyncio.run(played(request, judging_task, ignore_first_token))

@@ -1,0 +1,238 @@
+"""Starts the models of a run: their engines, learners and scorers here, and the clients of those elsewhere.
+
+    learners and engines (on a shared GPU the policy's learner first) -> maintenance -> scorers, endpoints
+
+An evaluation starts the same models, of which none learns.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.config.roles import Model, ServedRole, make_option_key, resolve_engine
+from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.judge.grm import LocalGrm, RemoteGrm
+from grmpipe.judge.logged_scorer import LoggedScorer
+from grmpipe.judge.markup import Markup
+from grmpipe.models.engines.endpoint_use import EndpointUse
+from grmpipe.models.engines.engine_kind import AnyEngine
+from grmpipe.models.types import ChatEngine, Generates, RequestLog
+from grmpipe.models.weights.transports import transport_kind
+from grmpipe.run.build.engines import pick_probe, read_by, start_routers
+from grmpipe.run.build.learning import (
+    Learning,
+    find_learning,
+    start_critic,
+    start_learner,
+    transport_between,
+)
+from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
+from grmpipe.run.run_model import RunModel
+from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.events import EventSink
+from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.scheduler.routing.rate_limits import RateLimits
+from grmpipe.scheduler.routing.scorers import ScorerPool
+from grmpipe.scheduler.weights.weight_sync import WeightSync
+from grmpipe.train.learner.learner_ranks import LearnerRanks
+from grmpipe.validate.engines import resolve_context_limit
+from grmpipe.validate.models import CRITIC, META_RM
+from grmpipe.validate.prepare import Prepared
+
+LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
+Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
+
+
+def list_models(prepared: Prepared) -> dict[str, RunModel]:
+    """The models of a run before anything of them runs."""
+    config = prepared.config
+    names = dict.fromkeys((*prepared.models, *config.asked.asked_roles))
+    return {
+        name: RunModel(name=name, entry=config.models.get(name, config.policy), found=prepared.models.get(name))
+        for name in names
+    }
+
+
+# -- engines and learners ----------------------------------------------------------------------------------------------
+
+
+async def start_engines_and_learners(
+    cluster: Cluster, prepared: Prepared, models: Mapping[str, RunModel], events: EventSink, run_dir: Path
+) -> None:
+    """All engines start at the same time, and with them the policy's learner: on a shared GPU before them; in a
+    time-shared pool it frees the device first. Then the other learners start.
+    """
+    learning = {
+        role.name: find_learning(prepared.config, prepared.models[role.name], prepared.roles)
+        for role in prepared.roles.seated
+        if role.learner is not None
+    }
+    begin = functools.partial(start_trained, cluster, prepared, run_dir)
+    first = [begin(models[POLICY], learning.pop(POLICY))] if POLICY in learning else []
+    if prepared.placement.time_sharing_roles:
+        await asyncio.gather(*first)
+        first = []
+    *_, routers = await asyncio.gather(*first, start_routers(cluster, prepared, events))
+    assert isinstance(routers, dict)
+    for name, router in routers.items():
+        models[name].engines = router
+    await asyncio.gather(*(begin(models[name], one) for name, one in learning.items()))
+    if CRITIC in models:
+        models[CRITIC].learner_role = CRITIC
+        models[CRITIC].ranks = await start_critic(cluster, prepared, events)
+
+
+async def start_trained(
+    cluster: Cluster, prepared: Prepared, run_dir: Path, model: RunModel, learning: Learning
+) -> None:
+    """Start a model's learner, and connect it with the model's engines."""
+    role, transport = learning.role, transport_between(cluster, prepared, learning)
+    model.learner_role = learning.learner
+    model.ranks = learner = await start_learner(cluster, prepared, learning, transport, run_dir)
+    model.sync = WeightSync(
+        learner,
+        pick_probe(model.files, prepared),
+        role.sync,
+        transport=transport,
+        group=transport_kind(transport).group,
+        ranks_per_engine=role.num_gpus,
+        new_address=functools.partial(cluster.free_address, learning.learner),
+    )
+
+
+async def make_policy_updates(
+    prepared: Prepared, models: Mapping[str, RunModel], learner: LearnerRanks, run_dir: Path
+) -> PolicyUpdates:
+    """The models of a run that take over the policy's weights."""
+    config, updated = prepared.config, []
+    for role in prepared.roles.seated:
+        if after := config.models[role.name].list_updates(config.train.num_steps):
+            model = models[role.name]
+            first = await read_by(next(iter(model.router.members.alive.values())), model.files, prepared)
+            model.sync = WeightSync(first, first.probe_ids, first.config, transport="files")
+            updated.append(
+                UpdatedModel(
+                    name=model.name,
+                    after=after,
+                    engines=model.router,
+                    sync=model.sync,
+                    first=first,
+                    rate=model.entry.policy_update_rate,
+                    judges=bool(config.asked.select_asking(model.name)),
+                )
+            )
+    return PolicyUpdates(updated, learner, config.policy, run_dir)
+
+
+# -- scorers -----------------------------------------------------------------------------------------------------------
+
+
+async def start_scorers(
+    cluster: Cluster, prepared: Prepared, models: Mapping[str, RunModel], events: EventSink, requests: LogOf
+) -> None:
+    """Start the processes of the meta-RM and of reward models that judges ask, or connect their endpoints."""
+    config = prepared.config
+    asking = {
+        name: max(judge.scalar.max_batch_tokens for judge in config.asked.scalar.values() if judge.model == name)
+        for name in config.asked.scalar_roles
+    }
+    here = {name: max_tokens for name, max_tokens in asking.items() if not config.find_engine_kind(name).outside}
+    dtypes = {name: config.models[name].dtype for name in here}
+    if META_RM in models:
+        here[META_RM], dtypes[META_RM] = config.meta_rm.max_batch_tokens, config.meta_rm.dtype
+    begin = functools.partial(start_scorer_pool, cluster, prepared, events)
+    pools = await asyncio.gather(
+        *(begin(models[name].files, dtypes[name], max_tokens) for name, max_tokens in here.items())
+    )
+    for pool in pools:
+        models[pool.role].scorer_pool, models[pool.role].scorer = pool, LoggedScorer(pool, requests(pool.role))
+    for model in (models[name] for name in asking if name not in here):
+        engine = resolve_engine(model.name, config)
+        assert engine.endpoint is not None
+        client = engine.endpoint.connect_scorer(model.entry, endpoint_use(model, engine, requests))
+        model.scorer, model.clients = client, (client,)
+
+
+async def start_scorer_pool(
+    cluster: Cluster, prepared: Prepared, events: EventSink, model: Model, dtype: str, max_batch_tokens: int
+) -> ScorerPool:
+    """Start a process on each seat of the role, as one scorer. max_batch_tokens: of one forward pass."""
+    from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
+
+    device = prepared.roles[model.name].device
+    spec = ScorerSpec(path=model.path, dtype=dtype, device=device, max_batch_tokens=max_batch_tokens)
+    members = await cluster.start_members(model.name, functools.partial(ScalarScorer, spec), meet=False)
+    return ScorerPool(
+        model.name,
+        members,
+        restart=functools.partial(cluster.restart_member, model.name),
+        max_replacements=prepared.config.slots.health.max_replacements,
+        max_batch_tokens=max_batch_tokens,
+        events=events,
+    )
+
+
+# -- models as judges ask them, and as they teach ----------------------------------------------------------------------
+
+
+def connect_judging(
+    prepared: Prepared,
+    models: Mapping[str, RunModel],
+    events: EventSink,
+    requests: LogOf,
+    stops: Stops,
+    run_id: str,
+) -> None:
+    """Let generative judges ask their models, and teachers score: on engines here, or behind endpoints. A model behind
+    an endpoint that does both has two clients, under the same limits.
+    """
+    config = prepared.config
+    asked = {judge.model for judge in config.asked.generative.values()}
+    for role in prepared.roles.served.values():
+        model = models[role.name]
+        if (endpoint := role.engine.endpoint) is not None:
+            use = endpoint_use(model, role.engine, requests, run_id)
+            if model.name in asked:
+                client = endpoint.connect(model.name, model.entry, use)
+                model.grm, model.clients = remote_grm(role, client, events), (client,)
+            if model.name in config.teachers:
+                teacher = endpoint.connect_teacher(model.name, model.entry, use)
+                model.teacher, model.clients = teacher, (*model.clients, teacher)
+            continue
+        if model.name in asked:
+            stops(answering := ActiveClock(), model.name)
+            model.grm = local_grm(model.files, model.router, answering, requests(model.name))
+        if model.name in config.teachers:
+            model.teacher = model.router
+
+
+def endpoint_use(model: RunModel, engine: AnyEngine, requests: LogOf, run_id: str = "") -> EndpointUse:
+    """What the clients of a model's endpoint get. Each model has limits of its own."""
+    assert engine.endpoint is not None
+    limits = RateLimits(
+        requests_per_minute=engine.endpoint.requests_per_minute, tokens_per_minute=engine.endpoint.tokens_per_minute
+    )
+    return EndpointUse(
+        model_key=model.entry.key,
+        option_key=make_option_key(model.entry, engine),
+        limits=limits,
+        requests=requests(model.name),
+        run_id=run_id,
+    )
+
+
+def local_grm(
+    grm: Model, engine: Generates, answering: ActiveClock | None = None, requests: RequestLog | None = None
+) -> LocalGrm:
+    """A GRM on this run's engines, whose thoughts are marked."""
+    sampler = ReasoningEngine(engine, grm.renderer)
+    thinking = grm.renderer.thinking
+    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, thinking, requests)
+
+
+def remote_grm(role: ServedRole, client: ChatEngine, events: EventSink) -> RemoteGrm:
+    assert role.engine.endpoint is not None
+    markup = Markup(role.engine.endpoint.chat_markup)
+    return RemoteGrm(role.name, client, resolve_context_limit(role, 0), events, markup, role.model.thinking_markers)
