@@ -59,6 +59,16 @@ class RunContext:
     state: RunState = BEGINNING
     watcher: RunWatcher = field(default_factory=RunWatcher)
     is_restart: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def since_start_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of all processes of the run."""
+        return round(self.state.wall_s + self.since_start_s, 3)
 
     @staticmethod
     def open(
@@ -81,7 +91,6 @@ class Run(ABC, Generic[P]):
         self._context = context
         self._run_dir = context.run_dir
         self._observers = context.observers
-        self._began_s = time.monotonic()
 
     @property
     def config(self) -> RunConfig:
@@ -90,15 +99,6 @@ class Run(ABC, Generic[P]):
     @property
     def context(self) -> RunContext:
         return self._context
-
-    @property
-    def since_start_s(self) -> float:
-        return time.monotonic() - self._began_s
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds of all processes of the run."""
-        return round(self._context.state.wall_s + self.since_start_s, 3)
 
     @property
     def rows(self) -> Sequence[SampleRow]:
@@ -212,7 +212,7 @@ async def run_to_end(run: Run[P], restarts: Restarts, request: StopRequest) -> S
 
 def make_summary(run: Run[P], status: Status, failure: str | None = None) -> Summary:
     return replace(
-        run.results(), status=status, wall_s=run.wall_s, restarts=run.context.state.restarts, failure=failure
+        run.results(), status=status, wall_s=run.context.wall_s, restarts=run.context.state.restarts, failure=failure
     )
 
 

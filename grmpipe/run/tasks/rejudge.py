@@ -113,7 +113,7 @@ class RejudgeRun(Run[PreparedRejudging]):
     @property
     def _cost(self) -> str:
         counts = self._counters.judging
-        return f"judgements: {counts.asked}, with {counts.judge_tokens} sampled tokens; {self.wall_s:.0f} s"
+        return f"judgements: {counts.asked}, with {counts.judge_tokens} sampled tokens; {self._context.wall_s:.0f} s"
 
     async def close(self) -> None:
         if self._running is not None:

@@ -154,7 +154,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         await learner.begin_save(str(draft / "learner"), in_background=in_background)
         state = RunState(
             pipeline_state=PipelineState(version=self._steps_done, max_staleness_trained=self._oldest),
-            wall_s=self.wall_s,
+            wall_s=self._context.wall_s,
             busy_s={"learner": self._busy_s},
             run_id=self._run_id,
             trackers=self._observers.trackers.resume_states(),
