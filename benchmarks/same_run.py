@@ -1,11 +1,11 @@
-"""Compares what this checkout and an earlier commit sample and learn: whole runs of the quickstart.
+"""Compares what this checkout and an earlier commit sample and learn: whole runs of the quickstart, or another recipe.
 
     python benchmarks/same_run.py b0a4aaf runs/same_run --then watch.every=0 --now judge_monitor.every=0
 
 One process, staleness 0, 20 steps (`--steps`). Both run more than once (`--runs`): a commit's own runs differ too, by
 the order in which groups happen to arrive. `--now` and `--then` add overrides to one side, whose keys may have other
 names. Finished runs in the folder are reused. Rollouts are matched by prompt and sibling. Writes
-benchmarks/same_run.md.
+benchmarks/same_run.md; of another recipe (`--experiment cotrain`) it only prints the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from grmpipe.observe.journal import read_journal
 
 REPORT = ROOT / "benchmarks" / "same_run.md"
-SHARED = ("+experiment=quickstart", "cluster=inprocess", "tracking=none", "train.max_staleness=0")
+SHARED = ("cluster=inprocess", "tracking=none", "train.max_staleness=0")
 
 Key = tuple[int, int]  # prompt index, sibling
 
@@ -63,10 +63,10 @@ class Difference:
     weights: float  # the largest
 
 
-def run_once(checkout: Path, run_dir: Path, overrides: Sequence[str]) -> Recorded:
-    """Run the quickstart of a checkout, unless a finished run is there. Exits if it fails."""
+def run_once(checkout: Path, run_dir: Path, experiment: str, overrides: Sequence[str]) -> Recorded:
+    """Run a recipe of a checkout, unless a finished run is there. Exits if it fails."""
     if not (run_dir / "summary.json").exists():
-        command = [sys.executable, "launch.py", *SHARED, *overrides, f"run_dir={run_dir}"]
+        command = [sys.executable, "launch.py", f"+experiment={experiment}", *SHARED, *overrides, f"run_dir={run_dir}"]
         env = os.environ | {"PYTHONPATH": str(checkout)}
         done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
         if done.returncode != 0:
@@ -152,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="to be compared with this checkout")
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("--experiment", default="quickstart")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--runs", type=int, default=2, help="of each side")
     parser.add_argument("--now", action="append", default=[], metavar="KEY=VALUE", help="override of this checkout")
@@ -160,9 +161,10 @@ def main() -> None:
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkout, steps = worktree_of(args.commit, folder), f"train.num_steps={args.steps}"
-    name = f"{args.commit}_{args.steps}"
-    then = [run_once(checkout, folder / f"then_{name}_{run}", (steps, *args.then)) for run in range(args.runs)]
-    now = [run_once(ROOT, folder / f"now_{args.steps}_{run}", (steps, *args.now)) for run in range(args.runs)]
+    name, runs, recipe = f"{args.experiment}_{args.steps}", range(args.runs), args.experiment
+    old = f"then_{args.commit}_{name}"
+    then = [run_once(checkout, folder / f"{old}_{run}", recipe, (steps, *args.then)) for run in runs]
+    now = [run_once(ROOT, folder / f"now_{name}_{run}", recipe, (steps, *args.now)) for run in runs]
     rows = {
         f"now, {args.commit}": [difference(*pair) for pair in itertools.product(now, then)],
         f"{args.commit}, {args.commit}": [difference(*pair) for pair in itertools.combinations(then, 2)],
@@ -170,7 +172,8 @@ def main() -> None:
     overrides = [f"--now {key}" for key in args.now] + [f"--then {key}" for key in args.then]
     typed = [args.commit, "runs/same_run", f"--steps {args.steps}", f"--runs {args.runs}", *overrides]
     lines = report(typed, args.steps, rows)
-    REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if recipe == "quickstart":
+        REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 
