@@ -60,6 +60,7 @@ class TrainingSteps:
         self._run_dir, self._observers = context.run_dir, context.observers
         self._running, self._features, self._cotrainings = running, features, cotrainings
         self._stats, self._writer = stats, writer
+        self._trainer = components.trainer
         self._run_id = read_run_id(context.run_dir)
         self.alarms = list(context.state.alarms)
         numbers = replace(
@@ -110,9 +111,7 @@ class TrainingSteps:
             with infrequent_gc():
                 await self._cotrainings.run_alongside(self.pipeline, flow)
         except Interrupted:
-            await self._running.policy.learner.discard()
-            if self._running.critic is not None:
-                await self._running.critic.discard()
+            await self._trainer.discard()
             return False
         return True
 
