@@ -166,6 +166,8 @@ class Push:
     async def run(self, link: GroupLink | None, ranks_per_engine: int, transport: str) -> SyncReport:
         clock = asyncio.get_running_loop().time
         started_s = clock()
+        # Before the pause: the learner's pass over the probe keeps no engine from sampling, and weights that aren't
+        # finite never reach one.
         expected = await self.step(LEARNER, "to score the probe", self.source.score(self.probe_ids))
         check_finite(expected, self.version)
         await self._on_engines("to pause", lambda engine: engine.pause())
@@ -175,6 +177,7 @@ class Push:
         await self._commit()
         await self._on_engines("to resume", lambda engine: engine.resume())
         resumed_s = clock()
+        # After the resume: kept requests go on while the probe is scored. A mismatch pauses the engines again.
         probe_error = await self._probe(expected)
         return SyncReport(
             version=self.version,
@@ -207,6 +210,7 @@ class Push:
         """All engines load a bucket while the learner makes the next one: at most two are held."""
         number = await self.step(LEARNER, "to count its buckets", self.source.num_buckets())
         num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
+        # Frozen weights below adapters are sent once to each engine; one new engine is enough to make them again.
         first = num_fixed if self.have_fixed >= self.engines.keys() else 0
         bucket = await self._bucket(first) if first < number else None
         for index in range(first, number):
@@ -232,6 +236,7 @@ class Push:
         for name in takers:
             self.sent[name] |= checksums
         self.num_bytes += size
+        # Copies to engines share the learner's links; a broadcast goes over each of them once.
         copies = 1 if is_broadcast else len(takers)
         self.allow(size * copies / (self.config.min_mb_per_s * 1e6))
         what = f"bucket {index} ({describe_span(bucket)})"
