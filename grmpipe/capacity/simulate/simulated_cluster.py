@@ -205,7 +205,7 @@ class Simulation:
             prompts=self._workload.prompts,
             too_long=lambda prompt: False,
             slots=EpisodeSlots(),
-            play=make_play(self._workload, learners.engines, self._driver),
+            play=make_play(self._workload, routers[POLICY], self._driver),
             judge=make_judge(self._workload, routers, self._driver),
             teachers=make_teachers(self._config, routers, CountingRenderer(self._workload.chars_per_token[POLICY])),
             journal=NoJournal(),

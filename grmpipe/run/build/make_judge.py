@@ -18,6 +18,7 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.teacher_context import TeacherContext
 from grmpipe.judge.teaching import NoReward, Teacher
+from grmpipe.models.types import Generates
 from grmpipe.run.run_model import RunModel
 from grmpipe.types import Judge
 from grmpipe.validate.models import META_RM
@@ -34,15 +35,13 @@ def make_judge(prepared: Prepared, models: Models) -> Judge:
     return compose(config, config.rewards, make_judges(prepared, models, config.judging.judges))
 
 
-def make_teachers(config: RunConfig, models: Models, renderer: PromptRenderer) -> dict[str, Teacher]:
-    """The models that teach the policy, by name. renderer: of the policy."""
-    distill, teachers = config.algorithm.distill, dict[str, Teacher]()
+def make_teachers(config: RunConfig, engines: Mapping[str, Generates], renderer: PromptRenderer) -> dict[str, Teacher]:
+    """The models that teach the policy, by name. engines: that score its tokens. renderer: of the policy."""
+    distill = config.algorithm.distill
     context = None if distill.context is None else TeacherContext(distill, renderer)
-    for name in config.teachers:
-        engine = models[name].teacher
-        assert engine is not None, f"{name} scores no tokens"
-        teachers[name] = Teacher(name=name, engine=engine, top_k=distill.top_k, context=context)
-    return teachers
+    return {
+        name: Teacher(name=name, engine=engines[name], top_k=distill.top_k, context=context) for name in config.teachers
+    }
 
 
 def make_watchers(prepared: Prepared, models: Models) -> dict[str, Judge]:

@@ -129,13 +129,14 @@ async def start_on(
     await start_scorers(cluster, prepared, models, events, requests)
     envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
     connect_judging(prepared, models, events, requests, maintenance.stops, read_run_id(run_dir))
+    teaching = {name: model.teacher for name, model in models.items() if model.teacher is not None}
     return Running(
         prepared=prepared,
         cluster=cluster,
         models=models,
         maintenance=maintenance,
         envs=envs,
-        teachers=make_teachers(config, models, prepared.policy.renderer),
+        teachers=make_teachers(config, teaching, prepared.policy.renderer),
         updates=updates,
         critic=make_critic(prepared, models),
     )
