@@ -85,7 +85,8 @@ def worker_setup() -> Callable[[], None]:
     """What another process does before it imports anything by name: it finds our package as Ray sent it, else where
     this process has it, and the user's modules behind it. A function within a function is sent by its value.
     """
-    root, paths = str(ROOT), [str(Path(path or ".").absolute()) for path in sys.path]
+    root, last = str(ROOT), [str(ROOT)] if IS_CHECKOUT else []
+    paths = [path for path in list_import_paths() if path not in last]
 
     def find_package() -> None:
         import importlib
@@ -96,5 +97,6 @@ def worker_setup() -> Callable[[], None]:
         importlib.import_module("grmpipe")  # from now on it is ours
         sys.path[:] = [*before, *(path for path in paths if path not in before)]
         importlib.import_module("grmpipe.models.import_path").put_working_folder_last()
+        sys.path += [path for path in last if path not in sys.path]
 
     return find_package
