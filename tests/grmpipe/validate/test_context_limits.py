@@ -47,7 +47,7 @@ def test_declared_markers_or_a_template_of_a_reasoning_model_will_do() -> None:
         {"chat_template": str(TEMPLATES / "qwen3.jinja")},
         {"chat_template": str(TEMPLATES / "deepseek_r1.jinja")},
     ):
-        markers = prepared(grm).model["grm"].renderer.thinking
+        markers = prepared(grm).models["grm"].renderer.thinking
         assert markers is not None and markers.in_prompt == ("deepseek" in str(grm))
 
 
