@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.entry_names import POLICY
@@ -19,7 +20,6 @@ from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
 from grmpipe.validate.engines import resolve_context_limit
-from grmpipe.validate.sections import section
 
 log = logging.getLogger(__name__)
 

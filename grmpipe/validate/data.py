@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.roles import Model
@@ -18,7 +19,6 @@ from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
 from grmpipe.judge.kinds.rule import RuleBrokenError
 from grmpipe.types import Prompt
-from grmpipe.validate.sections import section
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ Every refusal is a ConfigError that names the key and what to type.
 import itertools
 import math
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.roles import ResolvedRole, Roles, ServedRole
@@ -14,7 +15,6 @@ from grmpipe.judge.kinds import math_rule
 from grmpipe.models.engines.engine_kind import Endpoint
 from grmpipe.models.lm.footprint import Heads
 from grmpipe.scheduler.placement import Placement
-from grmpipe.validate.sections import section
 
 
 def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None:

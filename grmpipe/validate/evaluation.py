@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.keys.entry_names import ENV, POLICY
 from grmpipe.config.reward_checks import check_sources
@@ -40,7 +41,6 @@ from grmpipe.validate.env import check_env, check_tools
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import META_RM, find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
-from grmpipe.validate.sections import section
 
 log = logging.getLogger(__name__)
 

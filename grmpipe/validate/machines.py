@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.scheduler.placement import NodeCapacity, Placement, check_capacity, place
 from grmpipe.scheduler.processes.actors import Cluster
-from grmpipe.validate.sections import section
 
 SEATING_TASKS = ("train", "train_judge_rft", "plan", "simulate")  # tasks that seat all roles of the run
 RUNNING_TASKS = ("train", "train_judge_rft")  # tasks that also start them on this machine

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
@@ -21,7 +22,6 @@ from grmpipe.validate.engines import check_installed
 from grmpipe.validate.learners import check_experts, check_parallel, check_shares_no_samples
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_model, find_shared_limit
-from grmpipe.validate.sections import section
 
 
 def prepare_meta_training(config: RunConfig) -> MetaRmTraining:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grmpipe.config.grm import ModelEntry
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.roles import Model, Roles, ServedRole, make_option_key, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
@@ -13,7 +14,6 @@ from grmpipe.models.hub import find_files, is_hub_name
 from grmpipe.models.model_files import read_json
 from grmpipe.models.settings import ModelConfig
 from grmpipe.validate.engines import resolve_context_limit
-from grmpipe.validate.sections import section
 
 TEACHERS = "algorithm.distill.teachers"
 CRITIC, META_RM = "critic", "meta_rm"  # their roles

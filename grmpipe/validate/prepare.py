@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -47,7 +48,6 @@ from grmpipe.validate.models import (
     find_scalar_models,
 )
 from grmpipe.validate.role_placement import seat_roles
-from grmpipe.validate.sections import section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Every refusal is a ConfigError that names the key and what to type.
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
@@ -13,7 +14,6 @@ from grmpipe.validate.context_limits import check_judges, check_scalar_judges, c
 from grmpipe.validate.data import Data, check_references, select_reaching
 from grmpipe.validate.evaluation import find_judges, without_adapters
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
-from grmpipe.validate.sections import section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Every refusal is a ConfigError that names the key and what to type.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations
@@ -16,7 +17,6 @@ from grmpipe.validate.engines import check_slots
 from grmpipe.validate.learners import check_divides, check_learns, check_parallel
 from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_model
-from grmpipe.validate.sections import section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import logging
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.engine_kind import AnyEngine
@@ -14,7 +15,6 @@ from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.engines import check_options, check_shares
 from grmpipe.validate.learners import check_backend, check_parallel
 from grmpipe.validate.machines import place_roles
-from grmpipe.validate.sections import section
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
+from grmpipe.config.io.key_errors import ModelNotHere, section
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
@@ -23,7 +24,6 @@ from grmpipe.validate.machines import check_machine
 from grmpipe.validate.models import find_critic, find_model
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.role_placement import seat_roles
-from grmpipe.validate.sections import ModelNotHere, section
 
 LONGEST_PROMPTS = 8  # by characters: the one with the most tokens is most likely among them
 

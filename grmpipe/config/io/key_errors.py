@@ -9,11 +9,14 @@ import re
 import shlex
 import typing
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from grmpipe.config.io.field_comments import read_comments
 from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
+from grmpipe.config.run_config import ConfigError
 from grmpipe.config.run_sections import RunSections
+from grmpipe.models.hub import NotHere
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 # Sections of earlier versions -> those that have their values; a name behind one stays where {} is.
@@ -141,6 +144,23 @@ def under_key(path: str, text: str) -> str:
         text = re.sub(rf"\b{first}\.(?=[a-z])", f"{entry}.", text)
         text = re.sub(rf"\b{first}=(?=[a-z])", f"{first}@{entry}=", text)
     return text if text.startswith(path) else f"{path}{text}"
+
+
+@contextmanager
+def section(path: str) -> Iterator[None]:
+    """Context: a ValueError raised inside gets the section's key in front, unless it already names its section."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except NotHere as error:
+        raise ModelNotHere(f"{path}{error}") from error
+    except ValueError as error:
+        raise ConfigError(under_key(path, str(error))) from error
+
+
+class ModelNotHere(ConfigError):
+    """A hub name that can't be fetched now. task=plan continues without the model."""
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.repeatable_kernels import choose_repeatable_kernels
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
 from grmpipe.scheduler.processes.fork_server import fork_workers
-from grmpipe.validate.sections import section
 
 PRELOADED = (
     "grmpipe.scheduler.processes.engine_host",

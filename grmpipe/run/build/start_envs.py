@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import ENV
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import MakeEnv, env_factory
@@ -21,7 +22,6 @@ from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
 from grmpipe.models.import_path import list_import_paths
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.processes.actors import Cluster
-from grmpipe.validate.sections import section
 from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
 
 log = logging.getLogger(__name__)

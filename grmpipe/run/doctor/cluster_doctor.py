@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.lm.footprint import BYTES_OF_ADAM, footprint_of_shape
@@ -17,7 +18,6 @@ from grmpipe.models.settings import LoraConfig, ModelShape
 from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
 from grmpipe.scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from grmpipe.scheduler.processes.actors import ActorRanks
-from grmpipe.validate.sections import section
 
 NODES, GPUS = "nodes", "gpus"  # roles: a process on each machine; on a GPU of each machine that has one
 REDUCE_MB = {NODES: 4, GPUS: 256}

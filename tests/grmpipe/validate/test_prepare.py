@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.capacity.plan.run_facts import collect_facts
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -19,7 +20,6 @@ from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import load_stored_tasks, read_data
 from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import check_objective, prepare
-from grmpipe.validate.sections import section
 
 PLACES = {
     "pools": {"all": {"slots": 1}},
