@@ -52,12 +52,12 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.new_project import write_new_project
+from grmpipe.roles.machines import check_seats
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.process_end import leave
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import stoppable
 from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
-from grmpipe.validate.machines import check_seats
 
 CONF = Path(__file__).parent / "conf"
 VERSION_BASE = "1.3"  # of Hydra

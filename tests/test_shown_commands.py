@@ -23,7 +23,7 @@ from shown_commands import BLOCK, ROOT, SHELLS, pages, shown_commands, split
 from grmpipe.cli import compose
 from grmpipe.config.io.yaml_io import to_yaml
 from grmpipe.models.engines.embedded.embedded_kind import EmbeddedKind
-from grmpipe.validate.machines import SEATING_TASKS, place_roles
+from grmpipe.roles.machines import SEATING_TASKS, place_roles
 
 # First words of commands that are not ours: nothing here checks them.
 NOT_CHECKED = {

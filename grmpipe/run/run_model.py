@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.grm import ModelEntry
-from grmpipe.config.roles import Model
 from grmpipe.judge.grm import Grm
 from grmpipe.models.types import ChatEngine, Generates, RemoteScorer, RemoteTeacher, Scorer
+from grmpipe.roles.roles import Model
 from grmpipe.run.export import export
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.routing.scorers import ScorerPool

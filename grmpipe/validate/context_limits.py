@@ -7,7 +7,6 @@ from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.judgement_patterns import judgement_pattern
@@ -17,9 +16,9 @@ from grmpipe.judge.verdict_forms import Form
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.chat.thinking import ThinkingMarkers, thinks
 from grmpipe.models.types import Message
+from grmpipe.roles.roles import Model, Roles, ServedRole
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
-from grmpipe.validate.engines import resolve_context_limit
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def one_of_each_kind(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 def check_answer_fits(config: RunConfig, role: ServedRole) -> None:
     """Check that the policy's window has room for an answer, where the model isn't here to count a prompt's tokens."""
-    window = resolve_context_limit(role, role.model.shape.context_tokens)
+    window = role.resolve_context_limit(role.model.shape.context_tokens)
     if 0 < window <= config.rollout.max_new_tokens:
         limit = f"{role.option_key('max_context_tokens')}={window}"
         raise ConfigError(
@@ -126,7 +125,7 @@ def check_judge(
             length(prompt)
     check_context_limit(
         name=role.name,
-        context_tokens=grm.context_tokens if grm else resolve_context_limit(role, 0),
+        context_tokens=grm.context_tokens if grm else role.resolve_context_limit(0),
         key=f"{judge.key}.max_new_tokens",
         new_tokens=judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),

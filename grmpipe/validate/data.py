@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
-from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations, load_demonstrations, make_sample
 from grmpipe.data.labelled import load_labelled
@@ -18,6 +17,7 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
 from grmpipe.judge.kinds.rule import RuleBrokenError
+from grmpipe.roles.roles import Model
 from grmpipe.types import Prompt
 
 log = logging.getLogger(__name__)

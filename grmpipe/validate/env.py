@@ -3,7 +3,6 @@
 import asyncio
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.fault_owner import exception_at
@@ -11,6 +10,7 @@ from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.models.chat.tool_calls import FORMATS
 from grmpipe.models.types import Message, ToolSpec
+from grmpipe.roles.roles import Model
 from grmpipe.workflows.play_workflow import workflow_player
 
 PROBE = ToolSpec(name="probe", description="", parameters={"type": "object", "properties": {}})

@@ -8,12 +8,16 @@ from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.config.keys.entry_names import ENV, POLICY
 from grmpipe.config.reward_checks import check_sources
-from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
+from grmpipe.judge.kinds import math_rule
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.settings import LoraConfig
+from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_scalar_models
+from grmpipe.roles.machines import check_machine
+from grmpipe.roles.role_placement import check_options
+from grmpipe.roles.roles import Roles, resolve_roles
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.types import Labelled, Prompt
 from grmpipe.validate.context_limits import (
@@ -31,15 +35,7 @@ from grmpipe.validate.data import (
     prompts_at,
     select_reaching,
 )
-from grmpipe.validate.engines import (
-    check_installed,
-    check_options,
-    check_rule_installed,
-    check_tensor_parallel,
-)
 from grmpipe.validate.env import check_env, check_tools
-from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import META_RM, find_meta_rm, find_model, find_scalar_models
 from grmpipe.validate.prepare import Prepared, check_judges_without_model
 
 log = logging.getLogger(__name__)
@@ -127,11 +123,11 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
 
     weighted: whether a meta-RM is needed even if no vote uses it.
     """
-    check_rule_installed(config)
+    math_rule.check_installed(config.judges.values())
     here, weighted = find_local_judges(config), weighted or config.uses_meta_rm
     placement, roles = assign_seats(config, here, weighted)
     check_machine(config, placement)
-    check_installed(roles, config)
+    roles.check_installed(joined=config.cluster.address is not None)
     models = {role: find_model(roles.served[role], config) for role in here}
     for asking in config.judging.generative.values():
         check_thinking_budget(asking, roles.served[asking.model], models.get(asking.model))
@@ -277,10 +273,10 @@ def check_scoring(config: RunConfig) -> None:
 def check_playing(prepared: Prepared, data: Data) -> None:
     """Check that the policy can answer the prompts in its environment, and the judges can read the answers."""
     config, roles = prepared.config, prepared.roles
-    check_options(roles, config, prepared.placement)
+    check_options(roles, config.asked, prepared.placement)
     for model in prepared.generating:
         if (role := roles.served[model.name]).num_gpus > 1:
-            check_tensor_parallel(role, read_heads(model.path))
+            role.check_tensor_parallel(read_heads(model.path))
     check_tools(config, prepared.policy)
     check_policy(config, prepared.policy, data)
     check_judges(config, roles, prepared.generating, data)

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.evaluation.labelled_judgements import LabelledJudgement, Split, read_examples
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.packed_check import check_packable
 from grmpipe.models.lm.scalar_head import outline_scalar_head
+from grmpipe.roles.find_models import find_model, find_shared_limit
+from grmpipe.roles.learners import check_experts, check_parallel, check_shares_no_samples
+from grmpipe.roles.machines import check_machine
+from grmpipe.roles.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_thinking_budget
 from grmpipe.validate.data import HELD_OUT_OF, load_judging_tasks
-from grmpipe.validate.engines import check_installed
-from grmpipe.validate.learners import check_experts, check_parallel, check_shares_no_samples
-from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import find_model, find_shared_limit
 
 
 def prepare_meta_training(config: RunConfig) -> MetaRmTraining:
@@ -35,7 +34,7 @@ def prepare_meta_training(config: RunConfig) -> MetaRmTraining:
     stored = read_stored(config)
     judging_tasks = {} if stored else read_judging_tasks(config)
     roles = resolve_roles(config, sampling)
-    check_installed(roles, config)
+    roles.check_installed(joined=config.cluster.address is not None)
     grm = find_model(roles.served[sampled], config)
     check_thinking_budget(judge, roles.served[sampled], grm)
     start_path = find_start(config, grm)

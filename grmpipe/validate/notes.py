@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from grmpipe.config.data import RolloutConfig
-from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.catalogs import is_made
 from grmpipe.models.lm.footprint import Footprint
+from grmpipe.roles.roles import Roles
 
 LARGE = 1e9  # parameters from which the embedded engine, which has no CUDA graphs, slows a GPU down
 HIGHEST_LR = 1e-5  # of all weights of a pretrained model; verl and TRL train with 1e-6

@@ -11,33 +11,18 @@ from dataclasses import dataclass, field, fields, replace
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
-from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.held_out import EVAL_METRICS
+from grmpipe.judge.kinds import math_rule
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.observe.summary import Summary
-from grmpipe.scheduler.placement import Placement
-from grmpipe.types import Prompt
-from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
-from grmpipe.validate.data import load_stored_tasks, read_data, read_demonstrations
-from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
-from grmpipe.validate.env import check_env, check_tools
-from grmpipe.validate.learners import (
-    check_divides,
-    check_learns,
-    check_lora_targets,
-    check_peft,
-    check_routing,
-    check_weight_names,
-)
-from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import (
+from grmpipe.roles.find_models import (
     CRITIC,
     META_RM,
     check_teacher,
@@ -47,7 +32,22 @@ from grmpipe.validate.models import (
     find_remote_teachers,
     find_scalar_models,
 )
-from grmpipe.validate.role_placement import seat_roles
+from grmpipe.roles.learners import (
+    check_divides,
+    check_learns,
+    check_lora_targets,
+    check_peft,
+    check_routing,
+    check_weight_names,
+)
+from grmpipe.roles.machines import check_machine
+from grmpipe.roles.role_placement import seat_roles
+from grmpipe.roles.roles import Model, Roles, resolve_roles
+from grmpipe.scheduler.placement import Placement
+from grmpipe.types import Prompt
+from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
+from grmpipe.validate.data import load_stored_tasks, read_data, read_demonstrations
+from grmpipe.validate.env import check_env, check_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ def prepare(config: RunConfig) -> Prepared:
     """Assign places, read data, find models, and check that they fit each other. Raises ConfigError."""
     placement, roles = seat_roles(config)
     check_machine(config, placement)
-    check_installed(roles, config)
-    check_rule_installed(config)
+    roles.check_installed(joined=config.cluster.address is not None)
+    math_rule.check_installed(config.judges.values())
     check_peft(config)
     data = read_data(config)
     check_objective(config)
@@ -143,7 +143,7 @@ def check_models(prepared: Prepared) -> None:
         check_lora_targets(model, config)
         check_weight_names(model, role)
         if role.num_gpus > 1:
-            check_tensor_parallel(role, read_heads(model.path))
+            role.check_tensor_parallel(read_heads(model.path))
     for name in config.teachers:
         role = roles.served[name]
         check_teacher(prepared.models[name], role, prepared.policy, config)

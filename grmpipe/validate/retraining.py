@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations
+from grmpipe.roles.find_models import find_model
+from grmpipe.roles.learners import check_divides, check_learns, check_parallel
+from grmpipe.roles.machines import check_machine
+from grmpipe.roles.role_placement import check_slots
+from grmpipe.roles.roles import Model, Roles, resolve_roles
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.scheduler.placement import Placement, PlacementConfig, place
 from grmpipe.validate.data import read_demonstrations
-from grmpipe.validate.engines import check_slots
-from grmpipe.validate.learners import check_divides, check_learns, check_parallel
-from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import find_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import recipes  # noqa: E402
 
-from grmpipe.validate.role_placement import seat_roles  # noqa: E402
+from grmpipe.roles.role_placement import seat_roles  # noqa: E402
 
 NAMES = sorted(path.stem for path in recipes.EXPERIMENTS.glob("qwen3_*.yaml"))
 PAGE = recipes.PAGE.read_text(encoding="utf-8")

@@ -69,9 +69,7 @@ def test_adapters_that_can_not_be_are_refused_before_anything_starts(
 
 
 def test_without_peft_a_run_says_what_to_type(small_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "grmpipe.validate.learners.peft_missing", lambda: "peft is not installed; type `pip install it`"
-    )
+    monkeypatch.setattr("grmpipe.roles.learners.peft_missing", lambda: "peft is not installed; type `pip install it`")
     with pytest.raises(ConfigError, match=r"^policy\.lora\.rank: peft is not installed; .*policy\.lora\.rank=0"):
         small_run("policy.lora.rank=4")
     with pytest.raises(ConfigError, match=r"^grm\.lora\.rank: peft is not installed"):

@@ -19,12 +19,12 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.endpoint_use import NoRequestLog
 from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+from grmpipe.roles.find_models import find_scalar_models
 from grmpipe.run.build.start_models import list_models, start_scorers
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.processes.actors import InProcessCluster
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.models import find_scalar_models
 from grmpipe.validate.prepare import prepare
 
 ROOT = Path(__file__).parents[2]

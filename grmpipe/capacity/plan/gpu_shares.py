@@ -11,9 +11,9 @@ from grmpipe.capacity.plan.memory import engine_weights, everybody, list_memory,
 from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.settings import DEFAULT_MEMORY_SHARE
+from grmpipe.roles.roles import ServedRole
 from grmpipe.scheduler.devices import GB
 from grmpipe.scheduler.placement import Seat
 

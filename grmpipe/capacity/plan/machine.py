@@ -18,9 +18,9 @@ from grmpipe.capacity.plan.memory import (
 )
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.roles.machines import check_machine
 from grmpipe.scheduler.devices import GB
 from grmpipe.scheduler.host_memory import read_memory_bytes
-from grmpipe.validate.machines import check_machine
 
 # Measured: benchmarks/process_memory.md.
 DRIVER_BYTES = 0.4 * GB

@@ -8,11 +8,11 @@ from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
 from grmpipe.capacity.plan.in_flight import InFlight, count_batch_tokens, longest_rollout, requests_in_flight
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, scorer_dtypes
 from grmpipe.config.critic import critic_train
-from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
 from grmpipe.models.settings import LoraConfig
+from grmpipe.roles.roles import ServedRole
 from grmpipe.scheduler.devices import GB
 from grmpipe.scheduler.placement import Placement, PoolConfig, Seat
 from grmpipe.train.learner.learner_spec import choose_frozen_dtype

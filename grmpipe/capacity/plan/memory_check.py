@@ -12,8 +12,8 @@ from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, mem
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_longest, with_memory
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.lm.footprint import read_footprint
+from grmpipe.roles.find_models import CRITIC
 from grmpipe.validate.data import Data
-from grmpipe.validate.models import CRITIC
 from grmpipe.validate.prepare import Prepared
 
 

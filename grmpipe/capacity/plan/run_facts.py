@@ -8,22 +8,21 @@ from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.config.io.key_errors import ModelNotHere, section
-from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
+from grmpipe.roles.find_models import find_critic, find_model
+from grmpipe.roles.learners import check_experts, check_learns, check_query_heads
+from grmpipe.roles.machines import check_machine
+from grmpipe.roles.role_placement import seat_roles
+from grmpipe.roles.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.scheduler.devices import DeviceSpec, device_called, find_device
 from grmpipe.scheduler.placement import Placement, PoolConfig
 from grmpipe.types import Prompt
 from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
 from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.engines import check_installed, check_tensor_parallel, resolve_context_limit
-from grmpipe.validate.learners import check_experts, check_learns, check_query_heads
-from grmpipe.validate.machines import check_machine
-from grmpipe.validate.models import find_critic, find_model
 from grmpipe.validate.prepare import check_objective
-from grmpipe.validate.role_placement import seat_roles
 
 LONGEST_PROMPTS = 8  # by characters: the one with the most tokens is most likely among them
 
@@ -89,7 +88,8 @@ def collect_facts(config: RunConfig) -> RunFacts:
     data = read_data(config)
     check_objective(config)
     unchecked = []
-    for check in (lambda: check_machine(config, placement), lambda: check_installed(roles, config)):
+    joined = config.cluster.address is not None
+    for check in (lambda: check_machine(config, placement), lambda: roles.check_installed(joined=joined)):
         try:
             check()
         except ConfigError as error:
@@ -177,7 +177,7 @@ def size_model(role: ServedRole, config: RunConfig) -> tuple[Sized, list[str]]:
         if not shape.declared:
             lacking.append(f"memory of {name}: declare {role.key}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=name), lacking
-        window = resolve_context_limit(role, shape.context_tokens)
+        window = role.resolve_context_limit(shape.context_tokens)
         return Sized(role=name, footprint=footprint_of_shape(shape), context_tokens=window), lacking
     return Sized.of(model), []
 
@@ -229,6 +229,6 @@ def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
         heads = Heads(query=shape.num_heads, key=shape.num_kv_heads)
     else:
         return
-    check_tensor_parallel(role, heads)
+    role.check_tensor_parallel(heads)
     if role.learner is not None:
         check_query_heads(config, role.learner, role.key, heads)

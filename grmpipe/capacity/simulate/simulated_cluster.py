@@ -17,7 +17,6 @@ from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
 from grmpipe.capacity.simulate.step_bound import Bound, compute_bound
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.capacity.simulate.workload import Workload, make_flow, make_judge, make_play, make_writer
-from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.models.engines.simulated.simulated_engine import SimulatedEngine
@@ -25,6 +24,7 @@ from grmpipe.models.types import Engine
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
+from grmpipe.roles.roles import resolve_engine
 from grmpipe.run.build.compose_pipeline import Learners, compose
 from grmpipe.run.build.make_judge import make_teachers
 from grmpipe.scheduler.events import EventSink, NoEvents

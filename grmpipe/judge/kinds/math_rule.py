@@ -3,8 +3,11 @@
 import importlib.util
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.run_config import ConfigError
 
 INSTALL = 'pip install "grmpipe[math]"'
 # A text in plain words. The library reads one as a product of its letters: "Paris" as a*i*p*r*s, the same as "pairs".
@@ -15,6 +18,13 @@ TIMEOUT_S = 1  # per step of the library; a tower of powers would never end
 
 def is_installed() -> bool:
     return importlib.util.find_spec("math_verify") is not None
+
+
+def check_installed(judges: Iterable[JudgeConfig]) -> None:
+    """Raises ConfigError for a judge that needs the library, if it isn't there."""
+    for judge in judges:
+        if judge.rule == "math_verify" and not is_installed():
+            raise ConfigError(f"{judge.key}.rule: math_verify needs math-verify; type {INSTALL}")
 
 
 def means_the_same(text: str, reference: str) -> bool:

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.config.roles import Model, Roles
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import Engine
+from grmpipe.roles.roles import Model, Roles
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.routing.migration import Continuation

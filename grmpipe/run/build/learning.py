@@ -7,10 +7,12 @@ from pathlib import Path
 
 from grmpipe.config.critic import critic_train, policy_train
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.weights.transports import transport_kind
+from grmpipe.roles.find_models import CRITIC
+from grmpipe.roles.role_placement import resolve_transport
+from grmpipe.roles.roles import Model, Roles, ServedRole
 from grmpipe.run.features.cotrain.grm_settings import grm_algorithm, grm_train
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
@@ -19,9 +21,7 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
-from grmpipe.validate.models import CRITIC
 from grmpipe.validate.prepare import Prepared
-from grmpipe.validate.role_placement import resolve_transport
 
 log = logging.getLogger(__name__)
 

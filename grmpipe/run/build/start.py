@@ -17,6 +17,8 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.teaching import Teacher
 from grmpipe.observe.progress import Describe, time_text
+from grmpipe.roles.find_models import CRITIC
+from grmpipe.roles.machines import check_shared
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
 from grmpipe.run.build.make_judge import make_judge, make_teachers, make_watchers
 from grmpipe.run.build.start_cluster import start_cluster
@@ -36,8 +38,6 @@ from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.types import Judge
-from grmpipe.validate.machines import check_shared
-from grmpipe.validate.models import CRITIC
 from grmpipe.validate.prepare import Prepared
 
 MACHINES = "the machines and their processes"  # what a start waits for first

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
 from grmpipe.judge.logged_scorer import LoggedScorer
@@ -20,6 +19,8 @@ from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.types import ChatEngine, Generates, RequestLog
 from grmpipe.models.weights.transports import transport_kind
+from grmpipe.roles.find_models import CRITIC, META_RM
+from grmpipe.roles.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.run.build.engines import pick_probe, read_by, start_routers
 from grmpipe.run.build.learning import (
     Learning,
@@ -37,8 +38,6 @@ from grmpipe.scheduler.routing.rate_limits import RateLimits
 from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
-from grmpipe.validate.engines import resolve_context_limit
-from grmpipe.validate.models import CRITIC, META_RM
 from grmpipe.validate.prepare import Prepared
 
 LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
@@ -235,4 +234,4 @@ def local_grm(
 def remote_grm(role: ServedRole, client: ChatEngine, events: EventSink) -> RemoteGrm:
     assert role.engine.endpoint is not None
     markup = Markup(role.engine.endpoint.chat_markup)
-    return RemoteGrm(role.name, client, resolve_context_limit(role, 0), events, markup, role.model.thinking_markers)
+    return RemoteGrm(role.name, client, role.resolve_context_limit(0), events, markup, role.model.thinking_markers)

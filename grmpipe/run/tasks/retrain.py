@@ -21,6 +21,7 @@ from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
 from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
+from grmpipe.roles.machines import check_shared
 from grmpipe.run.build.learning import find_learning, learner_spec
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.export import export
@@ -34,7 +35,6 @@ from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
-from grmpipe.validate.machines import check_shared
 from grmpipe.validate.retraining import PreparedRetraining
 
 log = logging.getLogger(__name__)

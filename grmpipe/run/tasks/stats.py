@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
@@ -28,6 +27,7 @@ from grmpipe.pipeline.counters import Counters, JudgeCounts
 from grmpipe.pipeline.env_counts import EnvCounts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.roles.roles import resolve_engine
 from grmpipe.run.build.start import Running
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.engine_counts import EngineCounts

@@ -25,6 +25,7 @@ from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.roles.machines import check_shared
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
@@ -38,7 +39,6 @@ from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from grmpipe.train.scalar.scalar_rank import ScalarSpec
 from grmpipe.types import Metrics
-from grmpipe.validate.machines import check_shared
 from grmpipe.validate.meta_rm_training import MetaRmTraining
 
 STEPS_PER_NOTE = 20

@@ -14,9 +14,9 @@ from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.roles.find_models import find_model
+from grmpipe.roles.role_placement import seat_roles
 from grmpipe.run.build.engines import engine_factory
-from grmpipe.validate.models import find_model
-from grmpipe.validate.role_placement import seat_roles
 
 ROOT = Path(__file__).parents[3]
 MINE = """

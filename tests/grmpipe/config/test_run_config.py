@@ -20,7 +20,7 @@ from grmpipe.config.io.key_errors import ELSEWHERE, explain, list_keys, unknown_
 from grmpipe.config.io.resume_rules import find_changed_keys
 from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
 from grmpipe.config.run_config import ConfigError
-from grmpipe.validate.role_placement import check_deadlines
+from grmpipe.roles.role_placement import check_deadlines
 
 ROOT = Path(__file__).parents[3]
 

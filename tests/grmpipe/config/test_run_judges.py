@@ -14,9 +14,9 @@ from grmpipe.config.io.key_errors import explain
 from grmpipe.config.io.resume_rules import changes_on_resume, find_changed_keys, free_on_resume
 from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
 from grmpipe.config.keys.entry_names import check_names
-from grmpipe.config.roles import Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.evaluation.held_out import EVAL_METRICS
+from grmpipe.roles.roles import Roles, resolve_roles
 from grmpipe.scheduler.placement import place
 
 ROOT = Path(__file__).parents[3]

@@ -12,13 +12,13 @@ import pytest
 from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.io.yaml_io import build_config
-from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.roles.find_models import find_model
+from grmpipe.roles.roles import resolve_roles
 from grmpipe.scheduler.placement import Placement
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.context_limits import longest_response
 from grmpipe.validate.data import load_stored_tasks, read_data
-from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import check_objective, prepare
 
 PLACES = {
@@ -120,7 +120,7 @@ def test_the_longest_response_is_an_answer_or_an_episode_within_the_policys_wind
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their caches are not ours; only this machine loads what it found."""
-    monkeypatch.setattr("grmpipe.validate.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
+    monkeypatch.setattr("grmpipe.roles.find_models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
         run = config(policy={"path": "Some/Model"}, cluster=cluster)
         found = find_model(resolve_roles(run, Placement(pools={}, seats={})).served["policy"], run)

@@ -9,8 +9,8 @@ from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.settings import EngineConfig
 from grmpipe.models.types import TransportKind
 from grmpipe.models.weights.transports import TRANSPORTS
+from grmpipe.roles.role_placement import list_supported
 from grmpipe.scheduler.weights.choose_transport import WeightPath, choose_transport, possible
-from grmpipe.validate.role_placement import list_supported
 
 KINDS = {name: kind for name, kind in ENGINE_KINDS.items() if kind.transports}
 CPU = WeightPath(learner="cpu", engines="cpu", same_machine=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from grmpipe.config.grm import GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest
@@ -15,6 +14,7 @@ from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.models.chat.thinking import thinks
 from grmpipe.models.types import Generates, SamplingParams
 from grmpipe.pipeline.interfaces import FlowConfig
+from grmpipe.roles.roles import Model
 from grmpipe.run.features.cotrain.judging_tasks import NAME_IN_SEEDS
 from grmpipe.types import Prompt, Rollout
 

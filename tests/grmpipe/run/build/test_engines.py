@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from grmpipe.config.io.yaml_io import build_config
-from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.roles.role_placement import seat_roles
+from grmpipe.roles.roles import Model
 from grmpipe.run.build.engines import other_seed, same_seed, start_routers
 from grmpipe.scheduler.events import NoEvents
-from grmpipe.validate.role_placement import seat_roles
 
 
 def elastic(resource: str = "cpu", **sections: object) -> RunConfig:

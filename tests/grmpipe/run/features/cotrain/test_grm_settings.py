@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from configs import judge_config
 
-from grmpipe.config.roles import Model
 from grmpipe.envs.play import RolloutRequest
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan, ignore_first_token
+from grmpipe.roles.roles import Model
 from grmpipe.run.features.cotrain.grm_settings import grm_play
 from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.train.batching.samples import split_rollout

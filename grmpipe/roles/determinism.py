@@ -10,8 +10,8 @@ from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import arrival_orders
-from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.roles.roles import Roles
 from grmpipe.scheduler.placement import Placement
 
 FINE_TUNING = ("train_judge_rft", "train_meta_rm")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.io import yaml_io
-from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.engines import installed
+from grmpipe.roles.role_placement import resolve_transport
+from grmpipe.roles.roles import resolve_roles
 from grmpipe.scheduler.placement import Placement, place
-from grmpipe.validate.role_placement import resolve_transport
 
 ONE_POOL = {role: {"pool": "all"} for role in ("learner", "policy")}
 # Pools with their slots and roles: from all roles on one slot to each on its own.

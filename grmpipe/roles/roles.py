@@ -1,16 +1,20 @@
 """The roles of a run: what follows for each from the configuration and the placement."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
 from grmpipe.config.grm import ModelEntry
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.io.yaml_io import overlaid
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.models.engines.engine_kind import AnyEngine, EngineSpec
+from grmpipe.models.engines.engine_kind import AnyEngine, Endpoint, EngineSpec
+from grmpipe.models.lm.footprint import Heads
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.weights.weight_push import TOLERANCE_QUANTIZED, SyncConfig
 
@@ -117,6 +121,72 @@ class ServedRole(ResolvedRole):
             speculation=self.speculation,
         )
 
+    def check_speculation(self) -> None:
+        """Check that its engines can draft tokens, if they shall. A remote endpoint is asked for none."""
+        if self.speculation == "none" or self.engine.outside:
+            return
+        if why := self.engine.why_no_drafts(self.device):
+            raise ConfigError(f"engine.speculation: {why}; type engine.speculation=none")
+
+    def check_joined(self) -> None:
+        """Check that each replica has one server."""
+        joined, replicas = self.engine.joined, self.num_replicas
+        if joined and joined != replicas:
+            raise ConfigError(
+                f"{self.option_key('urls')}: {joined} servers for {replicas} replicas of {self.name}; give one per "
+                f"replica, or type placement.roles.{self.name}.replicas={joined}"
+            )
+
+    def check_limits(self, endpoint: Endpoint, judge: JudgeConfig) -> None:
+        """Check that all judgements that may be in flight can be sent before they time out."""
+        per_minute = endpoint.requests_per_minute
+        if per_minute and judge.limits.max_concurrency * 60 / per_minute > judge.limits.timeout_s:
+            fitting = int(judge.limits.timeout_s * per_minute / 60)
+            key = self.option_key("requests_per_minute")
+            raise ConfigError(
+                f"{judge.key}.limits.max_concurrency: {judge.limits.max_concurrency} judgements in flight take "
+                f"{judge.limits.max_concurrency * 60 / per_minute:.0f} s to send at "
+                f"{key}={per_minute}, and time out after {judge.key}.limits.timeout_s={judge.limits.timeout_s:g}; "
+                f"type {judge.key}.limits.max_concurrency={max(1, fitting // 2)}, or a longer "
+                f"{judge.key}.limits.timeout_s"
+            )
+        if tokens := endpoint.tokens_per_minute:
+            one_s = judge.max_new_tokens * 60 / tokens  # without the prompt
+            if one_s > judge.limits.timeout_s:
+                key = self.option_key("tokens_per_minute")
+                fitting = math.ceil(60 * judge.max_new_tokens / judge.limits.timeout_s)
+                raise ConfigError(
+                    f"{key}: a judgement of {judge.key}.max_new_tokens={judge.max_new_tokens} uses {one_s:.0f} s of "
+                    f"the {tokens} tokens per minute, and waiting judgements time out after "
+                    f"{judge.key}.limits.timeout_s={judge.limits.timeout_s:g}; "
+                    f"type {key}={2 * fitting} or more, 0 for no limit, or a lower {judge.key}.max_new_tokens"
+                )
+
+    def check_tensor_parallel(self, heads: Heads) -> None:
+        """Check that each GPU gets the same number of attention heads, and whole key heads or copies of one."""
+        num_gpus = self.num_gpus
+        fits = heads.query % num_gpus == 0 and (heads.key % num_gpus == 0 or num_gpus % heads.key == 0)
+        if not fits:
+            fitting = [
+                n for n in range(1, num_gpus) if heads.query % n == 0 and (heads.key % n == 0 or n % heads.key == 0)
+            ]
+            raise ConfigError(
+                f"placement.roles.{self.name}.slots_per_replica: {num_gpus} GPUs can't share {heads.query} attention "
+                f"heads and {heads.key} key heads evenly; type "
+                f"placement.roles.{self.name}.slots_per_replica={fitting[-1]}"
+            )
+
+    def resolve_context_limit(self, model_tokens: int) -> int:
+        """The context window for its requests: its engine's, which may not exceed the model's (0: unknown)."""
+        window = self.engine.options.max_context_tokens or model_tokens
+        if window > model_tokens > 0:
+            key = self.option_key("max_context_tokens")
+            raise ConfigError(
+                f"{key}: {window} exceeds the context window of {self.name} ({self.model.path}); "
+                f"type {key}={model_tokens} or less, 0 for all of it"
+            )
+        return window
+
 
 @dataclass(frozen=True, slots=True)
 class Roles(Mapping[str, ResolvedRole]):
@@ -133,6 +203,15 @@ class Roles(Mapping[str, ResolvedRole]):
 
     def __len__(self) -> int:
         return len(self.by_name)
+
+    def check_installed(self, *, joined: bool) -> None:
+        """Check that what the engines need is installed. joined: whether the machines are those of a joined cluster,
+        which have their own environments.
+        """
+        for role in self.served.values():
+            if role.engine.outside or not joined:
+                with section(""):
+                    role.engine.check_installed(role.name, role.model, role.option_key)
 
     @property
     def seated(self) -> tuple[ServedRole, ...]:

@@ -1,13 +1,13 @@
 """Checks of what learns: the ranks of a learner, packed samples, adapters, routers, and the names of sent weights."""
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import FSDP2
 from grmpipe.models.engines.installed import peft_missing
 from grmpipe.models.lm.footprint import Heads, read_heads
 from grmpipe.models.lm.packable_configs import is_known_to_pack
 from grmpipe.models.settings import ROUTER
+from grmpipe.roles.roles import Model, ServedRole
 from grmpipe.scheduler.placement import Placement
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.roles import Model, Roles, ServedRole, make_option_key, resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.models.chat.renderer import Renderer, mean_the_same
@@ -13,7 +12,7 @@ from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.hub import find_files, is_hub_name
 from grmpipe.models.model_files import read_json
 from grmpipe.models.settings import ModelConfig
-from grmpipe.validate.engines import resolve_context_limit
+from grmpipe.roles.roles import Model, Roles, ServedRole, make_option_key, resolve_engine
 
 TEACHERS = "algorithm.distill.teachers"
 CRITIC, META_RM = "critic", "meta_rm"  # their roles
@@ -38,7 +37,7 @@ def find_model(role: ServedRole, config: RunConfig, *, weights: bool = True) -> 
         )
         _ = renderer.thinking  # it renders a message, which a chat template may refuse
     check_vocabulary(role.key, options, renderer)
-    window = resolve_context_limit(role, renderer.context_tokens)
+    window = role.resolve_context_limit(renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)

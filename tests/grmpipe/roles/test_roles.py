@@ -17,20 +17,19 @@ from safetensors.torch import load_file, save_file
 from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.io.resume_rules import find_changed_keys
 from grmpipe.config.io.yaml_io import build_config
-from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
 from grmpipe.models.engines.openai.openai_kind import OpenAIKind, request_options
 from grmpipe.models.lm.footprint import Heads, read_heads
 from grmpipe.models.settings import EmbeddedConfig, VllmConfig
 from grmpipe.models.types import Message, RequestContext, SamplingParams
+from grmpipe.roles.find_models import find_model
+from grmpipe.roles.role_placement import check_options, seat_roles
+from grmpipe.roles.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, resolve_context_limit
-from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import prepare
-from grmpipe.validate.role_placement import seat_roles
 
 OUTSIDE = {"engine": "openai", "path": "a-judge"}
 
@@ -62,11 +61,11 @@ def find(role: str, run: RunConfig) -> Model:
 
 
 def check(run: RunConfig) -> None:
-    check_options(roles_of(run), run, seats(run))
+    check_options(roles_of(run), run.asked, seats(run))
 
 
 def check_here(run: RunConfig) -> None:
-    check_installed(roles_of(run), run)
+    roles_of(run).check_installed(joined=run.cluster.address is not None)
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -242,12 +241,12 @@ def test_several_gpus_are_for_engines_that_can_share_a_model(role: str, kind: st
 def test_heads_are_shared_evenly_or_not_at_all(gpus: int, query: int, key: int, instead: int | None) -> None:
     run = config(placement_of("gpu", 8, policy={"slots_per_replica": gpus}), policy={"engine": "vllm"})
     if instead is None:
-        check_tensor_parallel(served("policy", run), Heads(query=query, key=key))
+        served("policy", run).check_tensor_parallel(Heads(query=query, key=key))
         return
     with pytest.raises(
         ConfigError, match=rf"^placement\.roles\.policy\.slots_per_replica: {gpus} GPUs can't share"
     ) as told:
-        check_tensor_parallel(served("policy", run), Heads(query=query, key=key))
+        served("policy", run).check_tensor_parallel(Heads(query=query, key=key))
     assert str(told.value).endswith(f"slots_per_replica={instead}")
 
 
@@ -258,14 +257,14 @@ def test_number_of_heads_comes_from_the_models_config() -> None:
 def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:
     shared = config(engine={"vllm": {"max_context_tokens": 300}}, policy={"engine": "vllm"})
     assert (
-        resolve_context_limit(served("policy", shared), 512),
-        resolve_context_limit(served("grm", shared), 512),
+        served("policy", shared).resolve_context_limit(512),
+        served("grm", shared).resolve_context_limit(512),
     ) == (300, 512)
     with pytest.raises(ConfigError, match=r"^engine\.vllm\.max_context_tokens: 300 exceeds .*=200 or less"):
-        resolve_context_limit(served("policy", shared), 200)
+        served("policy", shared).resolve_context_limit(200)
     own = config(policy={"engine": "vllm", "engine_options": {"max_context_tokens": 300}})
     with pytest.raises(ConfigError, match=r"^policy\.engine_options\.max_context_tokens: 300 exceeds"):
-        resolve_context_limit(served("policy", own), 200)
+        served("policy", own).resolve_context_limit(200)
 
 
 def test_joined_servers_are_one_for_each_replica() -> None:

@@ -10,20 +10,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import build_config
-from grmpipe.config.roles import Model, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.lm import checkpoint_names
-from grmpipe.scheduler.placement import Placement, place
-from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.learners import (
+from grmpipe.roles.learners import (
     check_divides,
     check_experts,
     check_records_experts,
     check_shares_no_samples,
     check_weight_names,
 )
+from grmpipe.roles.role_placement import seat_roles
+from grmpipe.roles.roles import Model, resolve_roles
+from grmpipe.scheduler.placement import Placement, place
+from grmpipe.tiny.resolve import SHIPPED
 from grmpipe.validate.prepare import prepare
-from grmpipe.validate.role_placement import seat_roles
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
          "vocab_size": 32, "intermediate_size": 32}  # fmt: skip

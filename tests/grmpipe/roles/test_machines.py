@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
+from grmpipe.roles.machines import check_seats, check_shared
 from grmpipe.scheduler.placement import PlacementConfig, place
 from grmpipe.scheduler.processes.actors import InProcessCluster
-from grmpipe.validate.machines import check_seats, check_shared
 
 ROOT = Path(__file__).parents[3]
 PLACEMENTS = sorted(path.stem for path in (ROOT / "conf" / "placement").glob("*.yaml"))

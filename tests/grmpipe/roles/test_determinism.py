@@ -9,10 +9,10 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
-from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.settings import EmbeddedConfig
-from grmpipe.validate.role_placement import seat_roles
+from grmpipe.roles.role_placement import seat_roles
+from grmpipe.roles.roles import Roles
 
 ROOT = Path(__file__).parents[3]
 

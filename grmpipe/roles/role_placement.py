@@ -1,20 +1,23 @@
 """Assigns every role its slots, engine and transport, and checks that they work together."""
 
+import itertools
 import logging
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.roles import Roles, ServedRole, resolve_roles
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_judges import Judging
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.engines.installed import nccl_version
 from grmpipe.models.types import TransportKind
 from grmpipe.models.weights.transports import TRANSPORTS, transport_kind
+from grmpipe.roles.determinism import check_deterministic
+from grmpipe.roles.learners import check_backend, check_parallel
+from grmpipe.roles.machines import place_roles
+from grmpipe.roles.roles import ResolvedRole, Roles, ServedRole, resolve_roles
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.weights.choose_transport import WeightPath, choose_transport
-from grmpipe.validate.determinism import check_deterministic
-from grmpipe.validate.engines import check_options, check_shares
-from grmpipe.validate.learners import check_backend, check_parallel
-from grmpipe.validate.machines import place_roles
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +27,9 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     placement = place_roles(config)
     with section(""):
         roles = resolve_roles(config, placement)
-    check_options(roles, config, placement)
+    check_options(roles, config.asked, placement)
+    if config.task != "train_judge_rft":
+        check_correction(roles.served[POLICY], config.algorithm)
     check_deadlines(config)
     check_shares(roles, placement)
     check_deterministic(config, placement, roles)
@@ -47,6 +52,92 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
             f"set placement.pools.{pool}.time_shared=false"
         )
     return placement, roles
+
+
+def check_options(roles: Roles, asked: Judging, placement: Placement) -> None:
+    """Check that engines can use their places, and that limits leave time to answer. The same on every machine."""
+    for role in roles.served.values():
+        role.check_joined()
+        role.check_speculation()
+        if role.engine.endpoint is not None:
+            for judge in asked.select_asking(role.name).values():
+                role.check_limits(role.engine.endpoint, judge)
+    for name in placement.seats:
+        check_slots(roles[name])
+    for role in roles.seated:
+        check_sleep(role, placement)
+
+
+def check_correction(policy: ServedRole, algorithm: AlgorithmConfig) -> None:
+    """Check that a policy that learns from samples of quantized weights corrects for them. Imitation has no ratio."""
+    if policy.learner is None or not policy.engine.quantizes:
+        return
+    if algorithm.correction == "none" and algorithm.proximal != "sampler":
+        raise ConfigError(
+            f"algorithm.correction: the engine of {policy.name} samples from quantized weights or cache, which is "
+            "another policy than the learner's, and nothing corrects for it; type algorithm.correction=tis or "
+            "algorithm.proximal=sampler (to measure what happens without a correction, type "
+            "algorithm.correction=grmpipe.algorithm.corrections.apply_no_correction)"
+        )
+
+
+def check_slots(role: ResolvedRole) -> None:
+    """Check that a process uses all GPUs of its seat."""
+    by_engine = isinstance(role, ServedRole)  # a rank of a learner, or a scorer, uses one GPU
+    if role.num_gpus == 1 or (isinstance(role, ServedRole) and role.engine.tensor_parallel):
+        return
+    other_engine = f" or {role.name}.engine=vllm, which splits one model over several" if by_engine else ""
+    raise ConfigError(
+        f"placement.roles.{role.name}.slots_per_replica: a process of {role.name} uses one GPU, "
+        f"{role.num_gpus - 1} of {role.num_gpus} would be idle; "
+        f"type placement.roles.{role.name}.slots_per_replica=1, and replicas for more{other_engine}"
+    )
+
+
+def check_sleep(role: ServedRole, placement: Placement) -> None:
+    """Check that engines of an elastic or time-shared pool can free a GPU's memory while they don't serve."""
+    if role.name in placement.time_sharing_roles:
+        sharing, others = "time_shared", "the learner"
+    elif role.is_elastic:
+        sharing, others = "elastic", "another role"
+    else:
+        return
+    way_out = f"placement.pools.{role.pool}.{sharing}=false"
+    if role.frees_device and not role.engine.memory.sleep_mode:
+        key = role.option_key("sleep_mode")
+        raise ConfigError(
+            f"{key}: slots of the {sharing} pool {role.pool} are used by {role.name} and {others} in alternation, "
+            f"which share the GPU's memory; type {key}=true, or {way_out}"
+        )
+    if role.engine.joined:
+        raise ConfigError(
+            f"{role.option_key('urls')}: servers that already run have no slots in the placement; type {way_out}"
+        )
+
+
+def check_shares(roles: Roles, placement: Placement) -> None:
+    """Check that engines that hold a GPU's memory at the same time don't ask for more than all of it."""
+    asked = {
+        role.name: share
+        for role in roles.seated
+        if role.device == "cuda" and (share := role.engine.memory.share) is not None
+    }
+    if len(asked) < 2 or not sum(asked.values()) > 1:
+        return
+    blocks = [{(seat.pool, slot) for seat in placement.seats[role] for slot in seat.slots} for role in asked]
+    served = [roles.served[name] for name in asked]
+    pool = served[0].pool
+    by_turns = all(role.frees_device for role in served)
+    meet = any(one & other for one, other in itertools.combinations(blocks, 2))
+    if not meet or (placement.elastic_slots(pool) and by_turns):
+        return
+    keys = {role.name: role.option_key(role.engine.memory.share_option) for role in served}
+    settings = " and ".join(f"{keys[role]}={share:g} ({role})" for role, share in asked.items())
+    half = " ".join(f"{role.key}.engine_options.{role.engine.memory.share_option}=0.4" for role in served)
+    raise ConfigError(
+        f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
+        f"{settings}; type {half}, or for vLLM null: the memory that the models leave is then divided"
+    )
 
 
 def check_has_own_slots(role: ServedRole, placement: Placement) -> None:
