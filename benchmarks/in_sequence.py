@@ -25,8 +25,8 @@ from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.start import start
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
+from grmpipe.run.prepare import prepare
 from grmpipe.types import Rollout
-from grmpipe.validate.prepare import prepare
 
 STEPS_PER_BLOCK = 6  # counted steps; a block has one more at each end, where the pipeline fills and drains
 STAGES = ("rollouts", "judgements", "micro-batches and step", "weight sync")

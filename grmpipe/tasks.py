@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, size_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.start_cluster import preload
 from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.prepare import Prepared, prepare
 from grmpipe.run.run_context import HasConfig, Run, run_in_directory
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import stoppable
 from grmpipe.run_dir.directory import RunLocation
 from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.scheduler.event_loop import run_to_end
-from grmpipe.validate.notes import device_notes, hyperparameter_notes
-from grmpipe.validate.prepare import Prepared, prepare
 
 if TYPE_CHECKING:
-    from grmpipe.validate.evaluation import PreparedEvaluation
-    from grmpipe.validate.meta_rm_training import MetaRmTraining
-    from grmpipe.validate.rejudging import PreparedRejudging
-    from grmpipe.validate.retraining import PreparedRetraining
+    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
+    from grmpipe.run.tasks.rejudge import PreparedRejudging
+    from grmpipe.run.tasks.retrain import PreparedRetraining
+    from grmpipe.run.tasks.train_meta_rm import MetaRmTraining
 
 
 P = TypeVar("P", bound=HasConfig)
@@ -127,33 +127,28 @@ def rft() -> RunTask[Prepared]:
 
 
 def make_retraining() -> RunTask[PreparedRetraining]:
-    from grmpipe.run.tasks.retrain import RecordedRunTraining
-    from grmpipe.validate.retraining import prepare_retraining
+    from grmpipe.run.tasks.retrain import RecordedRunTraining, prepare_retraining
 
     return RunTask(prepare=prepare_retraining, make_run=RecordedRunTraining)
 
 
 def meta_rm_training() -> RunTask[MetaRmTraining]:
-    from grmpipe.run.tasks.train_meta_rm import MetaRmRun
-    from grmpipe.validate.meta_rm_training import prepare_meta_training
+    from grmpipe.run.tasks.train_meta_rm import MetaRmRun, prepare_meta_training
 
     continued = "once {run_dir}/judgements.jsonl exists, a new run can read it with meta_rm.judgements=..."
     return RunTask(prepare=prepare_meta_training, make_run=MetaRmRun, continued=continued)
 
 
-def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
-    from grmpipe.validate import evaluation
-
-    ready = evaluation.prepare_evaluation(config)
-    return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
-
-
 def evaluation() -> RunTask[PreparedEvaluation]:
     from grmpipe.run.tasks.evaluate import EvaluationRun
-    from grmpipe.validate.evaluation import PreparedEvaluation
+    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, prepare_evaluation
+
+    def prepare_with_shares(config: RunConfig) -> PreparedEvaluation:
+        ready = prepare_evaluation(config)
+        return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
 
     return RunTask(
-        prepare=prepare_evaluation,
+        prepare=prepare_with_shares,
         make_run=EvaluationRun,
         notes=PreparedEvaluation.notes,
         continued="type the command again",
@@ -161,8 +156,7 @@ def evaluation() -> RunTask[PreparedEvaluation]:
 
 
 def rejudge() -> RunTask[PreparedRejudging]:
-    from grmpipe.run.tasks.rejudge import RejudgeRun
-    from grmpipe.validate.rejudging import PreparedRejudging, prepare_rejudging
+    from grmpipe.run.tasks.rejudge import PreparedRejudging, RejudgeRun, prepare_rejudging
 
     return RunTask(prepare=prepare_rejudging, make_run=RejudgeRun, notes=PreparedRejudging.notes, continued=AS_BEFORE)
 

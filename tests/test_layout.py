@@ -60,7 +60,6 @@ ORDER = [
     "grmpipe/run_dir",
     "grmpipe/viewer",
     "grmpipe/evaluation",
-    "grmpipe/validate",
     "grmpipe/run",
     "grmpipe/run/features",
     "grmpipe/run/features/cotrain",

@@ -3,6 +3,7 @@ says so; says what is wrong with the rest.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.keys.user_code import format_value, to_number
@@ -16,6 +17,14 @@ FIELDS = ("messages", "prompt", "reference", "rubric", "info", "prompt_id", "sou
 VERLS = ("data_source", "reward_model", "ground_truth", "extra_info")  # fields that verl's functions are given
 WHOLE = ("reference", "ground_truth", "prompt_id", "source")  # whole numbers among them are never floats
 EXACT = 2**53  # from here on a float has lost the last digits of a whole number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Prompts for training and for evaluation. They have none in common."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
 
 
 def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:

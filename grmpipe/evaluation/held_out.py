@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ONE_ANSWER = AnswerSampling(num_samples=1, pass_k=(1,))
+HELD_OUT = "held_out"  # name of the prompts of data.eval_path
 EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", "grm_accuracy", "response_tokens")
 
 

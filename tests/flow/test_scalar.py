@@ -21,11 +21,11 @@ from grmpipe.models.engines.endpoint_use import NoRequestLog
 from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
 from grmpipe.roles.find_models import find_scalar_models
 from grmpipe.run.build.start_models import list_models, start_scorers
+from grmpipe.run.prepare import prepare
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.processes.actors import InProcessCluster
 from grmpipe.tasks import run_task
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ("+experiment=quickstart", "cluster=inprocess", "tracking=none")

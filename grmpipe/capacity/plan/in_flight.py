@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.capacity.plan.work import judge_questions, num_tokens, shares_asked
-from grmpipe.validate.context_limits import longest_response
+from grmpipe.judge.context_limits import longest_response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def longest_rollout(facts: RunFacts) -> Longest:
     sized = facts.models[POLICY]
     return Longest(
         prompt=max((num_tokens(sized, prompt.messages) for prompt in facts.longest_prompts), default=0),
-        answer=longest_response(facts.config, sized.context_tokens),
+        answer=longest_response(facts.config.rollout, facts.config.env, sized.context_tokens),
         window=sized.context_tokens,
     )
 
@@ -92,7 +92,7 @@ def longest_judgement(name: str, facts: RunFacts) -> Longest:
     sized = facts.models[judge.model]
     asked = judge_questions(judge, facts.longest_prompts)
     question = max((num_tokens(sized, messages) for messages in asked), default=0)
-    response = longest_response(config, facts.models[POLICY].context_tokens)
+    response = longest_response(config.rollout, config.env, facts.models[POLICY].context_tokens)
     principles = judge.principles.max_new_tokens if judge.principles.kind == "shared" else 0
     shown = judge.responses_shown(config.train.group_size) * response + principles
     return Longest(prompt=question + shown, answer=judge.max_new_tokens, window=sized.context_tokens)

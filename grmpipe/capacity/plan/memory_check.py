@@ -11,10 +11,10 @@ from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, li
 from grmpipe.capacity.plan.memory import MemoryUse, SlotMemory, list_memory, memory_of_slots, size
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized, find_devices, find_longest, with_memory
 from grmpipe.config.run_config import ConfigError
+from grmpipe.data.prompts import Data
 from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.roles.find_models import CRITIC
-from grmpipe.validate.data import Data
-from grmpipe.validate.prepare import Prepared
+from grmpipe.run.prepare import Prepared
 
 
 def divide_gpus(prepared: Prepared) -> Prepared:

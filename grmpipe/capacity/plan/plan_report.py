@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
+from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
 from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
@@ -15,7 +16,6 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.models.engines.engine_kind import EngineOptions
 from grmpipe.models.settings import EngineConfig
 from grmpipe.scheduler.placement import describe
-from grmpipe.validate.notes import device_notes, hyperparameter_notes
 
 # Judges that ask no model, or one with a scalar head.
 KIND_IN_WORDS = {

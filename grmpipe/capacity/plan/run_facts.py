@@ -10,6 +10,8 @@ from grmpipe.capacity.lower_bound import META_RM
 from grmpipe.config.io.key_errors import ModelNotHere, section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
+from grmpipe.data.prompts import Data
+from grmpipe.judge.context_limits import check_answer_fits, check_policy
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
 from grmpipe.roles.find_models import find_critic, find_model
@@ -17,12 +19,11 @@ from grmpipe.roles.learners import check_experts, check_learns, check_query_head
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Model, Roles, ServedRole, resolve_roles
+from grmpipe.run.prepare import check_judges, check_objective
+from grmpipe.run.run_prompts import read_data
 from grmpipe.scheduler.devices import DeviceSpec, device_called, find_device
 from grmpipe.scheduler.placement import Placement, PoolConfig
 from grmpipe.types import Prompt
-from grmpipe.validate.context_limits import check_answer_fits, check_judges, check_policy
-from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.prepare import check_objective
 
 LONGEST_PROMPTS = 8  # by characters: the one with the most tokens is most likely among them
 
@@ -96,9 +97,9 @@ def collect_facts(config: RunConfig) -> RunFacts:
             unchecked.append(f"{error}, or run on a machine that has them")
     models, lacking = size_models(config, roles)
     if (policy := models["policy"].model) is not None:
-        check_policy(config, policy, data)
+        check_policy(config.rollout, policy, data)
     else:
-        check_answer_fits(config, roles.served["policy"])
+        check_answer_fits(config.rollout, roles.served["policy"])
     found = [sized.model for sized in models.values() if sized.model is not None]
     check_judges(config, roles, found, data)
     return RunFacts(

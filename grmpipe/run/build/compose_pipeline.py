@@ -23,6 +23,7 @@ from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.observers import Observers
+from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.slots.time_share import TimeShare
 from grmpipe.scheduler.weights.weight_sync import SyncReport
@@ -31,7 +32,6 @@ from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import Judge, Prompt
-from grmpipe.validate.prepare import Prepared
 
 PushWeights = Callable[[int], Awaitable[SyncReport]]
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import Engine
 from grmpipe.roles.roles import Model, Roles
+from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.routing.migration import Continuation
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.slots.sleep import put_to_sleep
 from grmpipe.scheduler.weights.stored_weights import StoredWeights
-from grmpipe.validate.prepare import Prepared
 
 MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
 MOST_PROBE_TOKENS = 64

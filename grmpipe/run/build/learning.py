@@ -14,6 +14,7 @@ from grmpipe.roles.find_models import CRITIC
 from grmpipe.roles.role_placement import resolve_transport
 from grmpipe.roles.roles import Model, Roles, ServedRole
 from grmpipe.run.features.cotrain.grm_settings import grm_algorithm, grm_train
+from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
@@ -21,7 +22,6 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
-from grmpipe.validate.prepare import Prepared
 
 log = logging.getLogger(__name__)
 

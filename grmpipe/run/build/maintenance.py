@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
@@ -14,7 +15,6 @@ from grmpipe.scheduler.slots.engine_replacement import BringCurrent, RoleHealth,
 from grmpipe.scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
-from grmpipe.validate.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

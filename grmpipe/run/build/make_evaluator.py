@@ -15,9 +15,9 @@ from grmpipe.observe.progress import Progress
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running
+from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Judge, Prompt
-from grmpipe.validate.prepare import Prepared
 
 
 def make_evaluator(prepared: Prepared, running: Running, progress: Progress) -> Evaluator:

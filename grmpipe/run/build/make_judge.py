@@ -20,9 +20,9 @@ from grmpipe.judge.teacher_context import TeacherContext
 from grmpipe.judge.teaching import NoReward, Teacher
 from grmpipe.models.types import Generates
 from grmpipe.roles.find_models import META_RM
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.types import Judge
-from grmpipe.validate.prepare import Prepared
 
 Models = Mapping[str, RunModel]  # of the run, by role
 

@@ -10,9 +10,9 @@ from grmpipe.envs.retry_episode import with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.models.types import KeepsTrajectories, SamplingParams
 from grmpipe.run.build.start_envs import Envs
+from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt, Rollout
-from grmpipe.validate.prepare import Prepared
 from grmpipe.workflows.episode_chat import EpisodeChats
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature
 from grmpipe.run.features.watching_judges import STEPS_WAITING, Watcher, WatchingJudges
 from grmpipe.run.observers import Observers
+from grmpipe.run.prepare import Prepared
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.run_state import RunState
-from grmpipe.validate.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,13 +32,13 @@ from grmpipe.run.build.start_models import (
 )
 from grmpipe.run.features.policy_updates import PolicyUpdates
 from grmpipe.run.observers import Observers
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.types import Judge
-from grmpipe.validate.prepare import Prepared
 
 MACHINES = "the machines and their processes"  # what a start waits for first
 

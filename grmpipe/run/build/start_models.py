@@ -30,6 +30,7 @@ from grmpipe.run.build.learning import (
     transport_between,
 )
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
@@ -38,7 +39,6 @@ from grmpipe.scheduler.routing.rate_limits import RateLimits
 from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
-from grmpipe.validate.prepare import Prepared
 
 LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer

@@ -7,8 +7,8 @@ from grmpipe.judge.composition.composed_judge import get_members, with_own_bound
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, try_prompt
 from grmpipe.judge.teaching import Teacher
 from grmpipe.models.types import EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
+from grmpipe.run.prepare import Prepared
 from grmpipe.types import Judge
-from grmpipe.validate.prepare import Prepared
 
 
 async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation, JudgedRollout, read_anchor
+from grmpipe.evaluation.held_out import HELD_OUT, Evaluator, HeldOutEvaluation, JudgedRollout, read_anchor
 from grmpipe.judge.composition.composed_judge import get_members
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 from grmpipe.models.types import EngineDenied
@@ -24,7 +24,6 @@ from grmpipe.run.errors import RunFailed
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics, Prompt, Rollout
-from grmpipe.validate.evaluation import HELD_OUT
 
 log = logging.getLogger(__name__)
 

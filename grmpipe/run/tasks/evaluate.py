@@ -14,11 +14,11 @@ from grmpipe.run.build.start import Running, start
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, name_metrics
 from grmpipe.run.tasks.evaluate_policy import evaluate_policy
+from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
 from grmpipe.run.tasks.stats import env_summary, summarize_judging
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Metrics
-from grmpipe.validate.evaluation import PreparedEvaluation
 
 
 class EvaluationRun(Run[PreparedEvaluation]):

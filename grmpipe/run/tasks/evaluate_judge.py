@@ -24,9 +24,9 @@ from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_judge import make_judge, make_meta_rm
 from grmpipe.run.build.start import Running
+from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Judge, Labelled, Metrics
-from grmpipe.validate.evaluation import PreparedEvaluation
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from grmpipe.pipeline.counters import Counters
 from grmpipe.run.build.make_evaluator import compute_pass_reward, evaluator_on, read_sampling
 from grmpipe.run.build.start import Running
 from grmpipe.run.run_context import RunContext
+from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, PromptSet
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import JudgeReport, Prompt, Rollout
-from grmpipe.validate.evaluation import PreparedEvaluation, PromptSet
 
 
 @dataclass(frozen=True, slots=True)

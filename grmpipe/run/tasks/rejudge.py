@@ -5,10 +5,17 @@ rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups o
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from grmpipe.config.io.key_errors import section
+from grmpipe.config.reward_checks import check_sources
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.prompts import Data
 from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, write_comparison
 from grmpipe.evaluation.verdict_comparison import VerdictComparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
+from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.summary import EvalSummary, Status, Summary
@@ -16,13 +23,71 @@ from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start import Running, start
+from grmpipe.run.prepare import Prepared, check_all_judges
 from grmpipe.run.run_context import Run, RunContext
+from grmpipe.run.run_prompts import check_references, select_reaching
+from grmpipe.run.tasks.prepare_evaluation import find_judges, without_adapters
 from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
+from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.run_together import raise_first_failure, run_until
 from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
-from grmpipe.validate.rejudging import PreparedRejudging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRejudging:
+    """A checked judging again, ready to start. source: the directory of the run."""
+
+    prepared: Prepared
+    stored: StoredGroups
+    source: Path
+
+    @property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    def notes(self) -> list[str]:
+        """What the new judge is not."""
+        said = []
+        if self.config.judging.by_policy:
+            said.append("the policy judges as it was at the start of the run")
+        for role in self.config.judging.local_roles:
+            if (trained := self.source / role).is_dir():
+                model = self.config.models[role]
+                said.append(
+                    f"{model.key}.path: {role} was trained in this run, and judges again as it was at the start, "
+                    f"{model.path}; for the trained one type {model.key}.path={trained}"
+                )
+        return said
+
+
+def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
+    """Open the run's rollouts, find the models that judge, and check that they can read them. Raises ConfigError."""
+    assert config.run_dir is not None
+    source, config = Path(config.run_dir).parent.parent, without_adapters(config)
+    check_judges_again(config)
+    with section("run_dir: "):
+        stored = open_stored(source, config.rejudge, config.seed)
+    with section(""):
+        check_sources(config.rewards, {prompt.source for prompt in stored.prompts})
+    for judge in config.judging.generative.values():
+        check_template(judge, stored.prompts)
+    for name, judge in config.judging.judges.items():
+        if judge.kind == "rule":
+            with section("run_dir: "):
+                check_references(judge, str(stored.run.rollouts), select_reaching(config, name, stored.prompts))
+    prepared = find_judges(config, stored.prompts)
+    check_all_judges(prepared, Data(train=stored.prompts, held_out=()))
+    return PreparedRejudging(prepared=prepared, stored=stored, source=source)
+
+
+def check_judges_again(config: RunConfig) -> None:
+    for judge in config.judging.judges.values():
+        if judge.kind == "label":
+            raise ConfigError(
+                f"{judge.key}.kind: label is for a judge in training; type judge=generative, or another judge of texts"
+            )
 
 
 class GroupJudging:

@@ -32,13 +32,13 @@ from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import prefix_names
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.scheduler.run_together import raise_first_failure, run_until
 from grmpipe.train.batching.packer import pack_rounds
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
-from grmpipe.validate.prepare import Prepared
 
 log = logging.getLogger(__name__)
 

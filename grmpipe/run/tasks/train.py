@@ -8,6 +8,7 @@ from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.build.try_models import try_judge, try_teachers
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.stats import RunStats
@@ -15,7 +16,6 @@ from grmpipe.run.tasks.training_steps import TrainingSteps, restore_flow
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.trackers.tracker import SampleRow
-from grmpipe.validate.prepare import Prepared
 
 
 class TrainingRun(Run[Prepared]):

@@ -20,6 +20,7 @@ from grmpipe.run.errors import RunFailed
 from grmpipe.run.failed_batch import save_failed_batch
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_context import RunContext
 from grmpipe.run.run_watcher import StepControls
 from grmpipe.run.signals import ENDS_WITH_CHECKPOINT
@@ -31,7 +32,6 @@ from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_afte
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.scheduler.gc_tuning import infrequent_gc
 from grmpipe.types import JudgedGroup, Metrics
-from grmpipe.validate.prepare import Prepared
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from grmpipe.config.io.unused_overrides import check_typed_judges
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
-from grmpipe.validate.prepare import prepare
+from grmpipe.run.prepare import prepare
 
 CONTEXT = r"^algorithm\.distill\.context: "
 KEY = r"^algorithm\.distill\.teachers: "

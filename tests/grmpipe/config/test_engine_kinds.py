@@ -107,7 +107,7 @@ def test_options_of_an_own_engine_are_checked_like_any_other(mine: str) -> None:
 OWN_FILES = ("models/engines/", "models/settings.py", "grmpipe/config/engine_kinds.py")
 OPTIONS = {"EmbeddedConfig", "VllmConfig", "SglangConfig", "OpenAIConfig"}
 # Of grmpipe/: may know a whole RunConfig.
-ABOVE = ("config/", "validate/", "capacity/", "run/", "run_dir/", "tasks.py", "cli.py", "launching.py")
+ABOVE = ("config/", "roles/", "capacity/", "run/", "run_dir/", "tasks.py", "cli.py", "launching.py")
 
 
 def sources() -> dict[str, ast.Module]:

@@ -21,9 +21,9 @@ from grmpipe.roles.learners import (
 )
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Model, resolve_roles
+from grmpipe.run.prepare import prepare
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.prepare import prepare
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
          "vocab_size": 32, "intermediate_size": 32}  # fmt: skip

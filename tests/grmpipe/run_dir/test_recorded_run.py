@@ -13,10 +13,10 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.observe.recorder import Recorder
+from grmpipe.run.tasks.retrain import prepare_retraining, without_time_sharing
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.scheduler.placement import place
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from grmpipe.validate.retraining import prepare_retraining, without_time_sharing
 
 ROOT = Path(__file__).parents[3]
 

@@ -38,6 +38,7 @@ from grmpipe.run.features.cotrain.grm_settings import (
 )
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.features.cotrain.pacing import StepPacer
+from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.recovery import void_steps_after
@@ -48,7 +49,6 @@ from grmpipe.scheduler.slots.engine_replacement import RoleHealth
 from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
-from grmpipe.validate.prepare import Prepared
 
 FOLDER = "cotrain"  # of the judging tasks' journals
 ROLLOUT_WINDOW = 256  # latest right and latest wrong rollouts to sample from, this many of each

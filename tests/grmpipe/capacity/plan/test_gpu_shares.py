@@ -18,8 +18,8 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.vllm.options import VllmStart, make_arguments
 from grmpipe.models.settings import VllmConfig
 from grmpipe.roles.role_placement import seat_roles
-from grmpipe.tasks import prepare_evaluation
-from grmpipe.validate.prepare import prepare
+from grmpipe.run.prepare import prepare
+from grmpipe.tasks import evaluation
 
 ROOT = Path(__file__).parents[4]
 EACH = ("policy.engine_options", "grm.engine_options")
@@ -105,7 +105,7 @@ def test_models_that_leave_no_room_get_no_share() -> None:
 @pytest.mark.vllm
 def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """As passed to vLLM; here with local models, on a described GPU."""
-    monkeypatch.setattr("grmpipe.validate.prepare.check_machine", lambda *_: None)
+    monkeypatch.setattr("grmpipe.run.prepare.check_machine", lambda *_: None)
     config = composed("+experiment=quickstart", "placement=one_gpu", "engine=vllm")
     prepared = divide_gpus(prepare(config))
     engine = prepared.roles.served["policy"].engine.options
@@ -122,7 +122,7 @@ def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkey
         "+experiment=quickstart", "placement=one_gpu_time_shared", "engine=vllm", "task=evaluate",
         "evaluate.what=policy", "data.num_eval_prompts=2",
     )  # fmt: skip
-    prepared = prepare_evaluation(config).prepared
+    prepared = evaluation().prepare(config).prepared
     assert set(prepared.placement.seats) == {"policy", "grm"}
     served = prepared.roles.served
     options = [served[role].engine.options for role in ("policy", "grm")]

@@ -17,8 +17,8 @@ from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.run.prepare import prepare
 from grmpipe.tasks import run_task
-from grmpipe.validate.prepare import prepare
 
 ROOT = Path(__file__).parents[4]
 CERTAIN_MB = 8.9  # of the quickstart: 6 times 370,368 float32 numbers; of it the learner has 5.93

@@ -13,8 +13,8 @@ from grmpipe.capacity.plan.memory_check import check_memory
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.lm.footprint import read_footprint
+from grmpipe.run.prepare import prepare
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.prepare import prepare
 
 ROOT = Path(__file__).parents[4]
 WEIGHTS_MB = read_footprint(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6

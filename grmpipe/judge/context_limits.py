@@ -1,13 +1,16 @@
 """Checks that prompts, answers and thoughts fit the templates and context windows of the policy and the judges."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
+from grmpipe.config.data import RolloutConfig
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_config import ConfigError
+from grmpipe.data.prompts import Data
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.parse import compile_pattern
@@ -16,30 +19,29 @@ from grmpipe.judge.verdict_forms import Form
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.chat.thinking import ThinkingMarkers, thinks
 from grmpipe.models.types import Message
-from grmpipe.roles.roles import Model, Roles, ServedRole
+from grmpipe.roles.roles import Model, ServedRole
 from grmpipe.types import Prompt
-from grmpipe.validate.data import Data
 
 log = logging.getLogger(__name__)
 
 EMPTY_ANSWER = Message(role="assistant", content="")
 
 
-def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
+def check_policy(rollout: RolloutConfig, policy: Model, data: Data) -> None:
     """Check that the policy's chat template accepts the prompts, and its window at least one of them with an answer."""
     with section("policy."):
         for prompt in one_of_each_kind((*data.held_out, *data.train)):
             policy.renderer.render(prompt.messages)
-    check_stop(config.rollout.stop, policy.renderer)
-    if budget := config.rollout.thinking_budget_tokens:
+    check_stop(rollout.stop, policy.renderer)
+    if budget := rollout.thinking_budget_tokens:
         markers = find_thoughts("rollout.thinking_budget_tokens", POLICY, policy.renderer, off="0")
         ending = len(policy.renderer.encode_inserted(markers.end_of_thought()))
-        check_room("rollout.max_new_tokens", config.rollout.max_new_tokens, budget, ending, "an answer")
+        check_room("rollout.max_new_tokens", rollout.max_new_tokens, budget, ending, "an answer")
     check_context_limit(
         name=POLICY,
         context_tokens=policy.context_tokens,
         key="rollout.max_new_tokens",
-        new_tokens=config.rollout.max_new_tokens,
+        new_tokens=rollout.max_new_tokens,
         lengths=((prompt, len(policy.renderer.render(prompt.messages))) for prompt in data.train),
         what="prompt",
     )
@@ -62,32 +64,21 @@ def one_of_each_kind(prompts: Iterable[Prompt]) -> list[Prompt]:
     return list({tuple(message.role for message in prompt.messages): prompt for prompt in prompts}.values())
 
 
-def check_answer_fits(config: RunConfig, role: ServedRole) -> None:
+def check_answer_fits(rollout: RolloutConfig, role: ServedRole) -> None:
     """Check that the policy's window has room for an answer, where the model isn't here to count a prompt's tokens."""
     window = role.resolve_context_limit(role.model.shape.context_tokens)
-    if 0 < window <= config.rollout.max_new_tokens:
+    if 0 < window <= rollout.max_new_tokens:
         limit = f"{role.option_key('max_context_tokens')}={window}"
         raise ConfigError(
-            f"rollout.max_new_tokens: {config.rollout.max_new_tokens} leave no room for a prompt in the policy's "
+            f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt in the policy's "
             f"window of {window} tokens; type less, or more than {limit}"
         )
 
 
-def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:
-    """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
-    known = {model.name: model for model in models}
-    response_tokens = longest_response(config, known[POLICY].context_tokens if POLICY in known else 0)
-    for judge in config.asked.generative.values():
-        role = roles.served[judge.model]
-        if role.name in known or role.engine.outside:
-            check_judge(config, judge, role, known.get(role.name), data, response_tokens)
-
-
-def longest_response(config: RunConfig, policy_tokens: int) -> int:
+def longest_response(rollout: RolloutConfig, env: EnvConfig, policy_tokens: int) -> int:
     """Most tokens of what a judge reads of a rollout: of an answer, or of an episode with its observations, which the
     policy's window bounds as well. policy_tokens: that window; 0: unknown.
     """
-    rollout, env = config.rollout, config.env
     if env.env_kind.is_single:
         return rollout.max_new_tokens
     observation_tokens = -(-env.max_observation_chars // BYTES_PER_TOKEN)
@@ -96,18 +87,25 @@ def longest_response(config: RunConfig, policy_tokens: int) -> int:
 
 
 def check_judge(
-    config: RunConfig, judge: JudgeConfig, role: ServedRole, grm: Model | None, data: Data, response_tokens: int
+    judge: JudgeConfig,
+    role: ServedRole,
+    grm: Model | None,
+    data: Data,
+    *,
+    group_size: int,
+    response_tokens: int,
+    in_episodes: bool,
 ) -> None:
     """Check that a judge's template accepts the prompts, and its window at least one of them with a full response and a
     critique.
 
     A full response, because a policy that writes more than the judge can read would escape it, or have a tool write
-    it. `grm`: None for a remote judge.
+    it. `grm`: None for a remote judge. response_tokens: see longest_response.
     """
     prompts = (*data.train, *data.held_out)
     template = check_template(judge, prompts)
     ahead = judge.principles.kind == "shared"
-    num_shown = judge.responses_shown(config.train.group_size)
+    num_shown = judge.responses_shown(group_size)
     shown_tokens = 0 if judge.format.truncation == "middle" else num_shown * response_tokens
     extra_tokens = shown_tokens + (judge.principles.max_new_tokens if ahead else 0)
 
@@ -118,7 +116,7 @@ def check_judge(
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
-    what, cut = describe_longest(config, judge)
+    what, cut = describe_longest(judge, in_episodes=in_episodes)
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
@@ -134,11 +132,11 @@ def check_judge(
     )
 
 
-def describe_longest(config: RunConfig, judge: JudgeConfig) -> tuple[str, str]:
+def describe_longest(judge: JudgeConfig, *, in_episodes: bool) -> tuple[str, str]:
     """What a judge reads at most, and how to make it shorter; empty: by the keys that it names anyway."""
     if judge.format.truncation == "middle":
         return "question in the template, without any of the response,", ""
-    if config.env.env_kind.is_single:
+    if not in_episodes:
         return "question with an answer of rollout.max_new_tokens", ""
     return (
         "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)",
@@ -146,27 +144,22 @@ def describe_longest(config: RunConfig, judge: JudgeConfig) -> tuple[str, str]:
     )
 
 
-def check_scalar_judges(config: RunConfig, models: Mapping[str, Model], data: Data) -> None:
-    """Check that each reward model can read the prompts with a full answer or episode."""
-    response_tokens = longest_response(config, models[POLICY].context_tokens)
-    for judge in config.asked.scalar.values():
-        check_scalar_judge(config, judge, models[judge.model], data, response_tokens)
-
-
-def check_scalar_judge(config: RunConfig, judge: JudgeConfig, model: Model, data: Data, response_tokens: int) -> None:
+def check_scalar_judge(
+    judge: JudgeConfig, key: str, model: Model, data: Data, *, response_tokens: int, in_episodes: bool
+) -> None:
     """Check that a reward model's chat template accepts the prompts, and its window at least one of them with a full
-    answer, or with an episode and what its environment showed.
+    answer, or with an episode and what its environment showed. key: of the model's section.
     """
 
     def length(prompt: Prompt) -> int:
         return len(model.renderer.render_whole((*prompt.messages, EMPTY_ANSWER)))
 
     kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
-    with section(f"{config.models[model.name].key}."):
+    with section(f"{key}."):
         for prompt in kinds.values():
             length(prompt)
     cut = ""
-    if not config.env.env_kind.is_single:
+    if in_episodes:
         cut = (
             "type a smaller rollout.max_turns, rollout.max_new_tokens or env.max_observation_chars, or give a reward "
             "model with a larger window"

@@ -1,26 +1,36 @@
-"""Checks a run before anything starts.
+"""Prepares a run: places, models and data, found and checked before anything starts.
 
-Every refusal is a ConfigError that names the key and what to type.
+What the configuration alone shows is refused when it is read. Here stands what must be looked up, or needs several
+parts of a run. Every refusal is a ConfigError that names the key and what to type.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations
+from grmpipe.data.prompts import Data
 from grmpipe.data.stream import PromptStream
+from grmpipe.envs.env_factory import env_factory
+from grmpipe.envs.fault_owner import exception_at
+from grmpipe.envs.sandbox.env_host import check_isolation
+from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.evaluation.held_out import EVAL_METRICS
+from grmpipe.judge.context_limits import check_judge, check_policy, check_scalar_judge, longest_response
 from grmpipe.judge.kinds import math_rule
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
+from grmpipe.models.chat.tool_calls import FORMATS
 from grmpipe.models.lm.footprint import read_heads
+from grmpipe.models.types import Message, ToolSpec
 from grmpipe.observe.summary import Summary
 from grmpipe.roles.find_models import (
     CRITIC,
@@ -43,11 +53,10 @@ from grmpipe.roles.learners import (
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Model, Roles, resolve_roles
+from grmpipe.run.run_prompts import load_stored_tasks, read_data, read_demonstrations
 from grmpipe.scheduler.placement import Placement
 from grmpipe.types import Prompt
-from grmpipe.validate.context_limits import check_judges, check_policy, check_scalar_judges
-from grmpipe.validate.data import load_stored_tasks, read_data, read_demonstrations
-from grmpipe.validate.env import check_env, check_tools
+from grmpipe.workflows.play_workflow import workflow_player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +120,8 @@ def prepare(config: RunConfig) -> Prepared:
     )
     check_models(prepared)
     check_tools(config, policy)
-    check_policy(config, policy, data)
-    check_judges(config, roles, prepared.generating, data)
-    check_scalar_judges(config, prepared.models, data)
-    check_judges_without_model(config)
+    check_policy(config.rollout, policy, data)
+    check_all_judges(prepared, data)
     return prepared
 
 
@@ -150,8 +157,39 @@ def check_models(prepared: Prepared) -> None:
     check_routing(config, prepared.policy, roles.served[POLICY])
 
 
-def check_judges_without_model(config: RunConfig) -> None:
-    """Check that judges of the user's own can be made, and that an environment gives the rewards that a judge takes."""
+def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:
+    """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
+    known = {model.name: model for model in models}
+    policy_tokens = known[POLICY].context_tokens if POLICY in known else 0
+    for judge in config.asked.generative.values():
+        role = roles.served[judge.model]
+        if role.name in known or role.engine.outside:
+            check_judge(
+                judge,
+                role,
+                known.get(role.name),
+                data,
+                group_size=config.train.group_size,
+                response_tokens=longest_response(config.rollout, config.env, policy_tokens),
+                in_episodes=not config.env.env_kind.is_single,
+            )
+
+
+def check_all_judges(prepared: Prepared, data: Data) -> None:
+    """Check that all judges can read what they are to judge, that those of the user's own can be made, and that an
+    environment gives the rewards that a judge takes.
+    """
+    config = prepared.config
+    check_judges(config, prepared.roles, prepared.generating, data)
+    for judge in config.asked.scalar.values():
+        check_scalar_judge(
+            judge,
+            config.models[judge.model].key,
+            prepared.models[judge.model],
+            data,
+            response_tokens=longest_response(config.rollout, config.env, prepared.policy.context_tokens),
+            in_episodes=not config.env.env_kind.is_single,
+        )
     for judge in config.asked.judges.values():
         if judge.kind == "env" and config.env.env_kind.is_single:
             raise ConfigError(
@@ -178,4 +216,63 @@ def check_objective(config: RunConfig) -> None:
         raise ConfigError(
             f"objective: {config.objective!r} is no number of summary.json; did you mean {near[0]}? "
             f"Metrics of eval: {', '.join(eval_keys)}"
+        )
+
+
+PROBE = ToolSpec(name="probe", description="", parameters={"type": "object", "properties": {}})
+
+
+def check_env(config: RunConfig) -> None:
+    """Check the class and its limits, before any model is looked for."""
+    env, rollout, train = config.env, config.rollout, config.train
+    with section("env."):
+        if env.env_kind.is_workflow:
+            workflow_player(env)
+        else:
+            env_factory(env)
+        if not env.command:  # a program's exceptions need not be here
+            for path in env.policy_errors:
+                exception_at(path)
+        if env.mcp:
+            check_mcp_installed()
+            if not config.places_envs:  # else each host tries them on its own machine
+                asyncio.run(check_servers(env))
+        if not (config.places_envs and config.cluster.address is not None):  # else each host checks its own machine
+            check_isolation(env.isolation)
+    if env.env_kind.is_single:
+        return
+    if env.capacity < train.group_size and config.trains:  # whose answers come one by one
+        raise ConfigError(
+            f"env.capacity: {env.capacity} episodes at once are fewer than the {train.group_size} of a group, which "
+            f"begin together; type env.capacity={train.group_size} or more"
+        )
+    if env.episode_s >= rollout.group_deadline_s:
+        raise ConfigError(
+            f"env.episode_s: {env.episode_s:g} s isn't below rollout.group_deadline_s = {rollout.group_deadline_s:g} "
+            "s, the time to roll out and judge a group; type a longer rollout.group_deadline_s, or a shorter "
+            "env.episode_s"
+        )
+
+
+def check_tools(config: RunConfig, policy: Model) -> None:
+    """Check that the policy can be given tools, and gets a turn after its first call."""
+    if not config.env.env_kind.has_tools:
+        return
+    if not policy.renderer.takes_tools:
+        raise ConfigError(
+            f"policy.chat_template: the chat template of {config.policy.path} has no place for tools; give a model "
+            "that knows tools, or as policy.chat_template a Jinja file that lists them"
+        )
+    if policy.renderer.tool_parser_name is None:
+        raise ConfigError(
+            f"policy.tool_parser: the chat template of {config.policy.path} asks for calls in a format that is not "
+            f"known here; type policy.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
+        )
+    with section("policy."):
+        policy.renderer.render((Message(role="user", content="?"),), (PROBE,))
+        policy.renderer.extend((Message(role="tool", content="!", name=PROBE.name),), (PROBE,))
+    if config.rollout.max_turns < 2:
+        raise ConfigError(
+            "rollout.max_turns: 1 ends a rollout with its first call, before any result is read; type "
+            "rollout.max_turns=8, or as many calls as a task may need and one turn for the answer"
         )

@@ -14,16 +14,16 @@ from configs import run_config
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.config.io.yaml_io import build, build_config
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.lm.footprint import footprint_of_shape
 from grmpipe.models.settings import ModelShape
 from grmpipe.roles.role_placement import check_deadlines
 from grmpipe.roles.roles import resolve_roles
+from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.placement import place
 from grmpipe.tasks import notes
-from grmpipe.validate.notes import device_notes, hyperparameter_notes
-from grmpipe.validate.prepare import Prepared
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -16,7 +16,7 @@ from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import EvaluateConfig
-from grmpipe.validate.evaluation import check_scoring, find_prompts, load_items
+from grmpipe.run.tasks.prepare_evaluation import check_scoring, find_prompts, load_items
 
 RULE = JudgeConfig(kind="rule")
 

@@ -13,13 +13,13 @@ from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.judge.context_limits import longest_response
 from grmpipe.roles.find_models import find_model
 from grmpipe.roles.roles import resolve_roles
+from grmpipe.run.prepare import check_objective, prepare
+from grmpipe.run.run_prompts import load_stored_tasks, read_data
 from grmpipe.scheduler.placement import Placement
 from grmpipe.tiny.resolve import SHIPPED
-from grmpipe.validate.context_limits import longest_response
-from grmpipe.validate.data import load_stored_tasks, read_data
-from grmpipe.validate.prepare import check_objective, prepare
 
 PLACES = {
     "pools": {"all": {"slots": 1}},
@@ -112,10 +112,10 @@ def test_a_reward_models_window_must_hold_an_episode_with_its_observations() -> 
 
 def test_the_longest_response_is_an_answer_or_an_episode_within_the_policys_window() -> None:
     rollout = {"max_turns": 4, "max_new_tokens": 16}
-    assert longest_response(config(rollout=rollout), 512) == 16
-    episodes = config(rollout=rollout, env=TOOLS | {"max_observation_chars": 41})
-    assert longest_response(episodes, 512) == longest_response(episodes, 0) == 4 * 16 + 3 * 11
-    assert longest_response(episodes, 90) == 90
+    single, episodes = config(rollout=rollout), config(rollout=rollout, env=TOOLS | {"max_observation_chars": 41})
+    assert longest_response(single.rollout, single.env, 512) == 16
+    for policy_tokens, longest in ((512, 4 * 16 + 3 * 11), (0, 4 * 16 + 3 * 11), (90, 90)):
+        assert longest_response(episodes.rollout, episodes.env, policy_tokens) == longest
 
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:

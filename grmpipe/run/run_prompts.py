@@ -4,7 +4,6 @@ nothing.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
@@ -12,7 +11,7 @@ from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations, load_demonstrations, make_sample
 from grmpipe.data.labelled import load_labelled
-from grmpipe.data.prompts import disjoint, find_place, identify_prompt, load_prompts
+from grmpipe.data.prompts import Data, disjoint, find_place, identify_prompt, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
@@ -35,14 +34,6 @@ PROBED = (
     "the empty text, which a policy may answer too: return 0 for a wrong answer, and raise ValueError only for a "
     "reference that can't be used"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """Prompts for training and for evaluation. They have none in common."""
-
-    train: tuple[Prompt, ...]
-    held_out: tuple[Prompt, ...]
 
 
 def read_data(config: RunConfig) -> Data:

@@ -10,9 +10,9 @@ from configs import in_blocks
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError
+from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.verdict_forms import Form
-from grmpipe.validate.context_limits import check_template
-from grmpipe.validate.prepare import Prepared, prepare
+from grmpipe.run.prepare import Prepared, prepare
 
 JUDGE_TEMPLATES = Path(__file__).parents[3] / "grmpipe" / "judge" / "templates"
 WITHOUT_GROUP = Form(line=lambda number, scale, num_scores: "Score: [0-9]", num_scores=1)
@@ -60,7 +60,7 @@ def test_note_tells_how_to_think_with_a_template_without_thoughts() -> None:
 
 
 def test_a_model_that_thinks_has_a_budget_by_default(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "grmpipe.validate.context_limits")
+    caplog.set_level("INFO", "grmpipe.judge.context_limits")
     judge = prepared({"chat_template": str(TEMPLATES / "qwen3.jinja")}, thinking_tokens=None).config.main_judge
     assert f"judge: grm may think for {judge.max_new_tokens // 2} tokens before its verdict" in caplog.text
     budget = judge.make_thinking_budget(thinks=True)

@@ -10,7 +10,10 @@ from grmpipe.config.keys.entry_names import ENV, POLICY
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
+from grmpipe.data.prompts import Data
 from grmpipe.data.stream import PromptStream
+from grmpipe.evaluation.held_out import HELD_OUT
+from grmpipe.judge.context_limits import check_policy, check_template, check_thinking_budget
 from grmpipe.judge.kinds import math_rule
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.settings import LoraConfig
@@ -18,29 +21,12 @@ from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_sc
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import check_options
 from grmpipe.roles.roles import Roles, resolve_roles
+from grmpipe.run.prepare import Prepared, check_all_judges, check_env, check_tools
+from grmpipe.run.run_prompts import check_references, load_held_out, note_unknown_truths, prompts_at, select_reaching
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.types import Labelled, Prompt
-from grmpipe.validate.context_limits import (
-    check_judges,
-    check_policy,
-    check_scalar_judges,
-    check_template,
-    check_thinking_budget,
-)
-from grmpipe.validate.data import (
-    Data,
-    check_references,
-    load_held_out,
-    note_unknown_truths,
-    prompts_at,
-    select_reaching,
-)
-from grmpipe.validate.env import check_env, check_tools
-from grmpipe.validate.prepare import Prepared, check_judges_without_model
 
 log = logging.getLogger(__name__)
-
-HELD_OUT = "held_out"  # name of the prompts of data.eval_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +264,5 @@ def check_playing(prepared: Prepared, data: Data) -> None:
         if (role := roles.served[model.name]).num_gpus > 1:
             role.check_tensor_parallel(read_heads(model.path))
     check_tools(config, prepared.policy)
-    check_policy(config, prepared.policy, data)
-    check_judges(config, roles, prepared.generating, data)
-    check_scalar_judges(config, prepared.models, data)
-    check_judges_without_model(config)
+    check_policy(config.rollout, prepared.policy, data)
+    check_all_judges(prepared, data)
