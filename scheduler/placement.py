@@ -3,7 +3,8 @@
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from grmpipe.models.bounds import Bounded, above, at_least, one_of
 
@@ -59,6 +60,10 @@ class PlacementConfig:
         where = self.roles.get(role)
         pool = self.pools.get(where.pool) if where is not None else None
         return pool is not None and pool.resource == "gpu"
+
+    def without_time_sharing(self) -> Self:
+        """The same placement, in which no learner alternates with engines."""
+        return replace(self, pools={name: replace(pool, time_shared=False) for name, pool in self.pools.items()})
 
 
 LEAST_CALL_TIMEOUT_S = 60.0  # an engine without news reports every COLLECT_S (engine_host.py)

@@ -10,25 +10,16 @@ from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import arrival_orders
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_config import RunConfig
 from grmpipe.roles.roles import Roles
 from grmpipe.scheduler.placement import Placement
 
 FINE_TUNING = ("train_judge_rft", "train_meta_rm")
 CHECKED = ("train", "plan", "simulate", *FINE_TUNING)
-WAY_OUT = "or train.deterministic=false"
 
 
-def check_deterministic(config: RunConfig, placement: Placement, roles: Roles) -> None:
-    """Raises ConfigError for the first setting that prevents a deterministic run."""
-    if not config.train.deterministic or config.task not in CHECKED:
-        return
-    for refusal in (*refuse_choices(config), *refuse_places(placement), *refuse_roles(roles)):
-        raise ConfigError(f"train.deterministic: {refusal}, {WAY_OUT}")
-
-
-def refuse_choices(config: RunConfig) -> Iterator[str]:
-    """Settings of the configuration that depend on the order of arrival."""
+def list_refusals(config: RunConfig, placement: Placement, roles: Roles) -> Iterator[str]:
+    """What prevents a deterministic run: settings that depend on the order of arrival, places and engines."""
     if config.task in FINE_TUNING:
         yield f"task={config.task} learns from judgements in the order in which they arrive; type task=train"
     for role in config.trained_grms:
@@ -59,6 +50,8 @@ def refuse_choices(config: RunConfig) -> Iterator[str]:
     yield from arrival_orders(config.rewards)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
+    yield from refuse_places(placement)
+    yield from refuse_roles(roles)
 
 
 def refuse_judging(judge: JudgeConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Finds the models of a run: those that engines serve, reward models, the meta-RM and the critic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from grmpipe.config.grm import ModelEntry
@@ -12,14 +12,15 @@ from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.hub import find_files, is_hub_name
 from grmpipe.models.model_files import read_json
 from grmpipe.models.settings import ModelConfig
-from grmpipe.roles.roles import Model, Roles, ServedRole, make_option_key, resolve_engine
+from grmpipe.roles.roles import Model, ServedRole, make_option_key, resolve_engine
+from grmpipe.scheduler.placement import ClusterConfig
 
 TEACHERS = "algorithm.distill.teachers"
 CRITIC, META_RM = "critic", "meta_rm"  # their roles
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
 
-def find_model(role: ServedRole, config: RunConfig, *, weights: bool = True) -> Model:
+def find_model(role: ServedRole, cluster: ClusterConfig, *, weights: bool = True) -> Model:
     """Find a role's model: make a tiny one or fetch it from the hub if necessary. Checks its chat template.
 
     Raises ModelNotHere for a hub name that can't be fetched now; any other mistake is a ConfigError.
@@ -39,7 +40,7 @@ def find_model(role: ServedRole, config: RunConfig, *, weights: bool = True) -> 
     check_vocabulary(role.key, options, renderer)
     window = role.resolve_context_limit(renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.
-    by_name = config.cluster.address is not None and is_hub_name(options.path)
+    by_name = cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
 
 
@@ -63,13 +64,13 @@ def check_vocabulary(key: str, options: ModelConfig, renderer: Renderer) -> None
         )
 
 
-def check_teacher(teacher: Model, role: ServedRole, policy: Model, config: RunConfig) -> None:
+def check_teacher(teacher: Model, role: ServedRole, policy: Model, policy_path: str, top_k: int) -> None:
     """Check that a teacher reads the policy's tokens, as many, and that its engines give as many likely ones as are
-    compared.
+    compared. policy_path: as typed.
     """
     if not mean_the_same(teacher.renderer, policy.renderer):
         raise ConfigError(
-            f"{role.key}.path: {role.model.path} has a different tokenizer than the policy ({config.policy.path}), "
+            f"{role.key}.path: {role.model.path} has a different tokenizer than the policy ({policy_path}), "
             f"whose own tokens a teacher scores; give a model with the same tokenizer, or leave it out of {TEACHERS}"
         )
     if teacher.context_tokens < policy.context_tokens:
@@ -78,51 +79,43 @@ def check_teacher(teacher: Model, role: ServedRole, policy: Model, config: RunCo
             f"up to {policy.context_tokens}; give a teacher with at least that context window, or leave it out of "
             f"{TEACHERS}"
         )
-    if config.algorithm.distill.top_k > (most := role.engine.most_likely_tokens):
+    if top_k > (most := role.engine.most_likely_tokens):
         raise ConfigError(
             f"algorithm.distill.top_k: the engines of {teacher.name} give at most {most} likely tokens; type "
             f"algorithm.distill.top_k={most} or less, or (on vLLM) +{role.key}.engine_options.options.max_logprobs="
-            f"{config.algorithm.distill.top_k}"
+            f"{top_k}"
         )
 
 
 def find_scalar_models(config: RunConfig) -> dict[str, Model]:
-    """The reward models that scalar judges ask, here or behind an endpoint, by role. Raises ConfigError, which begins
-    with the model's section.
+    """The reward models with one label that scalar judges ask, here or behind an endpoint, by role. Checks their chat
+    templates. Raises ConfigError, which begins with the model's section.
     """
     found = {}
     for role in config.asked.scalar_roles:
         options, engine = config.models[role], resolve_engine(role, config)
-        with section(f"{options.key}."):
-            is_here = engine.endpoint is None
-            found[role] = find_scalar_model(role, config) if is_here else find_remote_model(options, engine)
-        if is_here:
-            check_vocabulary(options.key, options, found[role].renderer)
-        else:
+        if engine.endpoint is not None:
+            with section(f"{options.key}."):
+                found[role] = find_remote_model(options, engine)
             with section(""):
                 engine.check_installed(role, options, make_option_key(options, engine))
+            continue
+        with section(f"{options.key}."):
+            directory = find_files(resolve_model(options.path), weights=True)
+            check_one_label(directory)
+            renderer = load_renderer(directory, options)
+        check_vocabulary(options.key, options, renderer)
+        # The machines of a joined cluster have their own caches: they load by the hub name.
+        by_name = config.cluster.address is not None and is_hub_name(options.path)
+        path = options.path if by_name else directory
+        found[role] = Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
     return found
 
 
-def find_scalar_model(role: str, config: RunConfig) -> Model:
-    """Find a reward model with one label that scorers load here, and check its chat template.
-
-    Raises ValueError (`path: ...`, `chat_template: ...`).
-    """
-    options = config.models[role]
-    directory = find_files(resolve_model(options.path), weights=True)
-    check_one_label(directory)
-    renderer = load_renderer(directory, options)
-    # The machines of a joined cluster have their own caches: they load by the hub name.
-    by_name = config.cluster.address is not None and is_hub_name(options.path)
-    path = options.path if by_name else directory
-    return Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
-
-
-def find_remote_teachers(config: RunConfig, roles: Roles) -> dict[str, Model]:
+def find_remote_teachers(teachers: Iterable[ServedRole]) -> dict[str, Model]:
     """Find the tokenizers of the teachers that endpoints serve. Raises ConfigError, which begins with a section."""
     found = {}
-    for role in (roles.served[name] for name in config.teachers):
+    for role in teachers:
         if role.engine.outside:
             with section(f"{role.key}."):
                 found[role.name] = find_remote_model(role.model, role.engine)
@@ -162,25 +155,24 @@ def load_renderer(directory: str, options: ModelConfig) -> Renderer:
     return Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
 
 
-def find_meta_rm(config: RunConfig, grms: Sequence[Model]) -> Model:
-    """Find the meta-RM of these GRMs. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer
-    than one whose votes it weights.
+def find_meta_rm(path: str, grms: Sequence[tuple[Model, ModelEntry]]) -> Model:
+    """Find the meta-RM of these GRMs, each with its section. Raises ValueError (`path: ...`) if it has no scalar head,
+    or another tokenizer than one whose votes it weights.
     """
-    assert config.meta_rm.path is not None
-    directory = find_files(resolve_model(config.meta_rm.path), weights=True)
+    directory = find_files(resolve_model(path), weights=True)
     from grmpipe.models.lm.packed_check import check_packable  # late: seconds, which few runs need
     from grmpipe.models.lm.scalar_head import outline_scalar_head, scalar_config
 
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
-    windows = [find_shared_limit(directory, config, grm) for grm in grms]
-    return Model(name=META_RM, path=directory, renderer=grms[0].renderer, context_tokens=min(windows))
+    windows = [find_shared_limit(directory, *grm) for grm in grms]
+    return Model(name=META_RM, path=directory, renderer=grms[0][0].renderer, context_tokens=min(windows))
 
 
-def find_shared_limit(directory: str, config: RunConfig, grm: Model) -> int:
+def find_shared_limit(directory: str, grm: Model, entry: ModelEntry) -> int:
     """The context window of a model that reads what the GRM read and wrote. Raises ValueError for another tokenizer."""
     try:
-        renderer = Renderer.load(directory, config.models[grm.name].chat_template)
+        renderer = Renderer.load(directory, entry.chat_template)
     except ValueError as error:
         if not str(error).startswith("chat_template"):
             raise
@@ -189,30 +181,29 @@ def find_shared_limit(directory: str, config: RunConfig, grm: Model) -> int:
         ) from error
     if not mean_the_same(renderer, grm.renderer):
         raise ValueError(
-            f"path: {directory} has a different tokenizer than {grm.name} ({config.models[grm.name].path}), "
+            f"path: {directory} has a different tokenizer than {grm.name} ({entry.path}), "
             "and a meta-RM reads the GRM's own tokens; give one that was trained from this GRM or its base "
             "(+experiment=train_meta_rm)"
         )
     return renderer.context_tokens
 
 
-def find_critic(config: RunConfig, policy: Model) -> Model:
+def find_critic(path: str | None, policy: Model, entry: ModelEntry) -> Model:
     """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
-    a smaller window.
+    a smaller window. path: null for the policy's; entry: the policy's section.
     """
     from grmpipe.models.lm.packed_check import check_packable  # late: seconds, which few runs need
     from grmpipe.models.lm.scalar_head import outline_scalar_head
 
-    path = config.critic.path
     if path is None:
         check_packable(outline_scalar_head(policy.path), policy.path)
         return replace(policy, name=CRITIC)
     directory = find_files(resolve_model(path), weights=True)
     check_packable(outline_scalar_head(directory), directory)
-    renderer = Renderer.load(directory, config.policy.chat_template)
+    renderer = Renderer.load(directory, entry.chat_template)
     if not mean_the_same(renderer, policy.renderer):
         raise ValueError(
-            f"path: {path} has a different tokenizer than the policy ({config.policy.path}), and a critic reads the "
+            f"path: {path} has a different tokenizer than the policy ({entry.path}), and a critic reads the "
             "policy's own tokens; give a model of the same family, or critic.path=null"
         )
     if renderer.context_tokens < policy.context_tokens:

@@ -1,14 +1,14 @@
 """Checks of what learns: the ranks of a learner, packed samples, adapters, routers, and the names of sent weights."""
 
+from collections.abc import Iterable
+
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.config.train import FSDP2
+from grmpipe.config.run_config import ConfigError
 from grmpipe.models.engines.installed import peft_missing
-from grmpipe.models.lm.footprint import Heads, read_heads
+from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.lm.packable_configs import is_known_to_pack
-from grmpipe.models.settings import ROUTER
-from grmpipe.roles.roles import Model, ServedRole
-from grmpipe.scheduler.placement import Placement
+from grmpipe.roles.roles import LearnerRole, Model, ServedRole
 
 
 def check_learns(model: Model, key: str) -> None:
@@ -25,98 +25,56 @@ def check_learns(model: Model, key: str) -> None:
         check_trainable(model.path)
 
 
-def check_parallel(config: RunConfig, placement: Placement) -> None:
-    """Raises ConfigError if copies, shared samples or divided experts don't fit the number of a learner's ranks."""
-    for learner, parallel in config.parallel.items():
-        if seats := placement.seats.get(learner):
-            with section(f"{config.key_of_learner(learner)}.parallel."):
-                parallel.check_ranks(len(seats))
+def check_divides(learner: LearnerRole, section_of_model: str, path: str) -> None:
+    """Raises ConfigError if the ranks can't divide the query heads or the experts of the model at `path`."""
+    if learner.parallel.cp > 1:
+        learner.check_query_heads(section_of_model, read_heads(path))
+    check_experts(learner, path)
 
 
-def check_divides(config: RunConfig, learner: str, section_of_model: str, path: str) -> None:
-    """Raises ConfigError if the ranks of a learner can't divide the query heads or the experts of the model at
-    `path`.
+def check_experts(learner: LearnerRole, path: str) -> None:
+    """Raises ConfigError if the ranks can't divide the experts of the model at `path`, or if it has no routers for
+    train.fp32_modules.
     """
-    if config.parallel[learner].cp > 1:
-        check_query_heads(config, learner, section_of_model, read_heads(path))
-    check_experts(config, path, learner)
-
-
-def check_query_heads(config: RunConfig, learner: str, section_of_model: str, heads: Heads) -> None:
-    """Raises ConfigError if ranks that share samples can't have equal numbers of the query heads of their model."""
-    cp, key = config.parallel[learner].cp, f"{config.key_of_learner(learner)}.parallel.cp"
-    if heads.query % cp:
-        fitting = max(n for n in range(1, cp) if heads.query % n == 0)
-        raise ConfigError(
-            f"{key}: {cp} ranks can't divide the {heads.query} query heads of {section_of_model}.path evenly; type "
-            f"{key}={fitting}"
-        )
-
-
-def check_shares_no_samples(config: RunConfig) -> None:
-    """Raises ConfigError if ranks of a model with a scalar head would share samples."""
-    if config.train.parallel.cp > 1:
-        raise ConfigError(
-            f"train.parallel.cp: ranks of a model with a scalar head (task={config.task}) can't share samples; type "
-            "train.parallel.cp=1"
-        )
-
-
-def check_experts(config: RunConfig, path: str, learner: str = "learner") -> None:
-    """Raises ConfigError if the ranks of a learner can't divide the experts of the model at `path`, or if the policy
-    has no routers for train.fp32_modules (a judge or a critic next to a mixture may be dense).
-    """
-    ep, fp32_router = config.parallel[learner].ep, ROUTER in config.train.fp32_modules and learner == "learner"
-    if ep == 1 and not fp32_router:
+    if learner.parallel.ep == 1 and not learner.needs_routers:
         return
     from grmpipe.models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
     from grmpipe.models.lm.moe.fp32_router import check_has_routers
     from grmpipe.models.lm.parallel.expert_parallel import check_divisible
     from grmpipe.models.lm.scalar_head import outline_scalar_head
 
-    outline = outline_scalar_head(path) if learner == "critic" else outline_causal_lm(path)
-    if ep > 1:
-        with section(f"{config.key_of_learner(learner)}.parallel."):
-            check_divisible(outline, ep)
-    if fp32_router:
+    outline = outline_scalar_head(path) if learner.has_scalar_head else outline_causal_lm(path)
+    if learner.parallel.ep > 1:
+        with section(f"{learner.key}.parallel."):
+            check_divisible(outline, learner.parallel.ep)
+    if learner.needs_routers:
         with section("train."):
             check_has_routers(outline)
 
 
-def check_backend(config: RunConfig, placement: Placement) -> None:
-    """Raises ConfigError if the learner must give its memory to engines: `LearnerRank` has no call for that."""
-    if config.train.backend != FSDP2 and placement.time_sharing_roles:
-        pool = placement.seats["learner"][0].pool
-        raise ConfigError(
-            f"train.backend: {config.train.backend} can't give its memory to the engines of the time-shared pool "
-            f"{pool}; type train.backend={FSDP2}, or placement.pools.{pool}.time_shared=false"
-        )
-
-
-def check_peft(config: RunConfig) -> None:
-    """Check that peft is installed. Skipped for a joined cluster, whose machines have their own environments."""
-    for model in reversed([*config.models.values()]) if config.cluster.address is None else ():
+def check_peft(models: Iterable[ModelEntry]) -> None:
+    """Check that peft is installed, if a model needs it."""
+    for model in models:
         if model.lora.learns and (missing := peft_missing()):
             raise ConfigError(f"{model.key}.lora.rank: {missing}, or {model.key}.lora.rank=0")
 
 
-def check_lora_targets(model: Model, config: RunConfig) -> None:
+def check_lora_targets(model: Model, entry: ModelEntry) -> None:
     """Check that the model has the layers that are to get adapters."""
-    lora = config.models[model.name].lora
-    if lora.learns:
+    if entry.lora.learns:
         from grmpipe.models.lm.lora import check_targets  # late: seconds, which few runs need
 
         try:
-            check_targets(model.path, lora)
+            check_targets(model.path, entry.lora)
         except ValueError as error:
-            raise ConfigError(f"{config.models[model.name].key}.{error}") from error
+            raise ConfigError(f"{entry.key}.{error}") from error
 
 
-def check_routing(config: RunConfig, policy: Model, role: ServedRole) -> None:
+def check_routing(router_replay: str, policy: Model, role: ServedRole) -> None:
     """Check that the policy has experts to replay, and that its engines can record them. role: the policy's."""
-    if config.algorithm.router_replay == "none":
+    if router_replay == "none":
         return
-    if config.algorithm.router_replay == "rollout":
+    if router_replay == "rollout":
         check_records_experts(role)
     from grmpipe.models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
     from grmpipe.models.lm.moe.expert_routing import Routers

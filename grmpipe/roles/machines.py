@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.scheduler.placement import NodeCapacity, Placement, check_capacity, place
+from grmpipe.scheduler.placement import ClusterConfig, NodeCapacity, Placement, check_capacity, place
 from grmpipe.scheduler.processes.actors import Cluster
 
 SEATING_TASKS = ("train", "train_judge_rft", "plan", "simulate")  # tasks that seat all roles of the run
@@ -19,7 +19,7 @@ def check_seats(config: RunConfig) -> None:
         return
     placement = place_roles(config)
     if config.task in RUNNING_TASKS:
-        check_machine(config, placement)
+        check_machine(config.cluster, placement)
 
 
 def place_roles(config: RunConfig) -> Placement:
@@ -27,11 +27,11 @@ def place_roles(config: RunConfig) -> Placement:
         return place(config.placement, config.roles, config.served, config.learners)
 
 
-def check_machine(config: RunConfig, placement: Placement) -> None:
+def check_machine(cluster: ClusterConfig, placement: Placement) -> None:
     """Check that this machine has the slots. A joined cluster is checked when it is joined."""
-    if config.cluster.address is not None:
+    if cluster.address is not None:
         return
-    cores = SHARED_CORES if config.cluster.kind == "inprocess" else os.cpu_count() or 1
+    cores = SHARED_CORES if cluster.kind == "inprocess" else os.cpu_count() or 1
     wants_gpus = any(pool.resource == "gpu" for pool in placement.pools.values())
     with section(""):
         here = NodeCapacity(name="this machine", cpus=cores, gpus=gpus_here() if wants_gpus else 0)

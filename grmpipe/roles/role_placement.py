@@ -7,13 +7,12 @@ from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_judges import Judging
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.train import FSDP2, AlgorithmConfig
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.engines.installed import nccl_version
 from grmpipe.models.types import TransportKind
 from grmpipe.models.weights.transports import TRANSPORTS, transport_kind
-from grmpipe.roles.determinism import check_deterministic
-from grmpipe.roles.learners import check_backend, check_parallel
+from grmpipe.roles.determinism import CHECKED, list_refusals
 from grmpipe.roles.machines import place_roles
 from grmpipe.roles.roles import ResolvedRole, Roles, ServedRole, resolve_roles
 from grmpipe.scheduler.placement import Placement
@@ -32,9 +31,12 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
         check_correction(roles.served[POLICY], config.algorithm)
     check_deadlines(config)
     check_shares(roles, placement)
-    check_deterministic(config, placement, roles)
-    check_parallel(config, placement)
-    check_backend(config, placement)
+    if config.train.deterministic and config.task in CHECKED:
+        for refusal in list_refusals(config, placement, roles):
+            raise ConfigError(f"train.deterministic: {refusal}, or train.deterministic=false")
+    for learner in roles.learners.values():
+        learner.check_ranks()
+    check_backend(config.train.backend, placement)
     with section(""):
         find_wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):
@@ -151,6 +153,16 @@ def check_has_own_slots(role: ServedRole, placement: Placement) -> None:
         )
 
 
+def check_backend(backend: str, placement: Placement) -> None:
+    """Raises ConfigError if the learner must give its memory to engines: `LearnerRank` has no call for that."""
+    if backend != FSDP2 and placement.time_sharing_roles:
+        pool = placement.seats["learner"][0].pool
+        raise ConfigError(
+            f"train.backend: {backend} can't give its memory to the engines of the time-shared pool {pool}; type "
+            f"train.backend={FSDP2}, or placement.pools.{pool}.time_shared=false"
+        )
+
+
 def check_stays_awake(role: ServedRole, placement: Placement) -> None:
     """The weights of a judge that learns are pushed between any two moments."""
     if role.name in placement.time_sharing_roles:
@@ -194,7 +206,17 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     name = config.sync.transport
     wanted = find_wanted_transport(name)
     taken = list_supported(role.engine, *([] if wanted is None else [wanted]))
-    path = find_weight_path(role, config, placement, same_machine)
+    assert role.learner is not None, f"{role.name} doesn't learn"
+    learner, engines = placement.seats[role.learner], placement.seats[role.name]
+    ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
+    path = WeightPath(
+        learner=placement.pools[learner[0].pool].resource,
+        engines=placement.pools[engines[0].pool].resource,
+        same_machine=same_machine,
+        with_engine=ranks[0] in served,
+        all_shared=set(served) <= set(ranks),
+        same_process=config.cluster.kind == "inprocess" and role.engine.in_process,
+    )
     chosen = choose_transport(wanted, role.model.engine, taken, path)
     if chosen.group == "nccl" and (differ := different_nccl(role.engine)):
         if wanted is not None:
@@ -225,17 +247,3 @@ def list_supported(engine: AnyEngine, *others: TransportKind) -> tuple[Transport
     """The transports that an engine supports, the best first: those of the table, and `others`."""
     best = [transport_kind(name) for name in engine.transports]
     return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))
-
-
-def find_weight_path(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> WeightPath:
-    assert role.learner is not None, f"{role.name} doesn't learn"
-    learner, engines = placement.seats[role.learner], placement.seats[role.name]
-    ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
-    return WeightPath(
-        learner=placement.pools[learner[0].pool].resource,
-        engines=placement.pools[engines[0].pool].resource,
-        same_machine=same_machine,
-        with_engine=ranks[0] in served,
-        all_shared=set(served) <= set(ranks),
-        same_process=config.cluster.kind == "inprocess" and role.engine.in_process,
-    )

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from grmpipe.config.grm import ModelEntry
@@ -15,6 +15,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.engine_kind import AnyEngine, Endpoint, EngineSpec
 from grmpipe.models.lm.footprint import Heads
+from grmpipe.models.settings import ROUTER, ParallelConfig
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.weights.weight_push import TOLERANCE_QUANTIZED, SyncConfig
 
@@ -188,6 +189,38 @@ class ServedRole(ResolvedRole):
         return window
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerRole(ResolvedRole):
+    """A role that trains a model.
+
+    key:             the configuration's section of its settings.
+    parallel:        how its ranks share the model.
+    needs_routers:   whether the model must have routers, to compute in float32. A judge or a critic that is trained
+                     next to a mixture may be dense.
+    has_scalar_head: whether its model gives one number.
+    """
+
+    key: str
+    parallel: ParallelConfig
+    needs_routers: bool = False
+    has_scalar_head: bool = False
+
+    def check_ranks(self) -> None:
+        """Check that copies, shared samples or divided experts fit the number of ranks."""
+        with section(f"{self.key}.parallel."):
+            self.parallel.check_ranks(self.num_replicas)
+
+    def check_query_heads(self, section_of_model: str, heads: Heads) -> None:
+        """Check that ranks that share samples can have equal numbers of the query heads of their model."""
+        cp, key = self.parallel.cp, f"{self.key}.parallel.cp"
+        if heads.query % cp:
+            fitting = max(n for n in range(1, cp) if heads.query % n == 0)
+            raise ConfigError(
+                f"{key}: {cp} ranks can't divide the {heads.query} query heads of {section_of_model}.path evenly; "
+                f"type {key}={fitting}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Roles(Mapping[str, ResolvedRole]):
     """All roles of a run by name: those with a place, and those that are served."""
@@ -203,6 +236,11 @@ class Roles(Mapping[str, ResolvedRole]):
 
     def __len__(self) -> int:
         return len(self.by_name)
+
+    @property
+    def learners(self) -> dict[str, LearnerRole]:
+        """The roles with ranks here that train a model."""
+        return {name: role for name, role in self.items() if isinstance(role, LearnerRole)}
 
     def check_installed(self, *, joined: bool) -> None:
         """Check that what the engines need is installed. joined: whether the machines are those of a joined cluster,
@@ -221,9 +259,41 @@ class Roles(Mapping[str, ResolvedRole]):
 
 def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     """Resolve all roles, once the placement is known. ConfigError names an option of an engine that doesn't exist."""
-    engines = {name: resolve_engine(name, config) for name in config.served}
-    served = {name: resolve_served(name, engines, config, placement) for name in engines}
-    others = {name: resolve_other(name, config, placement) for name in placement.seats if name not in served}
+    served: dict[str, ServedRole] = {}
+    others: dict[str, ResolvedRole] = {}
+    parallel = config.parallel
+    for name, engine in {name: resolve_engine(name, config) for name in config.served}.items():
+        model = config.models[name]
+        served[name] = ServedRole(
+            **find_place(name, placement),
+            name=name,
+            dtype=model.dtype,
+            dtype_key=f"{model.key}.dtype",
+            model=model,
+            engine=engine,
+            learner=config.learners.get(name),
+            is_elastic=name in placement.seats and placement.is_elastic(name),
+            return_routed_experts=config.algorithm.router_replay == "rollout" and name == POLICY,
+            sync=resolve_sync(engine, config.sync),
+            speculation="none" if name == POLICY else config.engine.speculation,
+        )
+    for name in (name for name in placement.seats if name not in served):
+        others[name] = ResolvedRole(**find_place(name, placement), name=name)
+        if name in config.asked.scorer_roles:
+            model = config.models[name]
+            others[name] = replace(others[name], dtype=model.dtype, dtype_key=f"{model.key}.dtype")
+        if name in parallel:
+            sets_dtype = name in ("learner", "critic")
+            others[name] = LearnerRole(
+                **find_place(name, placement),
+                name=name,
+                dtype=config.train.dtype if sets_dtype else "",
+                dtype_key="train.dtype" if sets_dtype else "",
+                key=config.key_of_learner(name),
+                parallel=parallel[name],
+                needs_routers=name == "learner" and ROUTER in config.train.fp32_modules,
+                has_scalar_head=name == "critic",
+            )
     return Roles({**served, **others}, served)
 
 
@@ -246,32 +316,6 @@ def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
         raise ConfigError(f"{model.key}.engine: the options of {model.engine} are no dataclass")
     engine = kind(overlaid(shared, model.engine_options, f"{model.key}.engine_options."))
     return engine.make_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
-
-
-def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
-    model = config.models[name]
-    return ServedRole(
-        **find_place(name, placement),
-        name=name,
-        dtype=model.dtype,
-        dtype_key=f"{model.key}.dtype",
-        model=model,
-        engine=engines[name],
-        learner=config.learners.get(name),
-        is_elastic=name in placement.seats and placement.is_elastic(name),
-        return_routed_experts=config.algorithm.router_replay == "rollout" and name == POLICY,
-        sync=resolve_sync(engines[name], config.sync),
-        speculation="none" if name == POLICY else config.engine.speculation,
-    )
-
-
-def resolve_other(name: str, config: RunConfig, placement: Placement) -> ResolvedRole:
-    """The resolved role of a learner, a critic, a meta-RM or a scalar reward model."""
-    own = dict.fromkeys(("learner", "critic"), config.train.dtype)
-    keys = dict.fromkeys(own, "train.dtype")
-    for role in config.asked.scorer_roles:
-        own[role], keys[role] = config.models[role].dtype, f"{config.models[role].key}.dtype"
-    return ResolvedRole(**find_place(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
 
 
 class SeatFacts(TypedDict):
@@ -298,4 +342,4 @@ def find_place(role: str, placement: Placement) -> SeatFacts:
 def resolve_sync(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:
     if not engine.quantizes or sync.probe_tolerance is not None:
         return sync
-    return dataclasses.replace(sync, probe_tolerance=TOLERANCE_QUANTIZED)
+    return replace(sync, probe_tolerance=TOLERANCE_QUANTIZED)

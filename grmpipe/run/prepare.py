@@ -96,19 +96,31 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Assign places, read data, find models, and check that they fit each other. Raises ConfigError."""
     placement, roles = seat_roles(config)
-    check_machine(config, placement)
-    roles.check_installed(joined=config.cluster.address is not None)
+    check_machine(config.cluster, placement)
+    joined = config.cluster.address is not None  # whose machines have their own environments
+    roles.check_installed(joined=joined)
     math_rule.check_installed(config.judges.values())
-    check_peft(config)
+    check_peft(() if joined else reversed([*config.models.values()]))
     data = read_data(config)
     check_objective(config)
     check_env(config)
-    policy = find_model(roles.served[POLICY], config)
-    models = {POLICY: policy} | {role: find_model(roles.served[role], config) for role in config.asked.local_roles}
-    models |= find_remote_teachers(config, roles) | find_scalar_models(config)
+    policy = find_model(roles.served[POLICY], config.cluster)
+    models = {POLICY: policy}
+    models |= {role: find_model(roles.served[role], config.cluster) for role in config.asked.local_roles}
+    models |= find_remote_teachers(roles.served[name] for name in config.teachers) | find_scalar_models(config)
+    if META_RM in config.roles:  # it reads the judgements of the GRMs whose votes it weights
+        read = {judge.model for judge in config.asked.weighted.values()}
+        grms = [(models[role], config.models[role]) for role in config.asked.local_roles if role in read]
+        assert config.meta_rm.path is not None
+        with section("meta_rm."):
+            models[META_RM] = find_meta_rm(config.meta_rm.path, grms)
+    if CRITIC in config.roles:
+        with section("critic."):
+            models[CRITIC] = find_critic(config.critic.path, policy, config.policy)
+        check_divides(roles.learners[CRITIC], CRITIC, models[CRITIC].path)
     prepared = Prepared(
         config=config,
-        models=models | find_scalar_heads(config, models),
+        models=models,
         prompts=PromptStream(
             data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs
         ),
@@ -116,7 +128,7 @@ def prepare(config: RunConfig) -> Prepared:
         placement=placement,
         roles=roles,
         judging_tasks={role: load_stored_tasks(config, role, data) for role in config.trained_grms},
-        demonstrations=read_demonstrations(config, policy),
+        demonstrations=read_demonstrations(config.algorithm.sft.path, policy.renderer, config.seed),
     )
     check_models(prepared)
     check_tools(config, policy)
@@ -125,36 +137,22 @@ def prepare(config: RunConfig) -> Prepared:
     return prepared
 
 
-def find_scalar_heads(config: RunConfig, models: Mapping[str, Model]) -> dict[str, Model]:
-    """The meta-RM, if a vote uses one (it reads the judgements of the GRMs whose votes it weights), and the critic."""
-    found = {}
-    if META_RM in config.roles:
-        read = {judge.model for judge in config.asked.weighted.values()}
-        with section("meta_rm."):
-            found[META_RM] = find_meta_rm(config, [models[role] for role in config.asked.local_roles if role in read])
-    if CRITIC in config.roles:
-        with section("critic."):
-            found[CRITIC] = find_critic(config, models[POLICY])
-        check_divides(config, CRITIC, CRITIC, found[CRITIC].path)
-    return found
-
-
 def check_models(prepared: Prepared) -> None:
     """Check that each model fits its engines, and that those that learn can."""
     config, roles = prepared.config, prepared.roles
     for model in prepared.generating:
         role = roles.served[model.name]
-        if role.learner is not None and config.trains:
+        if role.learner is not None:
             check_learns(model, role.key)
-            check_divides(config, role.learner, role.key, model.path)
-        check_lora_targets(model, config)
+            check_divides(roles.learners[role.learner], role.key, model.path)
+        check_lora_targets(model, role.model)
         check_weight_names(model, role)
         if role.num_gpus > 1:
             role.check_tensor_parallel(read_heads(model.path))
     for name in config.teachers:
         role = roles.served[name]
-        check_teacher(prepared.models[name], role, prepared.policy, config)
-    check_routing(config, prepared.policy, roles.served[POLICY])
+        check_teacher(prepared.models[name], role, prepared.policy, config.policy.path, config.algorithm.distill.top_k)
+    check_routing(config.algorithm.router_replay, prepared.policy, roles.served[POLICY])
 
 
 def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, LabelConfig
+from grmpipe.config.reward import RewardTree
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations, load_demonstrations, make_sample
@@ -16,7 +17,7 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
 from grmpipe.judge.kinds.rule import RuleBrokenError
-from grmpipe.roles.roles import Model
+from grmpipe.models.chat.renderer import Renderer
 from grmpipe.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,13 @@ def read_data(config: RunConfig) -> Data:
         )
     if num_shared:
         log.warning("%d prompts are also in the held-out set: they are not trained", num_shared)
-    check_amount(config, len(train))
+    epochs, batch = config.data.max_epochs, config.train.groups_per_batch
+    if epochs is not None and epochs * len(train) < batch:
+        raise ConfigError(
+            f"data.max_epochs: {epochs} x {len(train)} prompts don't fill one batch of "
+            f"train.groups_per_batch={batch}; type train.groups_per_batch={epochs * len(train)} or less, "
+            "or data.max_epochs=null"
+        )
     with section(""):
         sources = {prompt.source for prompt in (*train, *held_out)}
         check_sources(config.rewards, sources)
@@ -60,11 +67,11 @@ def read_data(config: RunConfig) -> Data:
             )
     for name, judge in config.asked.judges.items():
         if judge.kind == "rule":
-            shown = select_reaching(config, name, train) if name in config.judging.judges else train
+            shown = select_reaching(config.rewards, name, train) if name in config.judging.judges else train
             with section("data.path: "):
                 check_references(judge, config.data.path, shown)
         if judge.kind == "function":
-            columns = {column for prompt in select_reaching(config, name, train) for column in prompt.columns}
+            columns = {column for prompt in select_reaching(config.rewards, name, train) for column in prompt.columns}
             with section(f"{judge.key}."):
                 FunctionJudge(judge).function.check_columns(columns, config.data.path)
     if config.main_judge.kind != "label":
@@ -72,10 +79,10 @@ def read_data(config: RunConfig) -> Data:
     return Data(train=train, held_out=held_out)
 
 
-def select_reaching(config: RunConfig, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+def select_reaching(rewards: RewardTree, judge_name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts that may reach a judge: a route sends each source to its own."""
     sources = {prompt.source for prompt in prompts}
-    reaching = {source for source in sources if judge_name in config.rewards.judges(source)}
+    reaching = {source for source in sources if judge_name in rewards.judges(source)}
     return [prompt for prompt in prompts if prompt.source in reaching]
 
 
@@ -83,15 +90,15 @@ def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     """Prompts for the policy, or labelled work in the judge's own prompt if a judge is in training."""
     if config.main_judge.kind != "label":
         return load_prompts(path, num_tiny_prompts=count)
-    return load_judging_tasks(config, config.main_judge, path, count)
+    return load_judging_tasks(config.main_judge, config.data.labels, path, count)
 
 
 def load_judging_tasks(
-    config: RunConfig, judge: JudgeConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
+    judge: JudgeConfig, labels: LabelConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
 ) -> tuple[Prompt, ...]:
     """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
     with section(f"{judge.key}."):
-        judging_tasks = JudgingTasks.under(judge, config.data.labels)
+        judging_tasks = JudgingTasks.under(judge, labels)
     items = load_labelled(path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
     known = {identify_prompt(prompt) for prompt in held_out}
     kept = [item for item in items if identify_prompt(item.prompt) not in known]
@@ -102,15 +109,17 @@ def load_judging_tasks(
     return judging_tasks.of(kept)
 
 
-def read_demonstrations(config: RunConfig, policy: Model) -> Demonstrations | None:
-    """What the policy imitates beside its rollouts. Checks that its chat template takes each order of roles."""
-    if (path := config.algorithm.sft.path) is None:
+def read_demonstrations(path: str | None, renderer: Renderer, seed: int) -> Demonstrations | None:
+    """What the policy imitates beside its rollouts; null: nothing. Checks that its chat template takes each order of
+    roles.
+    """
+    if path is None:
         return None
     with section("algorithm.sft.path: "):
         conversations = load_demonstrations(path)
         for one in {tuple(message.role for message in one): one for one in conversations}.values():
-            make_sample(one, policy.renderer, "a demonstration")
-    return Demonstrations(conversations, policy.renderer, config.seed)
+            make_sample(one, renderer, "a demonstration")
+    return Demonstrations(conversations, renderer, seed)
 
 
 def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:
@@ -123,9 +132,11 @@ def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream 
         JudgingTasks.under(judge, config.data.labels)
     if cotrain.data_path is not None:
         with section(f"{key}.data_path: "):
-            judging_tasks = load_judging_tasks(config, judge, cotrain.data_path, cotrain.num_items, data.held_out)
+            judging_tasks = load_judging_tasks(
+                judge, config.data.labels, cotrain.data_path, cotrain.num_items, data.held_out
+            )
         return PromptStream(judging_tasks, seed=config.seed)
-    if not any(rulable(config, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
+    if not any(rulable(config.truth, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(
             f"{key}.data_path: is null, and for no prompt of {config.data.path} that {judge.name} judges can the rule "
             f"{config.truth.rule} separate right from wrong answers; give labelled judgements, or prompts with a "
@@ -134,9 +145,9 @@ def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream 
     return None
 
 
-def rulable(config: RunConfig, prompt: Prompt) -> bool:
+def rulable(truth: JudgeConfig, prompt: Prompt) -> bool:
     try:
-        check_reference(config.truth, prompt)
+        check_reference(truth, prompt)
     except RuleBrokenError as error:
         raise ConfigError(f"{error}; it was tried with {PROBED}") from error
     except ValueError:
@@ -193,14 +204,3 @@ def check_reference(judge: JudgeConfig, prompt: Prompt) -> None:
             "add the field reference, or type judge=generative"
         )
     find_rule(judge)("", prompt.reference)
-
-
-def check_amount(config: RunConfig, num_prompts: int) -> None:
-    """Check that the prompts make at least one batch."""
-    epochs, batch = config.data.max_epochs, config.train.groups_per_batch
-    if epochs is not None and epochs * num_prompts < batch:
-        raise ConfigError(
-            f"data.max_epochs: {epochs} x {num_prompts} prompts don't fill one batch of "
-            f"train.groups_per_batch={batch}; type train.groups_per_batch={epochs * num_prompts} or less, "
-            "or data.max_epochs=null"
-        )

@@ -18,7 +18,7 @@ from grmpipe.capacity.cost import (
 )
 from grmpipe.capacity.lower_bound import CRITIC, LEARNER, META_RM, POLICY
 from grmpipe.capacity.plan.memory import engine_weights, kv_room
-from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts, scorer_dtypes
+from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts
 from grmpipe.capacity.plan.work import pack_group, pack_judgement
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import ConfigError
@@ -54,9 +54,7 @@ def estimate_costs(facts: RunFacts) -> Costs:
         critic=estimate_critic(facts, seated[CRITIC]) if CRITIC in seated else None,
         grm_learners={role: estimate_learner(model, facts, seated[role]) for role, model in trained.items()},
         scorer_token_s={
-            role: estimate_scorer(role, facts, where)
-            for role, where in seated.items()
-            if role in scorer_dtypes(facts.config)
+            role: estimate_scorer(role, facts, where) for role, where in seated.items() if role in facts.scorer_dtypes
         },
         sync_s=push_s(POLICY, facts, learner),
         grm_sync_s={role: push_s(model, facts, seated[role]) for role, model in trained.items()},
@@ -151,7 +149,7 @@ def estimate_scorer(role: str, facts: RunFacts, where: PlacedRoles) -> float:
     if footprint is None:
         key = role if role == META_RM else facts.config.models[role].key
         raise CostUnknown(f"{key}.path: the model's size is unknown here; give the path of its files")
-    return estimate_read_s(footprint.matrix_weights, device_for(where.pool, facts), scorer_dtypes(facts.config)[role])
+    return estimate_read_s(footprint.matrix_weights, device_for(where.pool, facts), facts.scorer_dtypes[role])
 
 
 def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:

@@ -84,7 +84,7 @@ def describe_run_memory(config: RunConfig) -> str:
 def has_slots(facts: RunFacts) -> bool:
     """Whether this machine has the slots of the placement."""
     try:
-        check_machine(facts.config, facts.placement)
+        check_machine(facts.config.cluster, facts.placement)
     except ConfigError:
         return False
     return True

@@ -6,7 +6,7 @@ from typing import Literal
 
 from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
 from grmpipe.capacity.plan.in_flight import InFlight, count_batch_tokens, longest_rollout, requests_in_flight
-from grmpipe.capacity.plan.run_facts import RunFacts, Sized, scorer_dtypes
+from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.critic import critic_train
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
@@ -60,7 +60,7 @@ def list_memory(facts: RunFacts, role: str) -> list[MemoryUse]:
             *copies_to_files(facts.config.train, num_values // seated.replicas, sized.footprint, held, pool),
             *own,
         ]
-    if (dtype := scorer_dtypes(facts.config).get(role)) is not None:  # its batches have no gradients, and are small
+    if (dtype := facts.scorer_dtypes.get(role)) is not None:  # its batches have no gradients, and are small
         return [MemoryUse(what="weights", num_bytes=sized.footprint.weight_bytes(dtype), kind="weights"), *own]
     num_gpus = seated.width if pool.resource == "gpu" else 1
     served = facts.roles.served[role]

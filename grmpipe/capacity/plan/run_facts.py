@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import ModelNotHere, section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
@@ -14,15 +15,16 @@ from grmpipe.data.prompts import Data
 from grmpipe.judge.context_limits import check_answer_fits, check_policy
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
+from grmpipe.models.settings import ModelShape
 from grmpipe.roles.find_models import find_critic, find_model
-from grmpipe.roles.learners import check_experts, check_learns, check_query_heads
+from grmpipe.roles.learners import check_experts, check_learns
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import seat_roles
-from grmpipe.roles.roles import Model, Roles, ServedRole, resolve_roles
+from grmpipe.roles.roles import LearnerRole, Model, Roles, ServedRole, resolve_roles
 from grmpipe.run.prepare import check_judges, check_objective
 from grmpipe.run.run_prompts import read_data
 from grmpipe.scheduler.devices import DeviceSpec, device_called, find_device
-from grmpipe.scheduler.placement import Placement, PoolConfig
+from grmpipe.scheduler.placement import ClusterConfig, Placement, PoolConfig
 from grmpipe.types import Prompt
 
 LONGEST_PROMPTS = 8  # by characters: the one with the most tokens is most likely among them
@@ -73,6 +75,13 @@ class RunFacts:
         """The same run with another configuration, in the same places."""
         return replace(self, config=config, roles=resolve_roles(config, self.placement))
 
+    @property
+    def scorer_dtypes(self) -> dict[str, str]:
+        """Role -> dtype, of the models with a scalar head that are asked here: reward models, a meta-RM."""
+        config = self.config
+        found = {role: config.models[role].dtype for role in config.asked.scorer_roles}
+        return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
+
     def pool(self, role: str) -> PoolConfig:
         return self.placement.pools[self.placement.seats[role][0].pool]
 
@@ -83,14 +92,14 @@ class RunFacts:
 
 def collect_facts(config: RunConfig) -> RunFacts:
     """The checks of a run; those that need its machines are skipped, the others still refuse."""
-    devices = find_devices(config)
+    devices = find_devices(config.placement.pools, config.plan.devices)
     seated, roles = seat_roles(config)
     placement = with_memory(seated, devices)
     data = read_data(config)
     check_objective(config)
     unchecked = []
     joined = config.cluster.address is not None
-    for check in (lambda: check_machine(config, placement), lambda: roles.check_installed(joined=joined)):
+    for check in (lambda: check_machine(config.cluster, placement), lambda: roles.check_installed(joined=joined)):
         try:
             check()
         except ConfigError as error:
@@ -126,27 +135,33 @@ def size_models(config: RunConfig, roles: Roles) -> tuple[dict[str, Sized], list
     models: dict[str, Sized] = {}
     unchecked: list[str] = []
     for role in roles.seated:
-        models[role.name], lacking = size_model(role, config)
+        learner = None if role.learner is None else roles.learners[role.learner]
+        models[role.name], lacking = size_model(role, config.cluster)
         unchecked += lacking
-        check_heads(models[role.name], role, config)
-        if role.learner is not None and (learning := models[role.name].model) is not None:
+        check_heads(models[role.name], role, learner)
+        if learner is not None and (learning := models[role.name].model) is not None:
             check_learns(learning, role.key)
-            check_experts(config, learning.path, role.learner)
+            check_experts(learner, learning.path)
     if "critic" in config.roles:
-        models["critic"] = size_critic(config, models["policy"])
-    for scorer in scorer_dtypes(config):
-        models[scorer], lacking = size_scorer(scorer, config)
+        models["critic"] = size_critic(config.critic.path, models["policy"], config.policy)
+    for name in config.asked.scorer_roles:
+        entry = config.models[name]
+        models[name], lacking = size_scorer(name, entry.key, entry.path, entry.shape)
+        unchecked += lacking
+    if config.uses_meta_rm:
+        assert config.meta_rm.path is not None
+        models[META_RM], lacking = size_scorer(META_RM, META_RM, config.meta_rm.path)
         unchecked += lacking
     return models, unchecked
 
 
-def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
+def find_devices(pools: Mapping[str, PoolConfig], own: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec | None]:
     """Pool -> device: as configured, otherwise as found here."""
     found: dict[str, DeviceSpec | None] = {}
-    for name, pool in config.placement.pools.items():
+    for name, pool in pools.items():
         called = pool.device or (device_here() if pool.resource == "gpu" else "cpu")
         try:
-            found[name] = find_device(called, config.plan.devices) if called else None
+            found[name] = find_device(called, own) if called else None
         except ValueError as error:
             raise ConfigError(f"placement.pools.{name}.device: {error}") from error
     return found
@@ -167,11 +182,11 @@ def with_memory(placement: Placement, devices: Mapping[str, DeviceSpec | None]) 
     return replace(placement, pools=pools)
 
 
-def size_model(role: ServedRole, config: RunConfig) -> tuple[Sized, list[str]]:
+def size_model(role: ServedRole, cluster: ClusterConfig) -> tuple[Sized, list[str]]:
     """A model's sizes, and notes on what is unknown."""
     name, shape = role.name, role.model.shape
     try:
-        model = find_model(role, config, weights=False)
+        model = find_model(role, cluster, weights=False)
     except ModelNotHere as error:
         learns = ", whether it can be trained" if role.learner is not None else ""
         lacking = [f"{error} (its chat template, whether prompts fit its window{learns})"]
@@ -183,33 +198,22 @@ def size_model(role: ServedRole, config: RunConfig) -> tuple[Sized, list[str]]:
     return Sized.of(model), []
 
 
-def size_critic(config: RunConfig, policy: Sized) -> Sized:
+def size_critic(path: str | None, policy: Sized, entry: ModelEntry) -> Sized:
     """The trunk of a language model: the critic's head has one number, slightly less than estimated."""
-    if config.critic.path is None:
+    if path is None:
         return replace(policy, role="critic")
     if policy.model is None:  # whether the tokenizers are the same can't be checked
         return Sized(role="critic")
     with section("critic."):
-        found = find_critic(config, policy.model)
+        found = find_critic(path, policy.model, entry)
     return replace(policy, role="critic", model=None, footprint=read_footprint(found.path))
 
 
-def scorer_dtypes(config: RunConfig) -> dict[str, str]:
-    """Role -> dtype, of the models with a scalar head that are asked here: reward models, a meta-RM."""
-    found = {role: config.models[role].dtype for role in config.asked.scorer_roles}
-    return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
-
-
-def size_scorer(role: str, config: RunConfig) -> tuple[Sized, list[str]]:
+def size_scorer(role: str, key: str, path: str, shape: ModelShape | None = None) -> tuple[Sized, list[str]]:
     """The sizes of a model with a scalar head. The run itself checks the tokenizer."""
-    key, path = (
-        (META_RM, config.meta_rm.path) if role == META_RM else (config.models[role].key, config.models[role].path)
-    )
-    assert path is not None
     try:
         directory = find_files(resolve_model(path), weights=False)
     except ValueError as error:
-        shape = None if role == META_RM else config.models[role].shape
         known = footprint_of_shape(shape) if shape is not None and shape.declared else None
         return Sized(role=role, footprint=known), [f"{key}.{error} (its scalar head)"]
     from grmpipe.models.lm.scalar_head import scalar_config  # late: seconds, which few plans need
@@ -219,7 +223,7 @@ def size_scorer(role: str, config: RunConfig) -> tuple[Sized, list[str]]:
     return Sized(role=role, footprint=read_footprint(directory)), []
 
 
-def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
+def check_heads(sized: Sized, role: ServedRole, learner: LearnerRole | None) -> None:
     """Check that the GPUs of an engine, and ranks that share samples, can share the model, as far as it is known
     here.
     """
@@ -231,5 +235,5 @@ def check_heads(sized: Sized, role: ServedRole, config: RunConfig) -> None:
     else:
         return
     role.check_tensor_parallel(heads)
-    if role.learner is not None:
-        check_query_heads(config, role.learner, role.key, heads)
+    if learner is not None:
+        learner.check_query_heads(role.key, heads)

@@ -20,10 +20,10 @@ from grmpipe.models.settings import LoraConfig
 from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_scalar_models
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import check_options
-from grmpipe.roles.roles import Roles, resolve_roles
+from grmpipe.roles.roles import resolve_roles
 from grmpipe.run.prepare import Prepared, check_all_judges, check_env, check_tools
 from grmpipe.run.run_prompts import check_references, load_held_out, note_unknown_truths, prompts_at, select_reaching
-from grmpipe.scheduler.placement import Placement, place
+from grmpipe.scheduler.placement import place
 from grmpipe.types import Labelled, Prompt
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     prepared = find_judges(
         config,
         [*prompts, *(item.prompt for item in items)],
-        weighted=what != "policy" and bool(find_local_judges(config)) and config.meta_rm.path is not None,
+        weighted=what != "policy" and config.meta_rm.path is not None,
     )
     if config.plays:
         check_playing(prepared, Data(train=tuple(prompts), held_out=()))
@@ -99,28 +99,32 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     )
 
 
-def find_local_judges(config: RunConfig) -> tuple[str, ...]:
-    """Roles of the models that judge and that engines serve here."""
-    return ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles
-
-
 def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool = False) -> Prepared:
     """Find the models that judge, and assign their slots. Nothing learns.
 
-    weighted: whether a meta-RM is needed even if no vote uses it.
+    weighted: whether a local judge needs a meta-RM even if no vote uses it.
     """
     math_rule.check_installed(config.judges.values())
-    here, weighted = find_local_judges(config), weighted or config.uses_meta_rm
-    placement, roles = assign_seats(config, here, weighted)
-    check_machine(config, placement)
+    here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles  # that engines serve here
+    weighted = config.uses_meta_rm or (weighted and bool(here))
+    playing = (POLICY, *((ENV,) if config.places_envs else ())) if config.plays else ()
+    needed = dict.fromkeys((*playing, *here, *config.judging.scorer_roles, *(META_RM,) * weighted))
+    with section(""):
+        placement = place(config.placement.without_time_sharing(), tuple(needed), config.served, config.learners)
+        roles = resolve_roles(config, placement)
+    check_machine(config.cluster, placement)
     roles.check_installed(joined=config.cluster.address is not None)
-    models = {role: find_model(roles.served[role], config) for role in here}
+    models = {role: find_model(roles.served[role], config.cluster) for role in here}
     for asking in config.judging.generative.values():
         check_thinking_budget(asking, roles.served[asking.model], models.get(asking.model))
-    with section("meta_rm."):
-        weighting = {META_RM: find_meta_rm(config, list(models.values()))} if weighted else {}
+    weighting = {}
+    if weighted:
+        assert config.meta_rm.path is not None
+        with section("meta_rm."):
+            grms = [(models[role], config.models[role]) for role in here]
+            weighting[META_RM] = find_meta_rm(config.meta_rm.path, grms)
     if POLICY not in models:
-        models = {POLICY: find_model(roles.served[POLICY], config, weights=config.plays)} | models
+        models = {POLICY: find_model(roles.served[POLICY], config.cluster, weights=config.plays)} | models
     return Prepared(
         config=config,
         models=models | find_scalar_models(config) | weighting,
@@ -134,16 +138,6 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
 def without_adapters(config: RunConfig) -> RunConfig:
     """The same models without adapters to train: their files are whole."""
     return replace(config, models={role: replace(model, lora=LoraConfig()) for role, model in config.models.items()})
-
-
-def assign_seats(config: RunConfig, here: Sequence[str], weighted: bool) -> tuple[Placement, Roles]:
-    """Assign the roles their slots. here: roles of models that judge. weighted: whether a meta-RM is needed."""
-    pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
-    playing = (POLICY, *((ENV,) if config.places_envs else ())) if config.plays else ()
-    needed = dict.fromkeys((*playing, *here, *config.judging.scorer_roles, *("meta_rm",) * weighted))
-    with section(""):
-        placement = place(replace(config.placement, pools=pools), tuple(needed), config.served, config.learners)
-        return placement, resolve_roles(config, placement)
 
 
 # -- a judge -------------------------------------------------------------------------------------------------------
@@ -225,7 +219,7 @@ def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -
     for judge_name, judge in config.judging.judges.items():
         if judge.kind != "rule":
             continue
-        judged = select_reaching(config, judge_name, prompts)
+        judged = select_reaching(config.rewards, judge_name, prompts)
         lacking |= {prompt.prompt_id for prompt in judged if prompt.reference is None}
         with section(f"{key}: "):
             check_references(judge, path, [prompt for prompt in judged if prompt.reference is not None])

@@ -66,7 +66,11 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     """Open the run's rollouts, find the models that judge, and check that they can read them. Raises ConfigError."""
     assert config.run_dir is not None
     source, config = Path(config.run_dir).parent.parent, without_adapters(config)
-    check_judges_again(config)
+    for judge in config.judging.judges.values():
+        if judge.kind == "label":
+            raise ConfigError(
+                f"{judge.key}.kind: label is for a judge in training; type judge=generative, or another judge of texts"
+            )
     with section("run_dir: "):
         stored = open_stored(source, config.rejudge, config.seed)
     with section(""):
@@ -76,18 +80,10 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     for name, judge in config.judging.judges.items():
         if judge.kind == "rule":
             with section("run_dir: "):
-                check_references(judge, str(stored.run.rollouts), select_reaching(config, name, stored.prompts))
+                check_references(judge, str(stored.run.rollouts), select_reaching(config.rewards, name, stored.prompts))
     prepared = find_judges(config, stored.prompts)
     check_all_judges(prepared, Data(train=stored.prompts, held_out=()))
     return PreparedRejudging(prepared=prepared, stored=stored, source=source)
-
-
-def check_judges_again(config: RunConfig) -> None:
-    for judge in config.judging.judges.values():
-        if judge.kind == "label":
-            raise ConfigError(
-                f"{judge.key}.kind: label is for a judge in training; type judge=generative, or another judge of texts"
-            )
 
 
 class GroupJudging:

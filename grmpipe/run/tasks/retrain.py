@@ -10,11 +10,12 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.train import TrainConfig
 from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.observe.journal import read_journal, replace_journal
@@ -26,7 +27,7 @@ from grmpipe.pipeline.learner_pace import with_pace
 from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.roles.find_models import find_model
-from grmpipe.roles.learners import check_divides, check_learns, check_parallel
+from grmpipe.roles.learners import check_divides, check_learns
 from grmpipe.roles.machines import check_machine, check_shared
 from grmpipe.roles.role_placement import check_slots
 from grmpipe.roles.roles import Model, Roles, resolve_roles
@@ -40,7 +41,7 @@ from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.run_dir.run_state import RunState
-from grmpipe.scheduler.placement import Placement, PlacementConfig, place
+from grmpipe.scheduler.placement import Placement, place
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
@@ -63,50 +64,44 @@ class PreparedRetraining:
 def prepare_retraining(config: RunConfig) -> PreparedRetraining:
     """Assign the learner's slots, open the recorded run, find the policy, and check that they fit each other."""
     with section(""):
-        placement = place(without_time_sharing(config.placement), config.roles, config.served, config.learners)
+        placement = place(config.placement.without_time_sharing(), config.roles, config.served, config.learners)
         roles = resolve_roles(config, placement)
-    check_slots(roles["learner"])
-    check_parallel(config, placement)
-    check_machine(config, placement)
+    check_slots(learner := roles.learners["learner"])
+    learner.check_ranks()
+    check_machine(config.cluster, placement)
     assert config.data.retrain_from is not None
     with section("data.retrain_from: "):
         recorded = open_recorded(Path(config.data.retrain_from))
-    check_sizes(config, recorded)
-    policy = find_model(roles.served["policy"], config)
+    check_sizes(config.train, recorded)
+    policy = find_model(roles.served["policy"], config.cluster)
     check_learns(policy, "policy")
-    check_divides(config, "learner", "policy", policy.path)
-    check_tokens(config, policy, recorded)
+    check_divides(learner, "policy", policy.path)
+    check_tokens(policy, config.policy.path, recorded)
     return PreparedRetraining(
         config=config,
         policy=policy,
         placement=placement,
         roles=roles,
         recorded=recorded,
-        demonstrations=read_demonstrations(config, policy),
+        demonstrations=read_demonstrations(config.algorithm.sft.path, policy.renderer, config.seed),
     )
 
 
-def without_time_sharing(placement: PlacementConfig) -> PlacementConfig:
-    """The placement without time sharing: the learner is alone on its slots."""
-    pools = {name: replace(pool, time_shared=False) for name, pool in placement.pools.items()}
-    return replace(placement, pools=pools)
-
-
-def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:
+def check_sizes(train: TrainConfig, recorded: RecordedRun) -> None:
     for key, wanted, held in (
-        ("group_size", config.train.group_size, recorded.group_size),
-        ("groups_per_batch", config.train.groups_per_batch, recorded.groups_per_batch),
+        ("group_size", train.group_size, recorded.group_size),
+        ("groups_per_batch", train.groups_per_batch, recorded.groups_per_batch),
     ):
         if wanted != held:
             raise ConfigError(f"train.{key}: {wanted}, but {recorded.rollouts} has {held}; type train.{key}={held}")
-    if recorded.max_staleness > config.train.max_staleness:
+    if recorded.max_staleness > train.max_staleness:
         raise ConfigError(
-            f"train.max_staleness: {config.train.max_staleness}, but {recorded.rollouts} has groups that were trained "
+            f"train.max_staleness: {train.max_staleness}, but {recorded.rollouts} has groups that were trained "
             f"{recorded.max_staleness} versions old; type train.max_staleness={recorded.max_staleness}"
         )
 
 
-def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> None:
+def check_tokens(policy: Model, policy_path: str, recorded: RecordedRun) -> None:
     """Check that the recorded ids are this model's, by re-rendering the prompts of the first batch."""
     with section("data.retrain_from: "):
         first = recorded.batch(1)
@@ -119,7 +114,7 @@ def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> Non
             not in_env and policy.renderer.render(group.prompt.messages) != sent
         ):
             raise ConfigError(
-                f"policy.path: the tokenizer or the chat template of {config.policy.path} differs from that of "
+                f"policy.path: the tokenizer or the chat template of {policy_path} differs from that of "
                 f"{recorded.rollouts}: the ids of prompt {group.prompt.prompt_id} differ; give the policy that "
                 "the recorded run started from"
             )

@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.raw_scores import sigmoid
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -35,12 +36,13 @@ from grmpipe.judge.grm_client import GrmClient
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.packed_check import check_packable
 from grmpipe.models.lm.scalar_head import outline_scalar_head
+from grmpipe.models.settings import ParallelConfig
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.outage_breaker import OutageBreaker
 from grmpipe.roles.find_models import find_model, find_shared_limit
-from grmpipe.roles.learners import check_experts, check_parallel, check_shares_no_samples
+from grmpipe.roles.learners import check_experts
 from grmpipe.roles.machines import check_machine, check_shared
-from grmpipe.roles.roles import Model, ResolvedRole, Roles, resolve_roles
+from grmpipe.roles.roles import LearnerRole, Model, Roles, resolve_roles
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
@@ -59,35 +61,8 @@ from grmpipe.types import Metrics, Prompt
 
 def prepare_meta_training(config: RunConfig) -> MetaRmTraining:
     """Prepare a training of a meta-RM. Every refusal is a ConfigError that names the key and what to type."""
-    check_task(config)
     judge = config.main_judge
-    sampled = judge.model
-    sampling, learning = (seat(config, role) for role in (sampled, "learner"))
-    check_parallel(config, learning)
-    check_shares_no_samples(config)
-    stored = read_stored(config)
-    judging_tasks = {} if stored else read_judging_tasks(config)
-    roles = resolve_roles(config, sampling)
-    roles.check_installed(joined=config.cluster.address is not None)
-    grm = find_model(roles.served[sampled], config)
-    check_thinking_budget(judge, roles.served[sampled], grm)
-    start_path = find_start(config, grm)
-    check_experts(config, start_path)
-    return MetaRmTraining(
-        config=config,
-        grm=grm,
-        start_path=start_path,
-        judging_tasks=judging_tasks,
-        stored=stored,
-        sampling=sampling,
-        learning=learning,
-        roles=roles,
-        learner=resolve_roles(config, learning)["learner"],
-    )
-
-
-def check_task(config: RunConfig) -> None:
-    if config.main_judge.model not in config.judging.local_roles:
+    if judge.model not in config.judging.local_roles:
         raise ConfigError(
             "judge.kind: task=train_meta_rm samples a local GRM; type judge.kind=generative, and a grm.engine that "
             "isn't openai"
@@ -97,20 +72,45 @@ def check_task(config: RunConfig) -> None:
             "resume: task=train_meta_rm can't be resumed, but its judgements can be used again: type resume=never and "
             "meta_rm.judgements=<its run_dir>/judgements.jsonl"
         )
-
-
-def seat(config: RunConfig, role: str) -> Placement:
     with section(""):
-        placement = place(config.placement, (role,), config.served, config.learners)
-    check_machine(config, placement)
-    return placement
+        sampling, learning = (
+            place(config.placement, (role,), config.served, config.learners) for role in (judge.model, "learner")
+        )
+    for placement in (sampling, learning):
+        check_machine(config.cluster, placement)
+    roles, learner = resolve_roles(config, sampling), resolve_roles(config, learning).learners["learner"]
+    learner.check_ranks()
+    check_shares_no_samples(learner.parallel)
+    stored: tuple[LabelledJudgement, ...] = ()
+    if config.meta_rm.judgements is not None:
+        with section("meta_rm.judgements: "):
+            stored = read_examples(Path(config.meta_rm.judgements))
+    judging_tasks = {} if stored else read_judging_tasks(config)
+    roles.check_installed(joined=config.cluster.address is not None)
+    grm = find_model(roles.served[judge.model], config.cluster)
+    check_thinking_budget(judge, roles.served[judge.model], grm)
+    start_path = find_start(config.meta_rm.start_path, grm, config.models[judge.model])
+    check_experts(learner, start_path)
+    return MetaRmTraining(
+        config=config,
+        grm=grm,
+        start_path=start_path,
+        judging_tasks=judging_tasks,
+        stored=stored,
+        sampling=sampling,
+        learning=learning,
+        roles=roles,
+        learner=learner,
+    )
 
 
-def read_stored(config: RunConfig) -> tuple[LabelledJudgement, ...]:
-    if config.meta_rm.judgements is None:
-        return ()
-    with section("meta_rm.judgements: "):
-        return read_examples(Path(config.meta_rm.judgements))
+def check_shares_no_samples(parallel: ParallelConfig) -> None:
+    """Raises ConfigError if ranks of a model with a scalar head would share samples."""
+    if parallel.cp > 1:
+        raise ConfigError(
+            "train.parallel.cp: ranks of a model with a scalar head (task=train_meta_rm) can't share samples; type "
+            "train.parallel.cp=1"
+        )
 
 
 def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
@@ -118,10 +118,11 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
     held_out_path = HELD_OUT_OF.get(config.data.path) if config.data.eval_path == "auto" else config.data.eval_path
     if held_out_path is None:
         raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
+    judge, data = config.main_judge, config.data
     with section("data.path: "):
-        train = load_judging_tasks(config, config.main_judge, config.data.path, config.data.num_prompts)
+        train = load_judging_tasks(judge, data.labels, data.path, data.num_prompts)
     with section("data.eval_path: "):
-        held_out = load_judging_tasks(config, config.main_judge, held_out_path, config.data.num_eval_prompts)
+        held_out = load_judging_tasks(judge, data.labels, held_out_path, data.num_eval_prompts)
     asked = {judging_task.messages for judging_task in held_out}
     return {
         "train": [judging_task for judging_task in train if judging_task.messages not in asked],
@@ -129,16 +130,12 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
     }
 
 
-def find_start(config: RunConfig, grm: Model) -> str:
-    """The directory that training starts from: the GRM, or a model that reads the same tokens."""
-    if config.meta_rm.start_path is None:
-        directory = grm.path
-    else:
-        with section("meta_rm.start_"):
-            directory = find_files(resolve_model(config.meta_rm.start_path), weights=True)
+def find_start(path: str | None, grm: Model, entry: ModelEntry) -> str:
+    """The directory that training starts from: the GRM, or a model that reads the same tokens. entry: the GRM's."""
     with section("meta_rm.start_"):
+        directory = grm.path if path is None else find_files(resolve_model(path), weights=True)
         check_packable(outline_scalar_head(directory), directory)
-        window = find_shared_limit(directory, config, grm)
+        window = find_shared_limit(directory, grm, entry)
         if window < grm.context_tokens:
             raise ValueError(
                 f"path: its context window of {window} tokens is smaller than the GRM's ({grm.context_tokens})"
@@ -162,7 +159,7 @@ class MetaRmTraining:
     sampling: Placement
     learning: Placement
     roles: Roles  # while the GRM samples
-    learner: ResolvedRole
+    learner: LearnerRole
 
 
 STEPS_PER_NOTE = 20

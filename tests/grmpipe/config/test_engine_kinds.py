@@ -76,7 +76,7 @@ def test_an_engine_of_a_users_own_serves_a_role_and_takes_its_weights(mine: str)
     policy = roles.served["policy"]
     assert (roles.served["policy"].engine.max_rows, policy.engine.transports[0]) == (5, "shared_memory")
     assert policy.option_key("rows") == policy.option_key("rows") == "policy.engine_options.rows"
-    model = find_model(policy, run)
+    model = find_model(policy, run.cluster)
     engine = pickle.loads(pickle.dumps(engine_factory(model, roles, run.seed)))(0)
     assert isinstance(engine, EmbeddedEngine)
 

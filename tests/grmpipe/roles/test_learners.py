@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,17 @@ from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.lm import checkpoint_names
+from grmpipe.models.settings import ParallelConfig
 from grmpipe.roles.learners import (
     check_divides,
     check_experts,
     check_records_experts,
-    check_shares_no_samples,
     check_weight_names,
 )
 from grmpipe.roles.role_placement import seat_roles
-from grmpipe.roles.roles import Model, resolve_roles
+from grmpipe.roles.roles import LearnerRole, Model, resolve_roles
 from grmpipe.run.prepare import prepare
+from grmpipe.run.tasks.train_meta_rm import check_shares_no_samples
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.tiny.resolve import SHIPPED
 
@@ -92,21 +94,41 @@ def test_the_ranks_of_a_grm_in_training_are_grouped_as_its_own_section_says() ->
         prepare(with_grm_learner(2, ep=2))
 
 
+def learner(name: str, run: RunConfig) -> LearnerRole:
+    return resolve_roles(run, place(run.placement, run.roles, run.served, run.learners)).learners[name]
+
+
 def test_a_dense_grm_may_learn_next_to_a_mixture_with_routers_in_float32() -> None:
-    check_experts(with_grm_learner(2, fp32_router=True), str(SHIPPED / "grm"), "grm_learner")
+    run = with_grm_learner(2, fp32_router=True)
+    check_experts(learner("grm_learner", run), str(SHIPPED / "grm"))
     with pytest.raises(ConfigError, match=r"^train\.fp32_modules: .* leave router out$"):
-        check_experts(with_grm_learner(2, fp32_router=True), str(SHIPPED / "policy"))
+        check_experts(learner("learner", run), str(SHIPPED / "policy"))
 
 
 def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Path) -> None:
     Qwen3Config(**SMALL).save_pretrained(tmp_path)
-    shared = build_config({"critic": {"parallel": {"cp": 4}}})
+    critic = LearnerRole(name="critic", key="critic", parallel=ParallelConfig(cp=4), has_scalar_head=True)
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.cp: 4 .* 2 query heads of critic\.path .*cp=2$"):
-        check_divides(shared, "critic", "critic", str(tmp_path))
-    divided = build_config({"critic": {"parallel": {"ep": 2}}})
+        check_divides(critic, "critic", str(tmp_path))
     with pytest.raises(ConfigError, match=r"^critic\.parallel\.ep: a 'qwen3' model .* type 1$"):
-        check_experts(divided, str(tmp_path), "critic")
-    check_experts(divided, str(tmp_path))
+        check_experts(replace(critic, parallel=ParallelConfig(ep=2)), str(tmp_path))
+
+
+def test_the_section_of_a_critic_groups_its_own_ranks_alone() -> None:
+    """The learner's are grouped by train.parallel."""
+    base = config(2)
+    roles = {role: {"pool": "all"} for role in ("policy", "learner", "critic")}
+    run = build_config(
+        {
+            "cluster": {"kind": "ray"},
+            "placement": {"pools": {"all": {"slots": 2}}, "roles": roles},
+            "judge": {"kind": base.main_judge.kind},
+            "algorithm": {"estimator": "gae"},
+            "critic": {"enabled": True, "parallel": {"ep": 2}},
+        },
+    )
+    assert (learner("critic", run).parallel.ep, learner("learner", run).parallel.ep) == (2, 1)
+    assert learner("critic", run).has_scalar_head and not learner("learner", run).has_scalar_head
 
 
 def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
@@ -115,12 +137,12 @@ def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
 
 def test_ranks_of_a_scalar_head_cannot_share_samples() -> None:
     with pytest.raises(ConfigError, match=r"^train\.parallel\.cp: ranks of a model with a scalar head"):
-        check_shares_no_samples(config(2, cp=2))
-    check_shares_no_samples(config(2, dp_replicate=2))
+        check_shares_no_samples(ParallelConfig(cp=2))
+    check_shares_no_samples(ParallelConfig(dp_replicate=2))
 
 
-def divided(ep: int) -> RunConfig:
-    return build_config({"cluster": {"kind": "inprocess"}, "train": {"parallel": {"ep": ep}}})
+def divided(ep: int) -> LearnerRole:
+    return LearnerRole(name="learner", key="train", parallel=ParallelConfig(ep=ep))
 
 
 def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def served(role: str, run: RunConfig) -> ServedRole:
 
 
 def find(role: str, run: RunConfig) -> Model:
-    return find_model(served(role, run), run)
+    return find_model(served(role, run), run.cluster)
 
 
 def check(run: RunConfig) -> None:

@@ -123,7 +123,7 @@ def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.Mon
     monkeypatch.setattr("grmpipe.roles.find_models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
         run = config(policy={"path": "Some/Model"}, cluster=cluster)
-        found = find_model(resolve_roles(run, Placement(pools={}, seats={})).served["policy"], run)
+        found = find_model(resolve_roles(run, Placement(pools={}, seats={})).served["policy"], run.cluster)
         assert found.path == path
 
 
@@ -142,7 +142,7 @@ def test_a_chat_template_that_raises_is_refused_by_its_key(tmp_path: Path, role:
     run = config(**{role: {"chat_template": str(tmp_path / "raises.jinja")}})
     served = resolve_roles(run, Placement(pools={}, seats={})).served[role]
     with pytest.raises(ConfigError, match=rf"^{role}\.chat_template: it can't render a conversation of .*: {said}$"):
-        find_model(served, run)
+        find_model(served, run.cluster)
 
 
 def test_a_chat_template_without_a_system_role_is_refused_only_for_prompts_with_one(tmp_path: Path) -> None:

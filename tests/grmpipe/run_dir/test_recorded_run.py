@@ -13,7 +13,7 @@ from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.observe.recorder import Recorder
-from grmpipe.run.tasks.retrain import prepare_retraining, without_time_sharing
+from grmpipe.run.tasks.retrain import prepare_retraining
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.scheduler.placement import place
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
@@ -164,4 +164,4 @@ def test_what_does_not_fit_the_recorded_run_is_refused_by_its_key(tmp_path: Path
 def test_only_the_learner_needs_a_place(tmp_path: Path, placement: str) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = build(compose("config", [f"data.retrain_from={tmp_path}", f"placement={placement}"]))
-    assert list(place(without_time_sharing(config.placement), config.roles).seats) == ["learner"]
+    assert list(place(config.placement.without_time_sharing(), config.roles).seats) == ["learner"]

@@ -116,7 +116,7 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_evaluated_policy_and_its_judge_divide_a_gpu_without_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    for check in ("validate.evaluation.check_machine", "roles.roles.Roles.check_installed"):
+    for check in ("run.tasks.prepare_evaluation.check_machine", "roles.roles.Roles.check_installed"):
         monkeypatch.setattr(f"grmpipe.{check}", lambda *_, **__: None)
     config = composed(
         "+experiment=quickstart", "placement=one_gpu_time_shared", "engine=vllm", "task=evaluate",
