@@ -243,7 +243,12 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
 
             print(f"this run        {describe_run_memory(config)}")
         if config.cluster.address is not None:
-            examine(config, config.cluster.address)
+            from grmpipe.run.doctor.cluster_doctor import examine_cluster, report
+
+            findings = examine_cluster(config)
+            print(report(config.cluster.address, findings), flush=True)
+            if problems := sum(not finding.ok for finding in findings):
+                raise RunFailed(f"problems of the cluster: {problems}; see the lines above")
         return None
     if config.task == "new":
         print(write_new_project(Path(config.new.dir) if config.new.dir is not None else None))
@@ -263,16 +268,6 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     from grmpipe.tasks import run_task as run
 
     return run(config, watcher)
-
-
-def examine(config: RunConfig, address: str) -> None:
-    """Print the findings on the machines of a joined cluster. Raises RunFailed if there is a problem."""
-    from grmpipe.run.doctor.cluster_doctor import examine_cluster, report
-
-    findings = examine_cluster(config)
-    print(report(address, findings), flush=True)
-    if problems := sum(not finding.ok for finding in findings):
-        raise RunFailed(f"problems of the cluster: {problems}; see the lines above")
 
 
 def secrets_typed_in_a_sweep(arguments: Sequence[str]) -> list[str]:

@@ -204,5 +204,5 @@ def notes(prepared: Prepared) -> list[str]:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
     if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         footprints = {role: model.footprint for role, model in size_roles(prepared).items()}
-        said += device_notes(config, prepared.roles, footprints)
+        said += device_notes(config.train, prepared.roles, footprints)
     return [*said, *hyperparameter_notes(config)]

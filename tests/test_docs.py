@@ -19,8 +19,8 @@ from hydra import compose, initialize_config_dir
 import grmpipe
 import launch  # noqa: F401  registers the schema
 from grmpipe.cli import compose as compose_run
-from grmpipe.config.cross_checks import TASKS
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_sections import TASKS
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.pointwise_adapter import judge_together

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import TrainConfig
 from grmpipe.data.catalogs import is_made
 from grmpipe.models.lm.footprint import Footprint
 from grmpipe.roles.roles import Roles
@@ -13,7 +14,7 @@ HIGHEST_LR = 1e-5  # of all weights of a pretrained model; verl and TRL train wi
 SHORT_ANSWER = RolloutConfig().max_new_tokens
 
 
-def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footprint | None]) -> list[str]:
+def device_notes(train: TrainConfig, roles: Roles, footprints: Mapping[str, Footprint | None]) -> list[str]:
     """Notes on what is allowed on a GPU but may not be meant. footprints: role -> footprint, None if unknown."""
     notes = []
     on_gpus = [role for role in roles.values() if role.device == "cuda"]
@@ -31,7 +32,7 @@ def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footp
                 f"{role.key}.engine=vllm"
             )
     on_gpu = {role.name for role in on_gpus}
-    if "learner" in on_gpu and not config.train.activations.recomputes and is_large(footprints.get("policy")):
+    if "learner" in on_gpu and not train.activations.recomputes and is_large(footprints.get("policy")):
         notes.append(
             "train.activation_checkpointing: without it the activations of all layers stay on the GPU; type "
             "train.activation_checkpointing=full"

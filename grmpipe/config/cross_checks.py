@@ -1,10 +1,13 @@
 """Checks across the sections of a configuration. Each raises ValueError that names a key and the way out."""
 
-import re
+from collections.abc import Mapping
 
 from grmpipe.config.critic import check_critic
 from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.env import EnvConfig
+from grmpipe.config.grm import ModelEntry
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import ENV, POLICY, ROLES
 from grmpipe.config.reward_checks import (
     check_doubts,
@@ -25,13 +28,10 @@ from grmpipe.config.train import (
     check_skipped,
     check_spread,
 )
+from grmpipe.models.engines.engine_kind import AnyEngine
+from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig
 from grmpipe.scheduler.processes.call_limits import WORK_FACTOR
 
-TASKS = (
-    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",
-    "new",
-)  # fmt: skip
-RESUMES = ("never", "auto")
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
 MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way
 
@@ -41,7 +41,7 @@ def check_across(config: RunConfig) -> None:
     check_reward(config)
     check_run(config)
     check_algorithm(config)
-    check_policy_engine(config)
+    check_policy_engine(config.policy, config.find_engine_kind(POLICY))
     check_places(config)
     check_retrain(config)
     check_cotrain(config)
@@ -49,30 +49,15 @@ def check_across(config: RunConfig) -> None:
     check_updated_by_policy(config)
     check_lora(config)
     check_meta_rm(config)
-    check_scalar(config)
     check_simulated(config)
     check_labels(config)
-    check_measured(config)
+    check_measured(config.rewards.find_weighed_members(), config.judging.generative)
 
 
 def check_run(config: RunConfig) -> None:
-    """Check the task, and what the run is called."""
-    if config.task not in TASKS:
-        raise ValueError(f"task: unknown task {config.task!r}; known: {', '.join(TASKS)}")
-    if config.resume not in RESUMES:
-        raise ValueError(
-            f"resume: unknown value {config.resume!r}; known: {', '.join(RESUMES)}; to continue a run type resume=auto "
-            "run_dir=<its folder>"
-        )
-    if not re.fullmatch(r"[\w-][\w.-]*", config.experiment_name):  # it names a folder under runs/
-        raise ValueError(
-            "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "
-            f"{config.experiment_name!r}"
-        )
+    """Check that the task has the data and the judge that it needs."""
     if not config.data.path and config.task != "evaluate":  # which trains on no prompts
         raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
-    if config.run_dir == "":
-        raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
     if config.task == "train_judge_rft" and config.main_judge.kind != "label":
         raise ValueError(
             "task: train_judge_rft learns from labelled judgements; type judge=label data.path=... as well"
@@ -97,12 +82,12 @@ def check_places(config: RunConfig) -> None:
         if role not in known:
             raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(known)}")
     if config.places_envs:
-        check_env_hosts(config)
+        check_env_hosts(config.env, config.placement, config.cluster)
 
 
-def check_env_hosts(config: RunConfig) -> None:
+def check_env_hosts(env: EnvConfig, placement: PlacementConfig, cluster: ClusterConfig) -> None:
     """Check that there are environments to place, on cores, within what a host and its calls can take."""
-    env, key, where = config.env, f"placement.roles.{ENV}", config.placement.roles[ENV]
+    key, where = f"placement.roles.{ENV}", placement.roles[ENV]
     if env.env_kind.is_single:
         raise ValueError(f"{key}: env.kind={env.kind} has no environments to place; type env=tools, or leave it out")
     if env.env_kind.is_workflow:
@@ -110,8 +95,8 @@ def check_env_hosts(config: RunConfig) -> None:
             f"{key}: workflows run where the server is that they ask the policy at, on the run's own machine; leave "
             "it out, or write an env (env=custom)"
         )
-    if config.placement.on_gpu(ENV):
-        cores = [name for name, pool in config.placement.pools.items() if pool.resource == "cpu"]
+    if placement.on_gpu(ENV):
+        cores = [name for name, pool in placement.pools.items() if pool.resource == "cpu"]
         way_out = f"type {key}.pool={' or '.join(cores)}" if cores else "add a pool with resource=cpu"
         raise ValueError(f"{key}.pool: environments need cores, and the pool {where.pool} has GPUs; {way_out}")
     if env.capacity > MAX_EPISODES * where.replicas:
@@ -120,7 +105,7 @@ def check_env_hosts(config: RunConfig) -> None:
             f"{MAX_EPISODES} each; type {key}.replicas={-(-env.capacity // MAX_EPISODES)} or more"
         )
     longest = max(env.boot_s, env.step_s)
-    if longest > MAX_CALL_SHARE * WORK_FACTOR * config.cluster.call_timeout_s:
+    if longest > MAX_CALL_SHARE * WORK_FACTOR * cluster.call_timeout_s:
         raise ValueError(
             f"cluster.call_timeout_s: a host that boots or steps for {longest:g} s would count as dead; type "
             f"cluster.call_timeout_s={longest / (MAX_CALL_SHARE * WORK_FACTOR):.0f} or more, or shorter env.boot_s "
@@ -176,12 +161,7 @@ def check_distillation(config: RunConfig) -> None:
             f"algorithm.estimator: {config.algorithm.estimator} estimates from rewards, and reward=none gives none; "
             "type algorithm=grpo, which gives every token the advantage 0 then"
         )
-    check_teacher_context(config)
-
-
-def check_teacher_context(config: RunConfig) -> None:
-    """Check that there is what a teacher reads more than the policy, without which the policy can't teach itself."""
-    distill, key = config.algorithm.distill, "algorithm.distill.context"
+    key = "algorithm.distill.context"  # what a teacher reads more than the policy
     if POLICY in config.teachers and distill.context is None:
         raise ValueError(
             "algorithm.distill.teachers: the policy itself teaches only what it reads beside the prompt; type "
@@ -200,12 +180,12 @@ def check_teacher_context(config: RunConfig) -> None:
         )
 
 
-def check_policy_engine(config: RunConfig) -> None:
+def check_policy_engine(policy: ModelEntry, kind: type[AnyEngine]) -> None:
     """Check that the policy's engines take weights."""
-    if not config.find_engine_kind(POLICY).transports:
+    if not kind.transports:
         able = " or ".join(engines_that(lambda kind: bool(kind.transports)))
         raise ValueError(
-            f"policy.engine: {config.policy.engine} can't receive weights or return log-probs, so it can't serve a "
+            f"policy.engine: {policy.engine} can't receive weights or return log-probs, so it can't serve a "
             f"model in training; type policy.engine={able}"
         )
 
@@ -253,10 +233,9 @@ def check_labels(config: RunConfig) -> None:
             )
 
 
-def check_measured(config: RunConfig) -> None:
+def check_measured(weighed: Mapping[str, str], judges: Mapping[str, JudgeConfig]) -> None:
     """Check that the accuracy of a jury's members can be measured, on held-out answers that have no siblings."""
-    weighed = config.rewards.find_weighed_members()
-    for name, judge in config.judging.generative.items():
+    for name, judge in judges.items():
         if name in weighed and judge.protocol_kind.compares:
             path = weighed[name]
             raise ValueError(
@@ -325,15 +304,6 @@ def check_lora(config: RunConfig) -> None:
         )
 
 
-def check_scalar(config: RunConfig) -> None:
-    """Check that the task knows scalar reward models."""
-    for judge in config.judging.scalar.values() if config.task == "simulate" else ():
-        raise ValueError(
-            f"{judge.key}.kind: task=simulate asks no scalar reward model, whose work is small compared "
-            f"with a GRM's; type task=plan for its work, or {judge.key}=rule to simulate the rest"
-        )
-
-
 def check_simulated(config: RunConfig) -> None:
     """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
     if config.task != "simulate":
@@ -344,6 +314,11 @@ def check_simulated(config: RunConfig) -> None:
         )
     for judge in config.judging.judges.values():
         key = judge.key
+        if judge.kind == "scalar":
+            raise ValueError(
+                f"{key}.kind: task=simulate asks no scalar reward model, whose work is small compared with a GRM's; "
+                f"type task=plan for its work, or {key}=rule to simulate the rest"
+            )
         if judge.kind in ("custom", "function"):
             raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
         if not judge.is_simulated:
@@ -355,36 +330,32 @@ def check_simulated(config: RunConfig) -> None:
 
 def check_cotrain(config: RunConfig) -> None:
     """Check that GRMs that are trained are served here, sample their judgements, and are compared within groups."""
-    for role in config.trained_grms:
-        check_trained_grm(config, role)
-
-
-def check_trained_grm(config: RunConfig, role: str) -> None:
-    cotrain, model = config.trained_grms[role], config.models[role]
-    key = f"{model.key}.train"
-    if role not in config.judging.local_roles:
-        raise ValueError(
-            f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
-            f"{model.key}.path and a {model.key}.engine other than openai"
-        )
-    if config.task == "simulate":
-        raise ValueError(
-            f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
-            f"memory, or {key}.enabled=false to simulate the rest of the run"
-        )
-    judge = config.judging.find_training_judge(role)
-    if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
-        raise ValueError(
-            f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "
-            f"and give rankings as {key}.data_path"
-        )
-    if not judge.temperature > 0:
-        raise ValueError(f"{key}.enabled: greedy judgements are all alike; type judge.temperature=1")
-    if config.algorithm.estimator_kind.need == "batch":
-        raise ValueError(
-            f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, and its groups may be "
-            f"judged by different versions of a GRM that learns; with {key}.enabled type algorithm.estimator=grpo"
-        )
+    for role, cotrain in config.trained_grms.items():
+        model = config.models[role]
+        key = f"{model.key}.train"
+        if role not in config.judging.local_roles:
+            raise ValueError(
+                f"{key}.enabled: there is no local GRM to train; type judge.kind=generative, with a "
+                f"{model.key}.path and a {model.key}.engine other than openai"
+            )
+        if config.task == "simulate":
+            raise ValueError(
+                f"{key}.enabled: task=simulate simulates no flow of judging tasks; type task=plan for its work and "
+                f"memory, or {key}.enabled=false to simulate the rest of the run"
+            )
+        judge = config.judging.find_training_judge(role)
+        if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
+            raise ValueError(
+                f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "
+                f"and give rankings as {key}.data_path"
+            )
+        if not judge.temperature > 0:
+            raise ValueError(f"{key}.enabled: greedy judgements are all alike; type judge.temperature=1")
+        if config.algorithm.estimator_kind.need == "batch":
+            raise ValueError(
+                f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, and its groups may be "
+                f"judged by different versions of a GRM that learns; with {key}.enabled type algorithm.estimator=grpo"
+            )
 
 
 def check_critic_alone(config: RunConfig) -> None:

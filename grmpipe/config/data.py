@@ -27,6 +27,11 @@ class DataConfig(Bounded):
     labels: LabelConfig = field(default_factory=LabelConfig)
     rft: RftConfig = field(default_factory=RftConfig)
 
+    @property
+    def is_replay(self) -> bool:
+        """Whether the run trains on the rollouts of another run."""
+        return self.retrain_from is not None
+
 
 @dataclass(frozen=True)
 class RolloutConfig(Bounded):

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from grmpipe.config.grm import GrmTrainConfig, ModelEntry
 from grmpipe.config.judge import JudgeConfig
@@ -11,7 +12,7 @@ from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_judges import Judging
 from grmpipe.config.run_sections import RunKeys, SharedSections
 from grmpipe.models.engines.engine_kind import AnyEngine
-from grmpipe.models.settings import ParallelConfig
+from grmpipe.models.settings import LoraConfig, ParallelConfig
 
 
 class ConfigError(ValueError):
@@ -30,6 +31,11 @@ class RunConfig(SharedSections, RunKeys):
     models: Mapping[str, ModelEntry]
     judges: Mapping[str, JudgeConfig]
     rewards: RewardTree
+
+    def without_adapters(self) -> Self:
+        """The same models without adapters to train: their files are whole."""
+        models = {role: replace(model, lora=LoraConfig()) for role, model in self.models.items()}
+        return replace(self, models=models)
 
     @property
     def policy(self) -> ModelEntry:

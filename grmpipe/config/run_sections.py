@@ -1,5 +1,6 @@
 """All that a user can set for a run, by section, as it is typed."""
 
+import re
 from dataclasses import dataclass, field
 
 from grmpipe.config.critic import CriticConfig
@@ -18,6 +19,12 @@ from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig
 from grmpipe.scheduler.slots.balance import BalanceConfig
 from grmpipe.scheduler.slots.engine_replacement import HealthConfig
 from grmpipe.scheduler.weights.weight_sync import SyncConfig
+
+TASKS = (
+    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",
+    "new",
+)  # fmt: skip
+RESUMES = ("never", "auto")
 
 
 # task=new: a project of your own to begin with.
@@ -45,6 +52,22 @@ class RunKeys:
     resume: str = "never"
     # Path to a number in summary.json, which the run returns to a sweep.
     objective: str = "eval.final.grm_score"
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task: unknown task {self.task!r}; known: {', '.join(TASKS)}")
+        if self.resume not in RESUMES:
+            raise ValueError(
+                f"resume: unknown value {self.resume!r}; known: {', '.join(RESUMES)}; to continue a run type "
+                "resume=auto run_dir=<its folder>"
+            )
+        if not re.fullmatch(r"[\w-][\w.-]*", self.experiment_name):  # it names a folder under runs/
+            raise ValueError(
+                "experiment_name: may hold letters, digits, '_', '-' and, not as the first, '.', got "
+                f"{self.experiment_name!r}"
+            )
+        if self.run_dir == "":
+            raise ValueError("run_dir: is empty; give a directory, or type run_dir=null for a new one in runs/")
 
 
 @dataclass(frozen=True)

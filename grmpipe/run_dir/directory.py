@@ -41,43 +41,30 @@ def locate_run(config: RunConfig) -> RunLocation:
     if config.resume == "never" and named is not None and holds_run(Path(named)):
         raise refusal(Path(named), config.task)
     home = HOME / config.experiment_name
-    kind = "replay" if is_replay(config) else f"run with task={config.task}"
+    kind = "replay" if config.data.is_replay else f"run with task={config.task}"
     notes = (f"resume: {named or home} holds no {kind}; a new one starts",) * (config.resume == "auto")
     return RunLocation(run_dir=new_run_dir(home) if named is None else Path(named), notes=notes)
 
 
 def run_to_resume(config: RunConfig) -> Path | None:
-    """The directory of the run that resume=auto continues. None if there is none."""
+    """The directory of the run that resume=auto continues; None if there is none. Without a run_dir it is the
+    experiment's newest run of this task: the one that `latest` names, else the last by date.
+    """
     if config.resume != "auto":
         return None
-    if config.run_dir is None:
-        return newest_run(config)
-    return Path(config.run_dir) if holds_run(Path(config.run_dir)) else None
-
-
-def newest_run(config: RunConfig) -> Path | None:
-    """The experiment's newest run of this task: the one that `latest` names, else the last by date. None if there is
-    none.
-    """
+    if config.run_dir is not None:
+        return Path(config.run_dir) if holds_run(Path(config.run_dir)) else None
     home = HOME / config.experiment_name
     latest = home / (home / "latest").resolve().name  # the name that the run used for itself
     by_date = sorted((path.parent for path in home.glob("*/config.yaml") if not path.parent.is_symlink()), reverse=True)
-    candidates = [path for path in (latest, *by_date) if holds_run(path)]
-    return next((path for path in candidates if is_of_task(path, config)), None)
-
-
-def is_of_task(run_dir: Path, config: RunConfig) -> bool:
-    """Whether a run has the same task; one that can't be read counts, so that a resume reports it."""
-    try:
-        other = read_yaml(run_dir / "config.yaml")
-    except ConfigError:
-        return True
-    return other.task == config.task and is_replay(other) == is_replay(config)
-
-
-def is_replay(config: RunConfig) -> bool:
-    """Whether the run trains on the rollouts of another run."""
-    return config.data.retrain_from is not None
+    for run_dir in (path for path in (latest, *by_date) if holds_run(path)):
+        try:
+            other = read_yaml(run_dir / "config.yaml")
+        except ConfigError:  # it counts, so that the resume reports it
+            return run_dir
+        if other.task == config.task and other.data.is_replay == config.data.is_replay:
+            return run_dir
+    return None
 
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
@@ -172,7 +159,7 @@ def point_latest(run_dir: Path, config: RunConfig) -> None:
     replays leave it at the run whose model they use.
     """
     home = HOME / config.experiment_name
-    if run_dir.resolve().parent != home.resolve() or not config.trains or is_replay(config):
+    if run_dir.resolve().parent != home.resolve() or not config.trains or config.data.is_replay:
         return
     draft = home / f".latest-{os.getpid()}"
     draft.symlink_to(run_dir.name)

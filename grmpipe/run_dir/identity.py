@@ -28,8 +28,8 @@ class RunIdentity:
     inputs: Mapping[str, str]
 
     @staticmethod
-    def new(config: RunConfig) -> RunIdentity:
-        return RunIdentity(run_id=uuid.uuid4().hex[:16], inputs=compute_checksums(config))
+    def new(files: Mapping[str, Path]) -> RunIdentity:
+        return RunIdentity(run_id=uuid.uuid4().hex[:16], inputs=compute_checksums(files))
 
     def write(self, run_dir: Path) -> None:
         path = run_dir / IDENTITY_FILE
@@ -70,22 +70,21 @@ def check_is_there(run_dir: Path, run_id: str) -> None:
         )
 
 
-def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> None:
+def check_inputs(identity: RunIdentity, files: Mapping[str, Path], run_dir: Path) -> None:
     """Raises ConfigError if a file differs from the one that the run began with: its rollouts would answer other
     prompts, or come from another judge template. A missing file is reported by the code that opens it.
     """
-    now = compute_checksums(config)
+    now = compute_checksums(files)
     changed = [key for key, was in identity.inputs.items() if now.get(key, was) != was]
     if changed:
-        files = input_files(config)
         raise ConfigError(
             f"resume: {'; '.join(f'{key}: {files[key]}' for key in changed)}: not the content that {run_dir} started "
             f"with (by its checksum); restore that, or {NEW_RUN}"
         )
 
 
-def compute_checksums(config: RunConfig) -> dict[str, str]:
-    return {key: compute_checksum(path) for key, path in input_files(config).items() if path.is_file()}
+def compute_checksums(files: Mapping[str, Path]) -> dict[str, str]:
+    return {key: compute_checksum(path) for key, path in files.items() if path.is_file()}
 
 
 def input_files(config: RunConfig) -> dict[str, Path]:

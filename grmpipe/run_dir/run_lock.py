@@ -26,7 +26,7 @@ from grmpipe.run_dir.directory import (
     refusal,
     run_to_resume,
 )
-from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, read_run_id
+from grmpipe.run_dir.identity import RunIdentity, check_inputs, input_files, read_identity, read_run_id
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunLock(ExitStack):
     def _check(self) -> None:
         """Check a run that is resumed."""
         if (identity := read_identity(self.place.run_dir)) is not None:
-            check_inputs(identity, self._config, self.place.run_dir)
+            check_inputs(identity, input_files(self._config), self.place.run_dir)
             check_checkpoint(identity, self.place)
         run_dir, done, wanted = self.place.run_dir, steps_done(self.place), self._config.train.num_steps
         if done > wanted:
@@ -71,7 +71,7 @@ class RunLock(ExitStack):
             if not self.place.resumed:
                 self._make()
             if read_identity(self.place.run_dir) is None:
-                RunIdentity.new(self._config).write(self.place.run_dir)
+                RunIdentity.new(input_files(self._config)).write(self.place.run_dir)
             if self.place.changes:
                 self._change()
             point_latest(self.place.run_dir, self._config)
@@ -83,7 +83,7 @@ class RunLock(ExitStack):
         """Record the changes of this resume; they apply from now on."""
         place = self.place
         record_changes(place.run_dir, read_run_id(place.run_dir), steps_done(place), place.changes)
-        write_config(place.run_dir, self._config)
+        self._write_config(place.run_dir)
 
     def _make(self) -> None:
         """Make a directory that no other run has: if the user gave no name, under the next free name."""
@@ -105,13 +105,12 @@ class RunLock(ExitStack):
             )
         if holds_run(run_dir):  # another process began it since `locate_run`
             raise refusal(run_dir, self._config.task)
-        write_config(run_dir, self._config)
+        self._write_config(run_dir)
 
-
-def write_config(run_dir: Path, config: RunConfig) -> None:
-    draft = run_dir / "config.yaml.tmp"
-    draft.write_text(to_yaml(config), encoding="utf-8")
-    draft.replace(run_dir / "config.yaml")
+    def _write_config(self, run_dir: Path) -> None:
+        draft = run_dir / "config.yaml.tmp"
+        draft.write_text(to_yaml(self._config), encoding="utf-8")
+        draft.replace(run_dir / "config.yaml")
 
 
 def steps_done(place: RunLocation) -> int:

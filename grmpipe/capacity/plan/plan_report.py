@@ -63,7 +63,7 @@ def plan(config: RunConfig) -> Plan:
     except CostUnknown as error:
         unchecked.append(f"the time of a step: {error}")
     footprints = {role: sized.footprint for role, sized in facts.models.items()}
-    noted = [*device_notes(config, facts.roles, footprints), *hyperparameter_notes(config)]
+    noted = [*device_notes(config.train, facts.roles, footprints), *hyperparameter_notes(config)]
     refusal = explain_refusal(machine, facts) if machine is not None else ""
     too_small = describe_shortage(machine, facts) if machine is not None and not refusal else []
     blocks += format_block("warnings", [*overfull_slots(facts, uses), *too_small, *noted])

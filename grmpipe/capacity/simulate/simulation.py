@@ -35,7 +35,7 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
     """
     facts = collect_facts(config)
     workload, costs = make_workload(facts), estimate_costs(facts)
-    directory = open_directory(config)
+    directory = open_directory(config.run_dir, config.experiment_name)
     timeline = Timeline(directory / "timeline.json")
     try:
         run = simulate(workload, facts.placement, costs, config.simulate.steps, timeline)
@@ -107,11 +107,11 @@ def choose_lengths(whose: str, mean: float, sigma: float, run_dir: str | None) -
     return fit_lengths(found)
 
 
-def open_directory(config: RunConfig) -> Path:
+def open_directory(run_dir: str | None, experiment_name: str) -> Path:
     """The directory of a simulation, which never writes into a run's files; an earlier simulation there is replaced."""
-    if config.run_dir is not None and holds_run(Path(config.run_dir)):
-        raise ConfigError(f"run_dir: {config.run_dir} holds a run; type another run_dir for its simulation")
-    directory = Path(config.run_dir) if config.run_dir else new_run_dir(HOME / config.experiment_name / "simulations")
+    if run_dir is not None and holds_run(Path(run_dir)):
+        raise ConfigError(f"run_dir: {run_dir} holds a run; type another run_dir for its simulation")
+    directory = Path(run_dir) if run_dir else new_run_dir(HOME / experiment_name / "simulations")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("timeline.json", "simulation.json"):

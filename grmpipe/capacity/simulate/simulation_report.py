@@ -5,7 +5,7 @@ import statistics
 from grmpipe.capacity.plan.plan_report import seconds
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun
 from grmpipe.capacity.simulate.workload import Workload
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_judges import Judging
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.placement import describe as describe_placement
 
@@ -19,7 +19,7 @@ def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str
     times = [run.steps[index].step_s for index in run.settled]
     loads = ", ".join(f"{role} {seconds(load)}" for role, load in run.bound.loads_s.items())
     lines = [
-        f"{len(run.steps)} steps of {rollouts} rollouts{format_judgements(config)}, simulated",
+        f"{len(run.steps)} steps of {rollouts} rollouts{format_judgements(config.judging)}, simulated",
         f"  a step    {seconds(run.step_s)} ({seconds(min(times))} to {seconds(max(times))}), "
         f"{run.times_bound:.2f} times the bound",
         f"  bound     {seconds(run.bound.step_s)}: the work of the busiest slot ({loads})",
@@ -37,10 +37,10 @@ def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str
     return f"{describe_placement(placement)}\n\n" + "\n".join(lines)
 
 
-def format_judgements(config: RunConfig) -> str:
+def format_judgements(judging: Judging) -> str:
     """The judgements of a rollout, by judge if there are several."""
-    judges = config.judging.generative
-    if len(config.judging.judges) == 1:
+    judges = judging.generative
+    if len(judging.judges) == 1:
         return "".join(f" x {judge.num_judgements} judgements" for judge in judges.values())
     each = ", ".join(f"{name} {judge.num_judgements}" for name, judge in judges.items())
     return f", judgements by {each}" if each else ""

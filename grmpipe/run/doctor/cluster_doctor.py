@@ -16,7 +16,15 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.models.lm.footprint import BYTES_OF_ADAM, footprint_of_shape
 from grmpipe.models.settings import LoraConfig, ModelShape
 from grmpipe.run.doctor.node_examiner import Expected, Finding, NodeExaminer, versions
-from grmpipe.scheduler.placement import NodeCapacity, Placement, PlacementConfig, PoolConfig, RoleConfig, place
+from grmpipe.scheduler.placement import (
+    ClusterConfig,
+    NodeCapacity,
+    Placement,
+    PlacementConfig,
+    PoolConfig,
+    RoleConfig,
+    place,
+)
 from grmpipe.scheduler.processes.actors import ActorRanks
 
 NODES, GPUS = "nodes", "gpus"  # roles: a process on each machine; on a GPU of each machine that has one
@@ -33,9 +41,8 @@ def examine_cluster(config: RunConfig) -> list[Finding]:
     """
     from grmpipe.scheduler.processes.ray_start import join_cluster  # late: doctor works without Ray
 
-    folder = str(Path(config.run_dir or "runs").absolute())
     with section(""), join_cluster(config.cluster) as nodes:
-        return asyncio.run(_examine(config, folder, nodes))
+        return asyncio.run(_examine(config.cluster, list_expectations(config), nodes))
 
 
 def report(address: str, findings: Sequence[Finding]) -> str:
@@ -49,14 +56,25 @@ def report(address: str, findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-async def _examine(config: RunConfig, folder: str, nodes: Sequence[NodeCapacity]) -> list[Finding]:
+def list_expectations(config: RunConfig) -> Expected:
+    """What the run needs of every machine."""
+    return Expected(
+        versions=versions(),
+        folder=str(Path(config.run_dir or "runs").absolute()),
+        checkpoints_gb=checkpoint_gb(config),
+        models={role: config.models[role].path for role in (POLICY, *config.judging.local_roles)},
+        isolation=config.env.isolation if config.places_envs else None,
+    )
+
+
+async def _examine(settings: ClusterConfig, expected: Expected, nodes: Sequence[NodeCapacity]) -> list[Finding]:
     from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
-    cluster = await RayCluster.start(config.cluster, placement_on(nodes))
+    cluster = await RayCluster.start(settings, placement_on(nodes))
     try:
         members = await cluster.start_members(NODES, NodeExaminer)
         on_gpus = await cluster.start_members(GPUS, NodeExaminer) if any(node.gpus for node in nodes) else None
-        return await examine_nodes(config, folder, nodes, members, on_gpus)
+        return await examine_nodes(expected, nodes, members, on_gpus)
     finally:
         await cluster.shutdown()
 
@@ -75,24 +93,17 @@ def placement_on(nodes: Sequence[NodeCapacity]) -> Placement:
 
 
 async def examine_nodes(
-    config: RunConfig, folder: str, nodes: Sequence[NodeCapacity], members: ActorRanks, on_gpus: ActorRanks | None
+    expected: Expected, nodes: Sequence[NodeCapacity], members: ActorRanks, on_gpus: ActorRanks | None
 ) -> list[Finding]:
     """All findings, ordered by machine."""
     addresses = cast(list[str], await members.call_all("address"))
-    expected = Expected(
-        versions=versions(),
-        folder=folder,
-        checkpoints_gb=checkpoint_gb(config),
-        models={role: config.models[role].path for role in (POLICY, *config.judging.local_roles)},
-        isolation=config.env.isolation if config.places_envs else None,
-    )
     by_address = {node.address: node for node in nodes}
     each = [(expected, by_address[address].gpus > 0) for address in addresses]
     alone = cast(list[list[Finding]], await members.call_each("examine", each))
     names = [by_address[address].name for address in addresses]
     findings = [replace(one, node=name) for name, found in zip(names, alone, strict=True) for one in found]
     findings += await ports(names, addresses, members)
-    findings += await check_shared_folder(names, folder, members)
+    findings += await check_shared_folder(names, expected.folder, members)
     findings += (
         await check_all_reduce(names, members, NODES) if on_gpus is None else await gpus(names, addresses, on_gpus)
     )

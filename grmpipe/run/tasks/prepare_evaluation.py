@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, LabelConfig
 from grmpipe.config.keys.entry_names import ENV, POLICY
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_judges import Judging
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import Data
 from grmpipe.data.stream import PromptStream
@@ -16,7 +17,6 @@ from grmpipe.evaluation.held_out import HELD_OUT
 from grmpipe.judge.context_limits import check_policy, check_template, check_thinking_budget
 from grmpipe.judge.kinds import math_rule
 from grmpipe.models.lm.footprint import read_heads
-from grmpipe.models.settings import LoraConfig
 from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_scalar_models
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import check_options
@@ -77,14 +77,14 @@ class PreparedEvaluation:
 
 def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     """Find data and models, and check that the judge, or the policy, can be measured. Raises ConfigError."""
-    config = without_adapters(config)
+    config = config.without_adapters()
     what = config.evaluate.what
     under, (items, num_unread) = (
         (prepare_measurement(config), load_items(config)) if what != "policy" else (config, ((), 0))
     )
     prompt_sets = find_prompts(config) if config.plays else {}
     if config.plays:
-        check_scoring(config)
+        check_scoring(config.judging, config.data.labels)
         check_env(config)
     prompts = [prompt for found in prompt_sets.values() for prompt in found.prompts]
     prepared = find_judges(
@@ -133,11 +133,6 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
         placement=placement,
         roles=roles,
     )
-
-
-def without_adapters(config: RunConfig) -> RunConfig:
-    """The same models without adapters to train: their files are whole."""
-    return replace(config, models={role: replace(model, lora=LoraConfig()) for role, model in config.models.items()})
 
 
 # -- a judge -------------------------------------------------------------------------------------------------------
@@ -190,9 +185,12 @@ def check_measurable(judge: JudgeConfig) -> None:
 
 
 def find_prompts(config: RunConfig) -> dict[str, PromptSet]:
-    """The prompts that the policy answers, by name."""
+    """The prompts that the policy answers, by name. A rule needs references, which are checked; a prompt without one is
+    left out.
+    """
     paths = config.evaluate.prompts
     if paths is None:
+        keys = {HELD_OUT: ("data.eval_path", config.data.eval_path or "")}
         with section("data.eval_path: "):
             found = {HELD_OUT: load_held_out(config)}
         if not found[HELD_OUT]:
@@ -201,51 +199,46 @@ def find_prompts(config: RunConfig) -> dict[str, PromptSet]:
                 "'evaluate.prompts={mine: file.jsonl}', in quotes, or data.eval_path=file.jsonl"
             )
     else:
+        keys = {str(name): (f"evaluate.prompts.{name}", path) for name, path in paths.items()}
         found = {}
-        for name, path in paths.items():
-            with section(f"evaluate.prompts.{name}: "):
-                found[str(name)] = prompts_at(config, path, config.data.num_eval_prompts)
-    sources = {prompt.source for prompts in found.values() for prompt in prompts}
+        for name, (key, path) in keys.items():
+            with section(f"{key}: "):
+                found[name] = prompts_at(config, path, config.data.num_eval_prompts)
     with section(""):
-        check_sources(config.rewards, sources)
-    return {name: with_references(config, name, prompts) for name, prompts in found.items()}
+        check_sources(config.rewards, {prompt.source for prompts in found.values() for prompt in prompts})
+    sets = {}
+    for name, prompts in found.items():
+        (key, path), lacking = keys[name], set()
+        for judge_name, judge in config.judging.judges.items():
+            if judge.kind == "rule":
+                judged = select_reaching(config.rewards, judge_name, prompts)
+                lacking |= {prompt.prompt_id for prompt in judged if prompt.reference is None}
+                with section(f"{key}: "):
+                    check_references(judge, path, [prompt for prompt in judged if prompt.reference is not None])
+        kept = tuple(prompt for prompt in prompts if prompt.prompt_id not in lacking)
+        if not kept:
+            raise ConfigError(
+                f"{key}: no prompt has a reference, which the rule that scores the answers needs; add the field "
+                "reference, or type judge=generative"
+            )
+        note_unknown_truths(config.truth, path, kept)
+        sets[name] = PromptSet(prompts=kept, num_left_out=len(lacking))
+    return sets
 
 
-def with_references(config: RunConfig, name: str, prompts: tuple[Prompt, ...]) -> PromptSet:
-    """The prompts that can be judged: a rule needs references, which are checked."""
-    key = "data.eval_path" if config.evaluate.prompts is None else f"evaluate.prompts.{name}"
-    path = config.data.eval_path or "" if config.evaluate.prompts is None else config.evaluate.prompts[name]
-    lacking: set[str] = set()
-    for judge_name, judge in config.judging.judges.items():
-        if judge.kind != "rule":
-            continue
-        judged = select_reaching(config.rewards, judge_name, prompts)
-        lacking |= {prompt.prompt_id for prompt in judged if prompt.reference is None}
-        with section(f"{key}: "):
-            check_references(judge, path, [prompt for prompt in judged if prompt.reference is not None])
-    kept = tuple(prompt for prompt in prompts if prompt.prompt_id not in lacking)
-    if not kept:
-        raise ConfigError(
-            f"{key}: no prompt has a reference, which the rule that scores the answers needs; add the field "
-            "reference, or type judge=generative"
-        )
-    note_unknown_truths(config.truth, path, kept)
-    return PromptSet(prompts=kept, num_left_out=len(lacking))
-
-
-def check_scoring(config: RunConfig) -> None:
+def check_scoring(judging: Judging, labels: LabelConfig) -> None:
     """Check that the judge can score single answers, and says which of them pass, if its rewards are on a scale."""
-    for judge in config.judging.generative.values():
-        if judge.protocol_kind.compares and len(config.judging.judges) == 1:
+    for judge in judging.generative.values():
+        if judge.protocol_kind.compares and len(judging.judges) == 1:
             raise ConfigError(
                 f"{judge.key}.protocol: {judge.protocol} compares answers with each other, which doesn't say "
                 f"how good a policy is; type judge=pointwise, or judge=rule"
             )
-    low, high = config.main_judge.scale.low, config.main_judge.scale.high
-    if config.main_judge.has_scale and not low < config.data.labels.pass_score <= high:
+    main = judging.judges[judging.main]
+    low, high = main.scale.low, main.scale.high
+    if main.has_scale and not low < labels.pass_score <= high:
         raise ConfigError(
-            f"data.labels.pass_score: pass@k counts answers of at least this score, and "
-            f"{config.data.labels.pass_score} isn't "
+            f"data.labels.pass_score: pass@k counts answers of at least this score, and {labels.pass_score} isn't "
             f"on the judge's scale from {low} to {high}; type data.labels.pass_score={high} or less"
         )
 

@@ -26,7 +26,7 @@ from grmpipe.run.build.start import Running, start
 from grmpipe.run.prepare import Prepared, check_all_judges
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import check_references, select_reaching
-from grmpipe.run.tasks.prepare_evaluation import find_judges, without_adapters
+from grmpipe.run.tasks.prepare_evaluation import find_judges
 from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
 from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
@@ -65,7 +65,7 @@ class PreparedRejudging:
 def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     """Open the run's rollouts, find the models that judge, and check that they can read them. Raises ConfigError."""
     assert config.run_dir is not None
-    source, config = Path(config.run_dir).parent.parent, without_adapters(config)
+    source, config = Path(config.run_dir).parent.parent, config.without_adapters()
     for judge in config.judging.judges.values():
         if judge.kind == "label":
             raise ConfigError(

@@ -5,7 +5,9 @@ only.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from grmpipe.config.data import RolloutConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.verdict import get_reward
@@ -35,7 +37,11 @@ def compare_batch(
 ) -> Iterator[ComparedGroup]:
     """The groups of a step. Those that no step trained have no advantages."""
     old, new = [run.group(group_id) for group_id in group_ids], [again.group(group_id) for group_id in group_ids]
-    before, after = ({}, {}) if step is None else (estimate_advantages(old, config), estimate_advantages(new, config))
+    before, after = {}, {}
+    if step is not None:
+        before, after = (
+            estimate_advantages(groups, config.algorithm, config.train, config.rollout) for groups in (old, new)
+        )
     right = check_truth(old, find_rule(config.truth))
     for one, other in zip(old, new, strict=True):
         rollouts = tuple(
@@ -51,15 +57,17 @@ def compare_batch(
         yield ComparedGroup(group_id=one.group_id, step=step, rollouts=rollouts)
 
 
-def estimate_advantages(groups: Sequence[JudgedGroup], config: RunConfig) -> Advantages:
+def estimate_advantages(
+    groups: Sequence[JudgedGroup], algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig
+) -> Advantages:
     """The advantages of a batch, without a KL in the reward, which needs the learner. None with too few verdicts, and
     with an estimator that needs a critic.
     """
-    kind, least = config.algorithm.estimator_kind, max(2, config.train.min_valid_siblings)
+    kind, least = algorithm.estimator_kind, max(2, train.min_valid_siblings)
     whole = [group for group in groups if len(select_judged(group)) >= least]
     if kind.needs_critic or not whole:
         return {}
     batches = [whole] if kind.need == "batch" else [[group] for group in whole]
-    new_tokens, mask_truncated = config.rollout.max_new_tokens, config.rollout.truncated == "mask"
-    by_batch = [to_samples(batch, config.algorithm, new_tokens, mask_truncated=mask_truncated) for batch in batches]
+    mask = rollout.truncated == "mask"
+    by_batch = [to_samples(batch, algorithm, rollout.max_new_tokens, mask_truncated=mask) for batch in batches]
     return mean_advantages([sample for samples in by_batch for sample in samples])

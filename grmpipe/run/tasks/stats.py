@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.watching_judges import WatchingJudges, summaries
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.scheduler.placement import ClusterConfig, PoolConfig
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.types import Metrics
 
@@ -153,36 +154,26 @@ def read_setup(config: RunConfig) -> Setup:
     """The settings that decide which advice can shorten a run's stalls."""
     judging = config.judging
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
+    endpoints = [resolve_engine(role, config).endpoint for role in judging.remote_roles]
+    elastic = {name for name, pool in config.placement.pools.items() if pool.elastic}
+    pools = {role: where.pool for role, where in config.placement.roles.items() if role in config.served}
     return Setup(
         judge="outside" if judging.roles and not judging.local_roles else judge,
         grms=judging.local_roles or (POLICY,),
         num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
-        rate_limited=is_rate_limited(config),
+        rate_limited=any(endpoint is not None and endpoint.is_limited for endpoint in endpoints),
         env_hosts=config.places_envs,
-        cores_taken=count_taken_cores(config),
-        elastic_pools=elastic_pools(config),
+        cores_taken=count_taken_cores(config.cluster, config.placement.pools.values()),
+        elastic_pools={role: pool for role, pool in pools.items() if pool in elastic},
     )
 
 
-def count_taken_cores(config: RunConfig) -> int:
+def count_taken_cores(cluster: ClusterConfig, pools: Collection[PoolConfig]) -> int:
     """The cores of this machine, if the run's slots are on them and leave none free; else 0."""
-    pools, cores = config.placement.pools.values(), os.cpu_count() or 1
-    is_here = config.cluster.address is None and all(pool.resource == "cpu" for pool in pools)
+    cores = os.cpu_count() or 1
+    is_here = cluster.address is None and all(pool.resource == "cpu" for pool in pools)
     return cores if is_here and sum(pool.slots for pool in pools) >= cores else 0
-
-
-def elastic_pools(config: RunConfig) -> dict[str, str]:
-    """Role -> its elastic pool."""
-    placement = config.placement
-    served = {role: where.pool for role, where in placement.roles.items() if role in config.served}
-    return {role: pool for role, pool in served.items() if pool in placement.pools and placement.pools[pool].elastic}
-
-
-def is_rate_limited(config: RunConfig) -> bool:
-    """Whether requests to a remote judge are rate-limited here."""
-    endpoints = [resolve_engine(role, config).endpoint for role in config.judging.remote_roles]
-    return any(endpoint is not None and endpoint.is_limited for endpoint in endpoints)
 
 
 def groups_summary(state: PipelineState, groups_per_batch: int) -> GroupsSummary:

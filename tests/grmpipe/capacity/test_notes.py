@@ -48,7 +48,7 @@ def types_of(config: RunConfig) -> tuple[str, str, str, bool]:
 
 def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
     roles = resolve_roles(config, place(config.placement, config.roles))
-    return device_notes(config, roles, {"policy": size, "grm": size})  # type: ignore[dict-item]
+    return device_notes(config.train, roles, {"policy": size, "grm": size})  # type: ignore[dict-item]
 
 
 @cache

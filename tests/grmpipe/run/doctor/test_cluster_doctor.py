@@ -6,6 +6,7 @@ import asyncio
 import operator
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,7 +22,14 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.lm.footprint import footprint_of_shape
 from grmpipe.models.settings import LoraConfig, ModelConfig, ModelShape
 from grmpipe.run.doctor import node_examiner
-from grmpipe.run.doctor.cluster_doctor import checkpoint_gb, examine_nodes, placement_on, report, sum_found
+from grmpipe.run.doctor.cluster_doctor import (
+    checkpoint_gb,
+    examine_nodes,
+    list_expectations,
+    placement_on,
+    report,
+    sum_found,
+)
 from grmpipe.run.doctor.node_examiner import (
     SHARED_MEMORY,
     TEMPORARY,
@@ -101,7 +109,8 @@ def findings_of(
         group = Played(*nodes)
         try:
             on_gpus = group if gpus else None
-            return await examine_nodes(config or run_config(), str(folder), capacities(gpus), group, on_gpus)
+            expected = replace(list_expectations(config or run_config()), folder=str(folder))
+            return await examine_nodes(expected, capacities(gpus), group, on_gpus)
         finally:
             await group.close()
 
@@ -208,7 +217,8 @@ def test_a_machine_without_cores_is_reported_and_not_examined(tmp_path: Path) ->
     assert placement_on(nodes).pools["nodes"].slots == 2
 
     async def run() -> list[Finding]:
-        return await examine_nodes(run_config(), str(tmp_path), nodes, Played(PlayedNode(0), PlayedNode(1)), None)
+        expected = replace(list_expectations(run_config()), folder=str(tmp_path))
+        return await examine_nodes(expected, nodes, Played(PlayedNode(0), PlayedNode(1)), None)
 
     last = asyncio.run(run())[-1]
     assert (last.node, last.check, last.ok) == ("bare", "cores", False)

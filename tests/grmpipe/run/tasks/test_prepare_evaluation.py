@@ -75,17 +75,21 @@ def test_prompts_that_cannot_be_judged_are_refused_by_their_key(
         find_prompts(evaluation({"x": str(path)}))
 
 
+def check(config: RunConfig) -> None:
+    check_scoring(config.judging, config.data.labels)
+
+
 def test_a_judge_that_compares_or_passes_nothing_scores_no_policy() -> None:
-    check_scoring(evaluation())
+    check(evaluation())
     pairs = JudgeConfig(protocol="pairwise", template="pairwise", parser="boxed", num_judgements=2, vote="majority")
     with pytest.raises(ConfigError, match=r"^judge\.protocol: pairwise compares answers .* judge=rule"):
-        check_scoring(evaluation(judge=pairs))
+        check(evaluation(judge=pairs))
     with pytest.raises(
         ConfigError, match=r"^data\.labels\.pass_score: pass@k counts .* type data\.labels\.pass_score=10 or less"
     ):
-        check_scoring(evaluation(data=DataConfig(labels=LabelConfig(pass_score=11))))
+        check(evaluation(data=DataConfig(labels=LabelConfig(pass_score=11))))
     no_scale = JudgeConfig(kind="function", function="mine.reward")
-    check_scoring(evaluation(judge=no_scale, data=DataConfig(labels=LabelConfig(pass_score=11))))
+    check(evaluation(judge=no_scale, data=DataConfig(labels=LabelConfig(pass_score=11))))
 
 
 def test_items_that_are_not_read_are_counted(tmp_path: Path) -> None:

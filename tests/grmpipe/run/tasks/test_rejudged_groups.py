@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from configs import run_config
 
 from grmpipe.config.data import RolloutConfig
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.run.tasks.rejudged_groups import estimate_advantages
 from grmpipe.types import JudgedGroup, Prompt, RewardSpan, Rollout, Turn, Verdict
@@ -29,7 +28,5 @@ def test_a_masked_rollout_has_no_advantage_and_is_in_no_mean_over_tokens(truncat
     group = JudgedGroup(
         group_id="g", prompt=Prompt(prompt_id="p", messages=()), rollouts=tuple(rollouts), verdicts=tuple(verdicts)
     )
-    config = run_config(
-        algorithm=AlgorithmConfig(estimator="reinforce_pp", std="none"), rollout=RolloutConfig(truncated=truncated)
-    )
-    assert [*estimate_advantages([group], config).values()] == pytest.approx(expected)
+    algorithm, rollout = AlgorithmConfig(estimator="reinforce_pp", std="none"), RolloutConfig(truncated=truncated)
+    assert [*estimate_advantages([group], algorithm, TrainConfig(), rollout).values()] == pytest.approx(expected)
