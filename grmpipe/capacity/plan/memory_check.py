@@ -55,9 +55,10 @@ def check_memory(prepared: Prepared) -> list[str]:
 
 
 def facts_for_check(prepared: Prepared) -> RunFacts:
-    devices, train = find_devices(prepared.config), prepared.prompts.prompts
+    config, train = prepared.config, prepared.prompts.prompts
+    devices = find_devices(config.placement.pools, config.plan.devices)
     return RunFacts(
-        config=prepared.config,
+        config=config,
         placement=with_memory(prepared.placement, devices),
         roles=prepared.roles,
         data=Data(train=train, held_out=prepared.held_out),

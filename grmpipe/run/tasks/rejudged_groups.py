@@ -37,7 +37,8 @@ def compare_batch(
 ) -> Iterator[ComparedGroup]:
     """The groups of a step. Those that no step trained have no advantages."""
     old, new = [run.group(group_id) for group_id in group_ids], [again.group(group_id) for group_id in group_ids]
-    before, after = {}, {}
+    before: Advantages = {}
+    after: Advantages = {}
     if step is not None:
         before, after = (
             estimate_advantages(groups, config.algorithm, config.train, config.rollout) for groups in (old, new)
