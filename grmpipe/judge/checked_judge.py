@@ -39,8 +39,7 @@ P = ParamSpec("P")
 CAUSES = frozenset(cause for causes in (InfraCause, DataCause, EnvCause) for cause in get_args(causes))
 A_REPORT = (
     "JudgeReport(verdict=voted('mine', rollout, [7], mean, Scale(low=1, high=10))) for the score 7 of 1 to 10 "
-    "(JudgeReport is in grmpipe.types, voted in grmpipe.judge.verdict, mean in grmpipe.judge.votes, Scale in "
-    "grmpipe.config.judge)"
+    "(JudgeReport is in grmpipe.types, voted and mean in grmpipe.judge.votes, Scale in grmpipe.config.judge)"
 )
 
 

@@ -1,11 +1,9 @@
-"""Verdicts made from scores, from failures and from other verdicts. Pure."""
+"""Verdicts made from one score, from failures and from other verdicts. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.config.judge import Scale
-from grmpipe.judge.votes import Vote, score_std
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # the name of a GRM's reward in a breakdown
@@ -83,19 +81,6 @@ def report_score(rewards: tuple[RewardSpan, ...], score: float, breakdown: Mappi
     """The report of a judge that gives one number, without a vote."""
     return JudgeReport(
         verdict=Verdict(rewards=rewards, score=score, breakdown=breakdown, score_std=0.0, num_judgements=1)
-    )
-
-
-def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:
-    """The verdict of a judge called `name` over the scores of the judgements in the vote (at least one)."""
-    score = vote(scores)
-    reward = scale.to_reward(score)
-    return Verdict(
-        rewards=outcome(rollout, reward),
-        score=score,
-        breakdown={name: reward},
-        score_std=score_std(scores),
-        num_judgements=len(scores),
     )
 
 

@@ -1,13 +1,19 @@
-"""Votes: the scores of several judgements of one response into one score. Pure."""
+"""The vote of a judge: several judgements of a response into one score, and that into its verdict."""
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import cast
 
-from grmpipe.config.judge_tables import VOTES
+from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.judge_tables import VOTES, VOTES_WITH_META_RM
 from grmpipe.config.keys.user_code import UserCodeError, call_guarded, describe_code, format_value, to_number
+from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.judge.verdict import COMPONENT, make_failure, outcome_place
+from grmpipe.models.types import EngineDied, EngineRefused
+from grmpipe.types import Failed, Judgement, RewardSpan, Rollout, Verdict
 
 Vote = Callable[[Sequence[float]], float]  # scores that one response got -> its score
 WON, TIED, LOST = 1.0, 0.5, 0.0  # of one response of a pair
@@ -89,3 +95,91 @@ def best_indices(weights: Sequence[float], count: int) -> list[int]:
     """The indices of the `count` highest weights, in ascending order; of equal weights the first."""
     ranked = sorted(range(len(weights)), key=lambda index: -weights[index])
     return sorted(ranked[:count])
+
+
+# -- from votes to a verdict -----------------------------------------------------------------------------------------
+
+
+def weigh(scores: Sequence[float], weights: Sequence[float]) -> float:
+    """The score of a response whose parts have these scores. weights: of the parts; they sum to 1."""
+    return math.fsum(weight * score for weight, score in zip(weights, scores, strict=True))
+
+
+def count_votes(
+    name: str,
+    scores: Sequence[Sequence[float]],
+    vote: Vote,
+    scale: Scale,
+    weights: Sequence[float],
+    places: Sequence[RewardSpan],
+) -> Verdict:
+    """The verdict of a judge called `name` over the judgements in the vote (at least one).
+
+    scores: of each judgement, one score per part. weights: one per part. places: the tokens that get the rewards, one
+    place per part or one for all; their values are ignored. Each part is voted on by itself: a judgement that is an
+    outlier on one step still counts on the others.
+    """
+    votes = [vote(given) for given in zip(*scores, strict=True)]
+    rewards = [scale.to_reward(score) for score in votes]
+    reward = weigh(rewards, weights)
+    shares = [weight * value for weight, value in zip(weights, rewards, strict=True)]
+    values = shares if len(places) == len(shares) else [reward]
+    return Verdict(
+        rewards=tuple(replace(place, value=value) for place, value in zip(places, values, strict=True)),
+        score=weigh(votes, weights),
+        breakdown={name: reward},
+        score_std=score_std([weigh(given, weights) for given in scores]),
+        num_judgements=len(scores),
+    )
+
+
+def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:
+    """The verdict on a whole rollout: `count_votes` with one score per judgement."""
+    return count_votes(name, [(score,) for score in scores], vote, scale, (1.0,), (outcome_place(rollout),))
+
+
+class JudgeVote:
+    """The vote of one judge, found by its name when the judge is made: whose judgements count, the verdict over them,
+    and when there is none because they disagree too much.
+    """
+
+    def __init__(self, config: JudgeConfig, meta_rm: MetaRm | None) -> None:
+        """meta_rm: for the votes that weigh judgements by it. Raises ValueError if such a vote has none."""
+        if config.vote in VOTES_WITH_META_RM and meta_rm is None:
+            raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
+        self._config = config
+        self._meta_rm = meta_rm if config.vote in VOTES_WITH_META_RM else None
+        self._vote = mean if self._meta_rm is not None else vote_named(config.vote)
+
+    async def select(self, judgements: Sequence[Judgement], priority: int) -> tuple[Sequence[Judgement], Vote] | Failed:
+        """The judgements that enter the vote, and the vote over the scores that they give to one response."""
+        if self._meta_rm is None:
+            return judgements, self._vote
+        try:
+            weights = await self._meta_rm.scores(judgements, priority)
+        except (EngineDied, EngineRefused) as error:
+            return make_failure("died" if isinstance(error, EngineDied) else "refused", f"meta-RM: {error}", 1)
+        if self._config.vote == "weighted":
+            return judgements, lambda scores: average_weighted(scores, weights)
+        count = self._config.votes.k_meta or max(1, self._config.num_judgements // 2)
+        return [judgements[index] for index in best_indices(weights, count)], self._vote
+
+    def make_verdict(
+        self,
+        scores: Sequence[Sequence[float]],
+        vote: Vote,
+        weights: Sequence[float],
+        places: Sequence[RewardSpan],
+    ) -> Verdict | Failed:
+        """The verdict as the judge shows it; arguments as in `count_votes`."""
+        verdict = count_votes(COMPONENT, scores, vote, self._config.scale, weights, places)
+        shown = replace(verdict, score=self._config.to_shown_score(verdict.score))
+        return self.abstention(verdict.score_std) or shown
+
+    def abstention(self, spread: float) -> Failed | None:
+        """The failure to return if judgements disagree too much (`judge.votes.abstain_above_std`), else None."""
+        limit = self._config.votes.abstain_above_std
+        if limit is None or spread <= limit:
+            return None
+        detail = f"the spread of the judgements is {spread:.2f} (std); judge.votes.abstain_above_std={limit:g}"
+        return make_failure("undecided", detail, 1)

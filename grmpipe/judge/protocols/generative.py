@@ -6,7 +6,6 @@ from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import PROTOCOLS
-from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm
@@ -16,6 +15,7 @@ from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.split_steps import Decode
+from grmpipe.judge.votes import JudgeVote
 from grmpipe.types import Judge, JudgeReport, JudgeSession, Prompt, Rollout
 
 Open = Callable[[JudgeContext, Prompt, str, int], JudgeSession]
@@ -37,8 +37,6 @@ class GenerativeJudge:
         meta_rm: MetaRm | None = None,
         decode: Decode | None = None,
     ) -> None:
-        if config.vote in VOTES_WITH_META_RM and meta_rm is None:
-            raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
         ahead = config.principles.kind == "shared"
         self._open = cast(Open, find_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
@@ -46,7 +44,7 @@ class GenerativeJudge:
             config=config,
             template=JudgePrompt.of(config),
             principles_template=PrinciplesPrompt(config.principles.template) if ahead else None,
-            meta_rm=meta_rm,
+            vote=JudgeVote(config, meta_rm),
             decode=decode,
             seed=seed,
         )

@@ -5,31 +5,28 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
-from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
 from grmpipe.judge.protocols.split_steps import Decode
 from grmpipe.judge.trajectory import Trajectory, make_trajectory, note_truncation
 from grmpipe.judge.verdict import make_failure
-from grmpipe.judge.votes import Vote, average_weighted, best_indices, mean, vote_named
+from grmpipe.judge.votes import JudgeVote
 from grmpipe.models.chat.long_texts import off_loop_if_long
-from grmpipe.models.types import EngineDied, EngineRefused
-from grmpipe.types import Failed, Judgement, Prompt, Rollout
+from grmpipe.types import Failed, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """Shared parts of one judge. `decode`: of the policy's tokens, for steps. `meta`: for votes that need a meta-RM."""
+    """Shared parts of one judge. `decode`: of the policy's tokens, for steps."""
 
     client: GrmClient
     config: JudgeConfig
     template: JudgePrompt
     principles_template: PrinciplesPrompt | None  # None: principles are part of each judgement
-    meta_rm: MetaRm | None
+    vote: JudgeVote
     decode: Decode | None
     seed: int
     noise: Noise = field(default_factory=Noise)
@@ -64,27 +61,3 @@ class JudgeContext:
         if isinstance(made, str):
             return make_failure("too_long", f"{self.client.grm.name}: {made}")
         return made
-
-    async def select_for_vote(
-        self, judgements: Sequence[Judgement], priority: int
-    ) -> tuple[Sequence[Judgement], Vote] | Failed:
-        """The judgements that enter the vote, and the vote over the scores that they give to one response."""
-        if self.config.vote not in VOTES_WITH_META_RM:
-            return judgements, vote_named(self.config.vote)
-        assert self.meta_rm is not None
-        try:
-            weights = await self.meta_rm.scores(judgements, priority)
-        except (EngineDied, EngineRefused) as error:
-            return make_failure("died" if isinstance(error, EngineDied) else "refused", f"meta-RM: {error}", 1)
-        if self.config.vote == "weighted":
-            return judgements, lambda scores: average_weighted(scores, weights)
-        count = self.config.votes.k_meta or max(1, self.config.num_judgements // 2)
-        return [judgements[index] for index in best_indices(weights, count)], mean
-
-    def abstention(self, spread: float) -> Failed | None:
-        """The failure to return if judgements disagree too much (`judge.votes.abstain_above_std`), else None."""
-        limit = self.config.votes.abstain_above_std
-        if limit is None or spread <= limit:
-            return None
-        detail = f"the spread of the judgements is {spread:.2f} (std); judge.votes.abstain_above_std={limit:g}"
-        return make_failure("undecided", detail, 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
-from grmpipe.judge.verdict import COMPONENT, all_failed, voted
+from grmpipe.judge.verdict import all_failed, outcome_place
 from grmpipe.judge.votes import Vote
 from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Rollout, Verdict
@@ -66,14 +66,13 @@ class ListwiseSession(GroupSession):
     ) -> dict[int, Verdict | Failed]:
         if not sampled.judgements:
             return dict.fromkeys(members, all_failed(sampled.failures))
-        counted = await self._context.select_for_vote(sampled.judgements, priority)
+        counted = await self._context.vote.select(sampled.judgements, priority)
         return {sibling: self._verdict(sibling, counted) for sibling in members}
 
     def _verdict(self, sibling: int, counted: tuple[Sequence[Judgement], Vote] | Failed) -> Verdict | Failed:
         if isinstance(counted, Failed):
             return counted
         judgements, vote = counted
-        scores = [judgement.scores[judgement.siblings.index(sibling)] for judgement in judgements]
-        verdict = voted(COMPONENT, self._rollouts[sibling], scores, vote, self._context.scale)
-        abstained = self._context.abstention(verdict.score_std)
-        return abstained or replace(verdict, score=self._context.config.to_shown_score(verdict.score))
+        scores = [(judgement.scores[judgement.siblings.index(sibling)],) for judgement in judgements]
+        place = outcome_place(self._rollouts[sibling])
+        return self._context.vote.make_verdict(scores, vote, (1.0,), (place,))

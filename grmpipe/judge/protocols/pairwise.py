@@ -144,7 +144,7 @@ class PairwiseSession(GroupSession):
         spread = (scale.high - scale.low) * statistics.fmean(
             statistics.pstdev(match.all_votes()) for match in judged.values()
         )
-        if (abstained := self._context.abstention(spread)) is not None:
+        if (abstained := self._context.vote.abstention(spread)) is not None:
             return abstained
         return Verdict(
             rewards=outcome(self._rollouts[sibling], reward),

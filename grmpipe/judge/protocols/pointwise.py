@@ -1,8 +1,7 @@
 """The judge session of single rollouts, each judged as a whole."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmQuestion
@@ -11,8 +10,8 @@ from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import COMPONENT, outcome_place, report_failures
-from grmpipe.judge.votes import mean, score_std
+from grmpipe.judge.verdict import outcome_place, report_failures
+from grmpipe.judge.votes import mean, weigh
 from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 
@@ -30,7 +29,7 @@ class ScoredParts:
     places: tuple[RewardSpan, ...]
 
     def weigh_scores(self, scores: Sequence[float]) -> float:
-        return math.fsum(weight * score for weight, score in zip(self.weights, scores, strict=True))
+        return weigh(scores, self.weights)
 
 
 class PointwiseSession(GroupSession):
@@ -132,22 +131,9 @@ class PointwiseSession(GroupSession):
         )
 
     async def _verdict(self, parts: ScoredParts, judgements: Sequence[Judgement], priority: int) -> Verdict | Failed:
-        counted = await self._context.select_for_vote(judgements, priority)
+        counted = await self._context.vote.select(judgements, priority)
         if isinstance(counted, Failed):
             return counted
         chosen, vote = counted
-        spread = score_std([parts.weigh_scores(judgement.scores) for judgement in chosen])
-        if (abstained := self._context.abstention(spread)) is not None:
-            return abstained
-        votes = [vote(given) for given in zip(*(judgement.scores for judgement in chosen), strict=True)]
-        rewards = [self._context.scale.to_reward(score) for score in votes]
-        reward = parts.weigh_scores(rewards)
-        shares = [weight * value for weight, value in zip(parts.weights, rewards, strict=True)]
-        values = shares if len(parts.places) == len(shares) else [reward]
-        return Verdict(
-            rewards=tuple(replace(place, value=value) for place, value in zip(parts.places, values, strict=True)),
-            score=self._context.config.to_shown_score(parts.weigh_scores(votes)),
-            breakdown={COMPONENT: reward},
-            score_std=spread,
-            num_judgements=len(chosen),
-        )
+        scores = [judgement.scores for judgement in chosen]
+        return self._context.vote.make_verdict(scores, vote, parts.weights, parts.places)

@@ -12,8 +12,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.evaluation.judge_accuracy import JudgedItem, Recount, decide_outcome, evaluate
 from grmpipe.judge.pointwise_adapter import rollout_of_text
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Completion, Message
 from grmpipe.run.tasks.evaluate_judge import name_metrics
 from grmpipe.types import (

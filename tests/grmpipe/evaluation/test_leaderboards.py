@@ -10,8 +10,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.leaderboards import REWARD_BENCH, REWARD_BENCH_2, RM_BENCH, Leaderboard
 from grmpipe.judge.pointwise_adapter import rollout_of_text
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Message
 from grmpipe.types import JudgeReport, Prompt, RankedResponses
 

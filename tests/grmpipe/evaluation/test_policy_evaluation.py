@@ -13,8 +13,7 @@ from grmpipe.evaluation.policy_evaluation import Scoring, evaluate_answers
 from grmpipe.evaluation.policy_files import RESULTS, show_policies, write_policies
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.pointwise_adapter import rollout_of_text
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Message
 from grmpipe.observe.run_files import read_run
 from grmpipe.types import Failed, JudgeReport, Prompt

@@ -19,8 +19,7 @@ from grmpipe.config.reward_checks import check_rewards
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.types import Failed, Judge, Judgement, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
 

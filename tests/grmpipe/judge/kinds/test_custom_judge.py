@@ -87,8 +87,8 @@ import sys
 import numpy as np
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.verdict import outcome, voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.verdict import outcome
+from grmpipe.judge.votes import mean, voted
 from grmpipe.types import Failed, JudgeReport, JudgeTask, Verdict
 
 

@@ -13,8 +13,7 @@ from grmpipe.judge.composition.composed_session import ComposedJudge
 from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drifts, judge_canaries, with_first
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Message
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 

@@ -16,8 +16,7 @@ from grmpipe.config.judge_monitor import OUR_LIMITS, JudgeMonitorConfig, LimitCo
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.votes import mean
+from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Message
 from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.service_health import ServiceHealth, Unfit
