@@ -115,7 +115,7 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         both_orders=True,
     ),
     "rubric": JudgeProtocol(
-        session="grmpipe.judge.protocols.rubric.RubricSession",
+        session="grmpipe.judge.protocols.pointwise.RubricSession",
         scores="criteria",
         templates={"rubric": "boxed"},
         early_stops=("relaxed",),

@@ -13,8 +13,7 @@ from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
-from grmpipe.judge.protocols.judge_context import JudgeContext
-from grmpipe.judge.protocols.split_steps import Decode
+from grmpipe.judge.protocols.group_session import Decode, JudgeContext
 from grmpipe.judge.votes import JudgeVote
 from grmpipe.types import Judge, JudgeReport, JudgeSession, Prompt, Rollout
 

@@ -1,12 +1,129 @@
-"""What the judge sessions of all protocols have in common: a group's prompt, its rollouts, its principles."""
+"""What the judge sessions of all protocols have in common: their judge, a group's prompt, rollouts and principles."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.protocols.judge_context import JudgeContext
-from grmpipe.judge.protocols.principles import Principles
-from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt, Rollout
+from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
+from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
+from grmpipe.judge.protocols.sampled_judgements import Noise
+from grmpipe.judge.trajectory import Trajectory, make_trajectory, note_truncation
+from grmpipe.judge.verdict import make_failure
+from grmpipe.judge.votes import JudgeVote
+from grmpipe.models.chat.long_texts import off_loop_if_long
+from grmpipe.models.types import Completion
+from grmpipe.types import Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt, Rollout
+
+Decode = Callable[[Sequence[int]], str]  # tokens -> their text
+
+
+class Principles:
+    """The principles of one group: one text for all siblings. The first caller requests it, the others wait for it; so
+    no limit of concurrency can deadlock.
+
+    A failure isn't kept: the next caller tries again, with other seeds. Only what a greedy judge can't write is.
+
+    template: asks for them; None: they are part of each judgement, and no text is written before.
+    """
+
+    def __init__(self, client: GrmClient, template: PrinciplesPrompt | None, prompt: Prompt, group_id: str) -> None:
+        self._client = client
+        self._template = template
+        self._prompt = prompt
+        self._group_id = group_id
+        self._writing = asyncio.Lock()
+        self._written: Completion | None = None
+        self._unwritable: FailedJudgement | None = None
+        self._num_tries = 0
+        self._unreported: Completion | None = None
+
+    def judge_tasks(self) -> Sequence[JudgeTask]:
+        """Judge tasks to do before any rollout has ended."""
+        return () if self._template is None else (JudgeTask(members=()),)
+
+    async def text(self, priority: int) -> str | Failed | None:
+        """The text for the judge's prompts. None if there is none to show."""
+        if self._template is None:
+            return None
+        async with self._writing:
+            if self._unwritable is not None:
+                return self._unwritable
+            if self._written is None:
+                answer = await self._write(self._template, priority)
+                if isinstance(answer, FailedJudgement) and self._client.is_greedy:
+                    self._unwritable = answer
+                if isinstance(answer, Failed):
+                    return answer
+                self._written = self._unreported = answer
+        return self._written.answer.strip()
+
+    def add_to(self, report: JudgeReport) -> JudgeReport:
+        """The report with the completion that wrote the principles, if no earlier report had it."""
+        unreported, self._unreported = self._unreported, None
+        return report if unreported is None else replace(report, principles=unreported)
+
+    async def _write(self, template: PrinciplesPrompt, priority: int) -> Completion | Failed:
+        try:
+            asked = with_texts(self._prompt, self._client.grm.escape_text)
+            asked_for = self._client.grm.prompt(template.render(asked))
+        except ValueError as error:
+            return make_failure("refused", str(error))
+        room = self._client.room_for_principles
+        if room is not None and asked_for.num_tokens > room:
+            return make_failure("too_long", f"principles: {asked_for.num_tokens} tokens; the limit is {room}")
+        name = f"{self._group_id}/principles/{self._num_tries}"
+        self._num_tries += 1
+        return await self._client.text(name, self._group_id, asked_for, priority)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeContext:
+    """Shared parts of one judge. `decode`: of the policy's tokens, for steps."""
+
+    client: GrmClient
+    config: JudgeConfig
+    template: JudgePrompt
+    principles_template: PrinciplesPrompt | None  # None: principles are part of each judgement
+    vote: JudgeVote
+    decode: Decode | None
+    seed: int
+    noise: Noise = field(default_factory=Noise)
+
+    @property
+    def scale(self) -> Scale:
+        return self.config.scale
+
+    def show_rollout(self, prompt: Prompt, rollout: Rollout) -> Trajectory:
+        """What the judge sees of a rollout: `judge.format.show_thoughts`, `judge.format.show_truncation`."""
+        shown = make_trajectory(prompt, rollout, thoughts=self.config.format.show_thoughts)
+        return note_truncation(shown, rollout) if self.config.format.show_truncation else shown
+
+    async def prompt(
+        self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None
+    ) -> GrmPrompt | Failed:
+        """The GRM's prompt for some responses, or a failure: refused or too_long."""
+
+        asked = with_texts(prompt, self.client.grm.escape_text)
+
+        def render(shown: Sequence[Trajectory]) -> GrmPrompt:
+            spelt = [trajectory.change_texts(self.client.grm.escape_text) for trajectory in shown]
+            return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles))
+
+        try:
+            made = await off_loop_if_long(
+                sum(len(passage.text) for response in responses for passage in response.passages),
+                partial(truncate_to_fit, render, responses, self.client.room, self.config.format.truncation),
+            )
+        except ValueError as error:
+            return make_failure("refused", str(error))
+        if isinstance(made, str):
+            return make_failure("too_long", f"{self.client.grm.name}: {made}")
+        return made
 
 
 class GroupSession(ABC):

@@ -5,10 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.judge.grm_client import GrmQuestion
-from grmpipe.judge.protocols.early_stop import OrderCounts, Stop, fewest_for_a_winner, winner_is_fixed
-from grmpipe.judge.protocols.group_session import GroupSession
-from grmpipe.judge.protocols.judge_context import JudgeContext
-from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
+from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
+from grmpipe.judge.protocols.sampled_judgements import (
+    IN_FULL,
+    OrderCounts,
+    Results,
+    SampledJudgements,
+    Stop,
+    fewest_for_a_winner,
+    sample_judgements,
+    winner_is_fixed,
+)
 from grmpipe.judge.verdict import COMPONENT, all_failed, outcome
 from grmpipe.judge.votes import LOST, TIED, WON, pair_result
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict

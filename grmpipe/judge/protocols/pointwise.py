@@ -1,16 +1,22 @@
-"""The judge session of single rollouts, each judged as a whole."""
+"""The judge session of single rollouts, each judged as a whole, or by the criteria of a rubric."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmQuestion
-from grmpipe.judge.protocols.early_stop import Stop, is_sure
-from grmpipe.judge.protocols.group_session import GroupSession
-from grmpipe.judge.protocols.judge_context import JudgeContext
-from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
+from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
+from grmpipe.judge.protocols.sampled_judgements import (
+    IN_FULL,
+    Results,
+    SampledJudgements,
+    Stop,
+    is_sure,
+    sample_judgements,
+)
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import outcome_place, report_failures
+from grmpipe.judge.verdict import make_failure, outcome_place, report_failures
 from grmpipe.judge.votes import mean, weigh
 from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
@@ -137,3 +143,16 @@ class PointwiseSession(GroupSession):
         chosen, vote = counted
         scores = [judgement.scores for judgement in chosen]
         return self._context.vote.make_verdict(scores, vote, parts.weights, parts.places)
+
+
+class RubricSession(PointwiseSession):
+    """Like pointwise, with a score per criterion."""
+
+    def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
+        rubric = self._prompt.rubric
+        if not rubric:
+            return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
+        total = math.fsum(criterion.weight for criterion in rubric)
+        weights = tuple(criterion.weight / total for criterion in rubric)
+        shown = self._context.show_rollout(self._prompt, rollout)
+        return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))

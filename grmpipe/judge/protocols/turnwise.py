@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.judge.protocols.judge_context import JudgeContext
+from grmpipe.judge.protocols.group_session import JudgeContext
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.trajectory import Passage, Trajectory, show_opening, show_turn
 from grmpipe.judge.verdict import COMPONENT, make_failure, mix_verdicts

@@ -21,7 +21,7 @@ from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.protocols.split_steps import split_steps
+from grmpipe.judge.protocols.stepwise import split_steps
 from grmpipe.models.chat.thinking import ThinkingMarkers, with_thought
 from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 from grmpipe.pipeline.counters import FlowCounters

@@ -20,7 +20,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.prompt_truncation import without_middle
-from grmpipe.judge.protocols.split_steps import split_steps
+from grmpipe.judge.protocols.stepwise import split_steps
 from grmpipe.models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples

@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import EarlyStopConfig
-from grmpipe.judge.protocols.early_stop import Noise, OrderCounts, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
-from grmpipe.judge.protocols.sampled_judgements import sample_judgements
+from grmpipe.judge.protocols.sampled_judgements import (
+    Noise,
+    OrderCounts,
+    Stop,
+    fewest_for_a_winner,
+    is_sure,
+    sample_judgements,
+    winner_is_fixed,
+)
 from grmpipe.judge.votes import pair_result
 from grmpipe.types import Judgement, JudgeReport
 
