@@ -16,6 +16,11 @@ STEADY = 1.25  # the slowest of these cycles to the fastest; above it lengths ar
 HEADWAY = 0.95  # of a mean step; at 1 any noise would hold every batch
 
 
+def is_stale(token_version: int, version: int, max_staleness: int) -> bool:
+    """Whether tokens are too old for a batch that is trained from `version` on."""
+    return version - token_version > max_staleness
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """The rule of admission. `version`: the number of completed optimizer steps; no step goes past `last_version`.
@@ -32,9 +37,13 @@ class Admission:
         versions = min(self.max_staleness + version + 1, self.last_version)
         return (versions - version) * self.groups_per_batch - num_in_flight
 
+    def makes_room(self, version: int) -> bool:
+        """Whether the end of the batch that is open at `version` lets groups open: not in the last steps."""
+        return version + self.max_staleness + 1 < self.last_version
+
     def is_stale(self, token_version: int, version: int) -> bool:
         """Whether tokens are too old for the batch that is open at `version`."""
-        return version - token_version > self.max_staleness
+        return is_stale(token_version, version, self.max_staleness)
 
     def batches_ahead(self, opened_at: int, version: int) -> int:
         """The number of batches that may still leave a group out: 0 means that it is due in the open one."""

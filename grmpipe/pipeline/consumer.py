@@ -42,13 +42,11 @@ class TimedLearner:
     def __init__(
         self,
         components: PipelineComponents,
-        config: FlowConfig,
         buffer: GroupBuffer,
         stalls: StallTracker,
         clock: ActiveClock,
     ) -> None:
         self._components = components
-        self._config = config
         self._buffer = buffer
         self._stalls = stalls
         self._clock = clock
@@ -57,7 +55,7 @@ class TimedLearner:
     async def learn(self, work: Awaitable[T]) -> T:
         """Let it work on the groups that it has."""
         began = self._now()
-        with self._stalls.track_learner(self._makes_room):
+        with self._stalls.track_learner(self._buffer.makes_room):
             done = await work
         if (ended := self._now()) - began > SHOWN_FROM_S:
             last = self._buffer.taken[-1].group_id
@@ -66,7 +64,7 @@ class TimedLearner:
 
     async def step(self) -> TrainedBatch:
         began = self._now()
-        with self._stalls.track_learner(self._makes_room):
+        with self._stalls.track_learner(self._buffer.makes_room):
             trained = await self._components.trainer.step(self._buffer.batch)
         self._components.events.span("learner", f"step {self._buffer.version + 1}", began, self._now())
         return trained
@@ -77,12 +75,6 @@ class TimedLearner:
             sync = await self._components.push_weights(version)
         self._components.events.span("weight sync", f"version {version}", began, self._now(), bytes=sync.num_bytes)
         return sync
-
-    @property
-    def _makes_room(self) -> bool:
-        """Whether the end of the open batch will admit new groups: not in the last steps."""
-        last = self._buffer.version + self._config.max_staleness + 1 >= self._config.num_steps
-        return not last and not self._buffer.prompts_over
 
 
 class Consumer:
@@ -107,7 +99,7 @@ class Consumer:
         self.after_step = after_step
         self._on_skipped = on_skipped
         self._trainer = components.trainer
-        self._learner = TimedLearner(components, config, buffer, stalls, clock)
+        self._learner = TimedLearner(components, buffer, stalls, clock)
         self._config = config
         self._buffer = buffer
         self._stalls = stalls
@@ -175,7 +167,7 @@ class Consumer:
         while (places := self._buffer.places_left) > 0:
             if (group := self._ready_group()) is None:
                 await self._go_on()
-                with self._stalls.track_wait(places, self.version):
+                with self._stalls.track_wait(places):
                     group = await self._until(self._ready_group)
             await self._learner.learn(self._trainer.take(group))
 
@@ -192,7 +184,7 @@ class Consumer:
         Then no group has tokens of two versions, and the version that opens a group does not depend on time.
         """
         if self._config.deterministic:
-            with self._stalls.track_wait(len(self._buffer.untaken), self.version):
+            with self._stalls.track_wait(len(self._buffer.untaken)):
                 await self._until(lambda: self._buffer.is_done_with(*OPEN))
 
     async def _until(self, found: Callable[[], T | None]) -> T:

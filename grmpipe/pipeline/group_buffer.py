@@ -50,7 +50,7 @@ class GroupBuffer:
         self.taken: list[Group] = []  # the open batch, in the order in which its groups were taken
         self.prompts_over = False
         self.news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
-        self.admission = Admission(
+        self._admission = Admission(
             groups_per_batch=config.groups_per_batch,
             max_staleness=config.max_staleness,
             last_version=config.num_steps,
@@ -71,7 +71,7 @@ class GroupBuffer:
     @property
     def capacity(self) -> int:
         """The number of groups that may be opened now."""
-        return self.admission.capacity(self.version, len(self.groups))
+        return self._admission.capacity(self.version, len(self.groups))
 
     async def until_room(self) -> None:
         """Return once a group may be opened: there is room, and the pace doesn't hold it."""
@@ -101,7 +101,7 @@ class GroupBuffer:
         )
         self.groups[group.group_id] = group
         self.untaken.add(group)
-        self._on_change(self.untaken.supply())
+        self._on_change(self._supply())
         return group, kept
 
     def no_more_prompts(self) -> None:
@@ -168,8 +168,8 @@ class GroupBuffer:
 
         Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """
-        for ready in self.untaken.ready_opened_before(self.version - self._config.max_staleness):
-            if self.admission.is_stale(ready.version, self.version):
+        for ready in self.untaken.list_ready(lambda opened_at: self._admission.is_stale(opened_at, self.version)):
+            if self.is_stale(ready):  # its tokens may be younger than its opening
                 self.drop(ready, "stale")
         first = self.untaken.first_of_prompts if self._config.deterministic else self.untaken.first_ready
         while (group := first()) is not None and self.may_take(group):
@@ -187,6 +187,7 @@ class GroupBuffer:
         Returns the batch.
         """
         batch, taken = self.batch, self.taken
+        assert not any(map(self.is_stale, taken))
         self.ledger.end_step(taken)
         self.taken = []
         for group in taken:
@@ -219,9 +220,22 @@ class GroupBuffer:
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def makes_room(self) -> bool:
+        """Whether the end of the open batch will admit new groups."""
+        return self._admission.makes_room(self.version) and not self.prompts_over
+
+    def is_stale(self, group: Group) -> bool:
+        """Whether a group with all its rollouts is too old for the open batch."""
+        return self._admission.is_stale(group.version, self.version)
+
+    def batches_ahead(self, group: Group) -> int:
+        """The number of batches that may still leave the group out: 0 means that it is due in the open one."""
+        return self._admission.batches_ahead(group.opened_at, self.version)
+
     def may_take(self, group: Group) -> bool:
         """Whether the open batch may take the group: groups that are due before it still find a place."""
-        return self.admission.may_take(
+        return self._admission.may_take(
             group.opened_at,
             version=self.version,
             num_taken=len(self.taken),
@@ -248,7 +262,15 @@ class GroupBuffer:
         if before in OPEN and group.state not in OPEN:
             self.news.set()
             self._room.set()
-        self._on_change(self.untaken.supply())
+        self._on_change(self._supply())
+
+    def _supply(self) -> GroupSupply:
+        oldest = self.untaken.oldest(GroupState.ROLLING_OUT)
+        return GroupSupply(
+            lacks_due=oldest is not None and self._admission.batches_ahead(oldest, self.version) <= 0,
+            num_judging=self.untaken.count(GroupState.JUDGING),
+            num_ready=self.untaken.count(GroupState.READY),
+        )
 
     def _resample(self, group: Group) -> bool:
         """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step. Returns whether it did."""

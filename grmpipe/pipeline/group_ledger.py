@@ -56,9 +56,7 @@ class GroupLedger:
 
     def end_step(self, batch: Sequence[Group]) -> None:
         """Count a batch that was trained and pushed: the version rises by one."""
-        oldest = max(self.version - group.version for group in batch)
-        self.max_staleness_trained = max(self.max_staleness_trained, oldest)
-        assert self.max_staleness_trained <= self._config.max_staleness
+        self.max_staleness_trained = max(self.max_staleness_trained, *(self.version - group.version for group in batch))
         self.version += 1
         self._trained += len(batch)
         self.num_resampled = 0

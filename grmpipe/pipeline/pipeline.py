@@ -73,7 +73,7 @@ class Pipeline:
         self.clock = ActiveClock()
         self.counters = FlowCounters()
         self.after_step = after_step
-        self._stalls = StallTracker(config.max_staleness)
+        self._stalls = StallTracker()
         self._valuer = components.valuer
         self._buffer = GroupBuffer(
             config, components.journal, on_change=self._groups_changed, pipeline_state=pipeline_state, kept=kept

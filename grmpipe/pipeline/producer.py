@@ -233,7 +233,7 @@ class Producer:
         groups. A turn of a rollout that still goes on comes after all verdicts of its batch.
         """
         goes_on = judge_task.turn is not None and not set(group.list_missing_rollouts()).isdisjoint(judge_task.members)
-        batches_ahead = self._buffer.admission.batches_ahead(group.opened_at, self._buffer.version) + goes_on
+        batches_ahead = self._buffer.batches_ahead(group) + goes_on
         urgency = batches_ahead * group.size + len(group.list_missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 

@@ -47,12 +47,12 @@ class StallTimes(Counts):
 class GroupSupply:
     """The groups that the open batch can still get.
 
-    oldest_rolling_out: the lowest version at which a group that lacks rollouts was opened; None if there is none.
-    num_judging:        number of groups that lack only verdicts.
-    num_ready:          number of groups that lack nothing.
+    lacks_due:   whether a group that lacks rollouts is due in the open batch: no later one may train it.
+    num_judging: number of groups that lack only verdicts.
+    num_ready:   number of groups that lack nothing.
     """
 
-    oldest_rolling_out: int | None = None
+    lacks_due: bool = False
     num_judging: int = 0
     num_ready: int = 0
 
@@ -62,13 +62,12 @@ class StallTracker:
     contexts).
     """
 
-    def __init__(self, max_staleness: int) -> None:
+    def __init__(self) -> None:
         self.engines = BusyMeter()  # runs while rollouts or judgements are in flight
-        self._max_staleness = max_staleness
         self._supply = GroupSupply()
         self._learner = StateMeter()
         self._training_s = 0.0
-        self._wanted: tuple[int, int] | None = None  # places left, the batch's version
+        self._wanted: int | None = None  # places left in the batch, while the learner waits for a group
 
     def groups_changed(self, supply: GroupSupply) -> None:
         self._supply = supply
@@ -82,9 +81,9 @@ class StallTracker:
     # -- the learner -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def track_wait(self, places: int, version: int) -> Iterator[None]:
-        """Context: the learner waits for a group, and the batch of `version` has `places` places left."""
-        self._wanted = (places, version)
+    def track_wait(self, places: int) -> Iterator[None]:
+        """Context: the learner waits for a group, and the open batch has `places` places left."""
+        self._wanted = places
         self._look()
         try:
             yield
@@ -128,10 +127,6 @@ class StallTracker:
     def _look(self) -> None:
         """Update whom the learner waits for now."""
         if self._wanted is not None:
-            self._learner.enter("judge" if self._lacks_only_verdicts(*self._wanted) else "policy")
-
-    def _lacks_only_verdicts(self, places: int, version: int) -> bool:
-        due = version - self._max_staleness  # no later batch may train a group opened at this version or earlier
-        supply = self._supply
-        late = supply.oldest_rolling_out is not None and supply.oldest_rolling_out <= due
-        return supply.num_judging > 0 and not late and supply.num_judging + supply.num_ready >= places
+            supply, places = self._supply, self._wanted
+            can_fill = supply.num_judging > 0 and supply.num_judging + supply.num_ready >= places
+            self._learner.enter("judge" if can_fill and not supply.lacks_due else "policy")

@@ -1,10 +1,9 @@
 """An index of the groups that no batch has taken: which is due first, how many are in each state."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from grmpipe.pipeline.group import Group, GroupState
-from grmpipe.pipeline.stall_times import GroupSupply
 
 UNTAKEN = (GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY)
 
@@ -42,12 +41,9 @@ class UntakenGroups:
             counts.update({opened_at: len(alike) for opened_at, alike in versions.items()})
         return counts
 
-    def supply(self) -> GroupSupply:
-        return GroupSupply(
-            oldest_rolling_out=min(self._groups[GroupState.ROLLING_OUT], default=None),
-            num_judging=self.count(GroupState.JUDGING),
-            num_ready=self.count(GroupState.READY),
-        )
+    def oldest(self, state: GroupState) -> int | None:
+        """The lowest version at which a group in this state was opened; None without one."""
+        return min(self._groups[state], default=None)
 
     def first_ready(self) -> Group | None:
         """The group opened at the lowest version; among these, the one that became ready first."""
@@ -66,6 +62,7 @@ class UntakenGroups:
             for alike in self._groups[state].values():
                 yield from alike.values()
 
-    def ready_opened_before(self, version: int) -> list[Group]:
+    def list_ready(self, opened: Callable[[int], bool]) -> list[Group]:
+        """Ready groups that were opened at such versions, the lowest first."""
         ready = self._groups[GroupState.READY]
-        return [group for opened_at in sorted(ready) if opened_at < version for group in ready[opened_at].values()]
+        return [group for opened_at in sorted(ready) if opened(opened_at) for group in ready[opened_at].values()]

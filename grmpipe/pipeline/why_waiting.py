@@ -49,7 +49,7 @@ def _why_open(group: Group, left_s: float) -> str:
 
 
 def _why_ready(buffer: GroupBuffer, group: Group) -> str:
-    if buffer.admission.is_stale(group.version, buffer.version):
+    if buffer.is_stale(group):
         return f"too old for the open batch: version {group.version} of {buffer.version}; it will be dropped"
     if not buffer.places_left:
         return "the open batch is full"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from grmpipe.scheduler.admission import is_stale
 from grmpipe.types import JudgedGroup
 
 
@@ -31,7 +32,7 @@ class ReplayBuffer:
 
     def sample(self, version: int) -> list[JudgedGroup]:
         """Groups to replay in a batch that starts from this version. Drops those that are too old."""
-        young = [kept for kept in self._kept if version - kept.group.version <= self._max_age]
+        young = [kept for kept in self._kept if not is_stale(kept.group.version, version, self._max_age)]
         young.sort(key=lambda kept: (kept.times, kept.group.version), reverse=True)
         drawn, left = young[: self._groups_per_batch], young[self._groups_per_batch :]
         self._kept = left + [replace(kept, times=kept.times - 1) for kept in drawn if kept.times > 1]

@@ -17,9 +17,9 @@ def near(seconds: float) -> object:
 
 def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_then_on() -> None:
     async def go() -> StallTimes:
-        stalls = StallTracker(max_staleness=0)
-        stalls.groups_changed(GroupSupply(oldest_rolling_out=0))
-        with stalls.track_wait(1, 0):
+        stalls = StallTracker()
+        stalls.groups_changed(GroupSupply(lacks_due=True))
+        with stalls.track_wait(1):
             await asyncio.sleep(3)
             stalls.groups_changed(GroupSupply(num_judging=1))
             await asyncio.sleep(2)
@@ -33,9 +33,9 @@ def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_th
 
 def test_batch_that_lacks_a_rollout_waits_for_the_policy() -> None:
     async def go() -> StallTimes:
-        stalls = StallTracker(max_staleness=0)
-        stalls.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
-        with stalls.track_wait(2, 0):
+        stalls = StallTracker()
+        stalls.groups_changed(GroupSupply(lacks_due=True, num_judging=1))
+        with stalls.track_wait(2):
             await asyncio.sleep(4)
             stalls.groups_changed(GroupSupply(num_judging=2))
             await asyncio.sleep(1)
@@ -47,9 +47,9 @@ def test_batch_that_lacks_a_rollout_waits_for_the_policy() -> None:
 
 def test_groups_of_a_later_batch_cause_no_wait() -> None:
     async def go() -> StallTimes:
-        stalls = StallTracker(max_staleness=1)
-        stalls.groups_changed(GroupSupply(oldest_rolling_out=1, num_judging=1))
-        with stalls.track_wait(1, 1):
+        stalls = StallTracker()
+        stalls.groups_changed(GroupSupply(num_judging=1))
+        with stalls.track_wait(1):
             await asyncio.sleep(2)
         return stalls.close_step(2.0)
 
@@ -58,9 +58,9 @@ def test_groups_of_a_later_batch_cause_no_wait() -> None:
 
 def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts() -> None:
     async def go() -> StallTimes:
-        stalls = StallTracker(max_staleness=1)
-        stalls.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
-        with stalls.track_wait(1, 1):
+        stalls = StallTracker()
+        stalls.groups_changed(GroupSupply(lacks_due=True, num_judging=1))
+        with stalls.track_wait(1):
             await asyncio.sleep(2)
             stalls.groups_changed(GroupSupply(num_judging=1))  # the due group is dropped: now any group will do
             await asyncio.sleep(1)
@@ -72,7 +72,7 @@ def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts
 
 def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_makes_room() -> None:
     async def go() -> StallTimes:
-        stalls = StallTracker(max_staleness=0)
+        stalls = StallTracker()
         with stalls.track_learner(makes_room=True):
             with stalls.engines:
                 await asyncio.sleep(2)
@@ -90,8 +90,8 @@ def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_m
 
 def test_a_closed_step_leaves_nothing_to_the_next() -> None:
     async def go() -> StallTimes:
-        stalls = StallTracker(max_staleness=0)
-        with stalls.track_wait(1, 0):
+        stalls = StallTracker()
+        with stalls.track_wait(1):
             await asyncio.sleep(1)
         stalls.close_step(1.0)
         return stalls.close_step(0.0)
