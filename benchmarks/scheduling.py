@@ -34,7 +34,7 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.models.engines.simulated.simulated_engine import Author, SimulatedEngine
 from grmpipe.models.types import EngineSpeed, Message
-from grmpipe.pipeline.expected_lengths import ExpectedLengths
+from grmpipe.pipeline.producer import ExpectedLengths
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt

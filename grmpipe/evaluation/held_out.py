@@ -27,9 +27,8 @@ from grmpipe.judge.verdict import get_reward
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import EngineRefused, ignore_first_token
 from grmpipe.observe.progress import Progress
-from grmpipe.pipeline.env_counts import EnvCounts
-from grmpipe.pipeline.outage_breaker import OutageBreaker
-from grmpipe.pipeline.service_health import ServiceHealth
+from grmpipe.pipeline.counters import EnvCounts
+from grmpipe.pipeline.health import OutageBreaker, ServiceHealth
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 

@@ -11,7 +11,7 @@ import msgspec
 
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
 from grmpipe.judge.kinds.labels import judged_right, num_scores
-from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Failed, Judgement, Prompt
 

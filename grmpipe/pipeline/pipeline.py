@@ -41,7 +41,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.pipeline.batch_progress import BatchProgress, measure_batch
 from grmpipe.pipeline.consumer import Consumer, OnSkipped, ignore_skipped
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.group import OPEN, GroupState
@@ -49,6 +48,7 @@ from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.producer import Producer
 from grmpipe.pipeline.stall_times import GroupSupply, StallTracker
+from grmpipe.pipeline.why_waiting import BatchProgress, measure_batch
 from grmpipe.scheduler.admission import Ledger
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.run_together import run_until

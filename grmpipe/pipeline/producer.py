@@ -14,10 +14,9 @@ from grmpipe.judge.verdict import only_finite
 from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.models.types import EngineRefused
 from grmpipe.pipeline.counters import FlowCounters
-from grmpipe.pipeline.expected_lengths import ExpectedLengths
-from grmpipe.pipeline.flow_health import FlowHealth
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
+from grmpipe.pipeline.health import FlowHealth
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup, RolloutTimes
 from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.scheduler.clock import ActiveClock, PauseGate
@@ -25,6 +24,43 @@ from grmpipe.scheduler.routing.router import RequestKillsEngines
 from grmpipe.scheduler.weights.weight_sync import SyncReport
 from grmpipe.scheduler.work_queue import BusyMeter, Stage
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
+
+WEIGHT_OF_LATEST = 1 / 8  # in a running mean, once it is of as many rollouts: a policy in training changes
+
+
+class ExpectedLengths:
+    """Running means of rollouts: of each prompt, of each source, and of all."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, RunningMean] = {}  # by prompt_id
+        self._sources: dict[str, RunningMean] = {}
+        self._all = RunningMean()
+
+    def __getitem__(self, prompt: Prompt) -> float:
+        """Tokens: the mean of the prompt's own rollouts, before these come of its source's, then of all."""
+        known = self._prompts.get(prompt.prompt_id) or self._sources.get(prompt.source) or self._all
+        return known.mean
+
+    def record(self, prompt: Prompt, rollout: Rollout) -> None:
+        """A rollout ended."""
+        for means, key in ((self._prompts, prompt.prompt_id), (self._sources, prompt.source)):
+            means.setdefault(key, RunningMean()).add(rollout.num_sampled_tokens)
+        self._all.add(rollout.num_sampled_tokens)
+
+
+class RunningMean:
+    """A mean that forgets; 0 without any value."""
+
+    __slots__ = ("count", "mean")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.mean += max(1 / self.count, WEIGHT_OF_LATEST) * (value - self.mean)
+
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.models.types import Message
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
-from grmpipe.pipeline.service_health import Unfit
+from grmpipe.pipeline.health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
 
 

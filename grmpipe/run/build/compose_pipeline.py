@@ -16,9 +16,8 @@ from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
 from grmpipe.judge.teaching import Teacher, TeachingJudge
 from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running
 from grmpipe.run.features.cotrain.cotrainings import CoTrainings

@@ -9,8 +9,8 @@ from typing import Any
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.judge.composition.composed_judge import get_members, without_bounds
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
+from grmpipe.pipeline.health import JudgeHealth
 from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
-from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import Running

@@ -19,9 +19,7 @@ from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, dr
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.outage_breaker import OutageBreaker
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import JudgeHealth, OutageBreaker, ServiceHealth, Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Judge, Metrics, Prompt, RankedResponses, Rollout

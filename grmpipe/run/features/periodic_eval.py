@@ -18,8 +18,8 @@ from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import read_records, replace_journal
 from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.sample_rows import sample_row
-from grmpipe.pipeline.env_counts import EnvCounts
-from grmpipe.pipeline.service_health import Unfit
+from grmpipe.pipeline.counters import EnvCounts
+from grmpipe.pipeline.health import Unfit
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.trackers.tracker import SampleRow

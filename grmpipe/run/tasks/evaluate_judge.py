@@ -20,7 +20,7 @@ from grmpipe.judge.votes import mean, vote_named
 from grmpipe.models.types import EngineRefused
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
-from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_judge import make_judge, make_meta_rm
 from grmpipe.run.build.start import Running

@@ -20,7 +20,7 @@ from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.pipeline.outage_breaker import OutageBreaker
+from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.prepare import Prepared, check_all_judges

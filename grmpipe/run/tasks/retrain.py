@@ -23,8 +23,7 @@ from grmpipe.observe.jsonl_sink import JsonlSink, is_up_to
 from grmpipe.observe.recorder import GROUPS, TRAINED
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
-from grmpipe.pipeline.learner_pace import with_pace
-from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics
+from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics, with_pace
 from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
 from grmpipe.roles.find_models import find_model
 from grmpipe.roles.learners import check_divides, check_learns

@@ -23,8 +23,7 @@ from grmpipe.observe.summary import (
     VoidedWork,
 )
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.pipeline.counters import Counters, JudgeCounts
-from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.pipeline.counters import Counters, EnvCounts, JudgeCounts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.roles.roles import resolve_engine

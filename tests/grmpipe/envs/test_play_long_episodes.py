@@ -9,7 +9,7 @@ from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from grmpipe.models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
-from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.pipeline.counters import EnvCounts
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt, Rollout
 

@@ -28,8 +28,7 @@ from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.models.types import Completion, EngineRefused, Message, RequestContext, SamplingParams, VersionSpan
-from grmpipe.pipeline.outage_breaker import OutageBreaker
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import OutageBreaker, ServiceHealth, Unfit
 from grmpipe.types import Prompt
 
 

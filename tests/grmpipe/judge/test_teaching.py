@@ -23,8 +23,7 @@ from grmpipe.models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import JudgeHealth, ServiceHealth, Unfit
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, TeacherScores, Turn, Verdict
 
 PROMPT = Prompt(prompt_id="p", messages=(), source="sums")

@@ -16,6 +16,7 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from grmpipe.models.types import Message, RequestContext, SamplingParams, ToolSpec
+from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import (
     FlowConfig,
     PipelineComponents,
@@ -24,9 +25,7 @@ from grmpipe.pipeline.interfaces import (
     StepReport,
     TrainedBatch,
 )
-from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.weights.weight_sync import SyncReport

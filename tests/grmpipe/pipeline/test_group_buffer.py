@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.models.types import Completion, VersionSpan
-from grmpipe.pipeline.batch_progress import measure_batch
 from grmpipe.pipeline.group import OPEN, Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
 from grmpipe.pipeline.producer import list_being_judged
 from grmpipe.pipeline.stall_times import GroupSupply
-from grmpipe.pipeline.why_waiting import NUM_SHOWN, describe_pending, why_waiting
+from grmpipe.pipeline.why_waiting import NUM_SHOWN, describe_pending, measure_batch, why_waiting
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 
 LOST = Failed(stage="judge", cause="truncated", attempts=2)

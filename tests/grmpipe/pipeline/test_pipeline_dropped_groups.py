@@ -13,13 +13,13 @@ from pipeline_bench import Bench, Judge, Prompts, Together, Trainer, flow
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.models.types import EngineRefused, RequestContext
+from grmpipe.pipeline.health import Unfit
 from grmpipe.pipeline.interfaces import (
     PipelineState,
     RecoveredGroup,
     TrainedBatch,
 )
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import Unfit
 from grmpipe.types import (
     JudgedGroup,
     JudgeReport,

@@ -21,7 +21,7 @@ from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
 from grmpipe.models.settings import OpenAIConfig
-from grmpipe.pipeline.service_health import Unfit
+from grmpipe.pipeline.health import Unfit
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.routing.rate_limits import RateLimits
 from grmpipe.types import (

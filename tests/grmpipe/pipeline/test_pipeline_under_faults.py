@@ -38,10 +38,9 @@ from grmpipe.models.types import (
     WeightReceipt,
     WeightTensor,
 )
+from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
-from grmpipe.pipeline.judge_health import JudgeHealth
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.service_health import ServiceHealth
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.routing.migration import Continuation
 from grmpipe.scheduler.routing.router import Router

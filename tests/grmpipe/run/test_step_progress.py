@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grmpipe.pipeline.batch_progress import BatchProgress
 from grmpipe.pipeline.counters import FlowCounters
+from grmpipe.pipeline.why_waiting import BatchProgress
 from grmpipe.run import step_progress
 from grmpipe.run.step_progress import StepProgress
 

@@ -44,7 +44,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.models.settings import ModelConfig
 from grmpipe.models.types import EngineSpeed, Message, RequestContext, SamplingParams
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.pipeline.service_health import Unfit
+from grmpipe.pipeline.health import Unfit
 from grmpipe.scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle

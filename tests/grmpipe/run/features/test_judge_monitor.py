@@ -18,8 +18,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge, get_members
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_messages, rollout_of_text
 from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Message
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import JudgeHealth, ServiceHealth, Unfit
 from grmpipe.run.features.judge_monitor import (
     JudgeMonitor,
     MonitoredJudge,

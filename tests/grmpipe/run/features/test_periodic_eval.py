@@ -25,7 +25,7 @@ from grmpipe.models.types import Completion, EngineRefused, Message, VersionSpan
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.eval_recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
 from grmpipe.observe.journal import Mark
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import ServiceHealth, Unfit
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.run_feature import StepEnd

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from grmpipe.models.types import Completion, VersionSpan
-from grmpipe.pipeline.env_counts import EnvCounts
+from grmpipe.pipeline.counters import EnvCounts
 from grmpipe.types import Rollout, Turn
 
 

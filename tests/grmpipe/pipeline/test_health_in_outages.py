@@ -9,8 +9,7 @@ import pytest
 
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_together
 from grmpipe.judge.verdict import make_failure
-from grmpipe.pipeline.outage_breaker import OutageBreaker
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import OutageBreaker, ServiceHealth, Unfit
 from grmpipe.types import Cause, JudgeReport, Prompt, Rollout
 
 ASKED = Prompt(prompt_id="p", messages=())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import ServiceHealth, Unfit
 from grmpipe.types import Failed, Verdict
 
 GOOD = Verdict(rewards=(), score=5, breakdown={}, score_std=0, num_judgements=1)

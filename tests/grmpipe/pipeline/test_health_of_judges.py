@@ -7,8 +7,7 @@ import dataclasses
 
 import pytest
 
-from grmpipe.pipeline.judge_health import JudgeHealth
-from grmpipe.pipeline.service_health import ServiceHealth, Unfit
+from grmpipe.pipeline.health import JudgeHealth, ServiceHealth, Unfit
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import (
     Failed,

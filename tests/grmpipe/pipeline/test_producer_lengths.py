@@ -14,7 +14,7 @@ from grmpipe.capacity.simulate.simulated_cluster import simulate
 from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.data.stream import PromptStream
 from grmpipe.models.types import Completion, Message, RequestContext, VersionSpan
-from grmpipe.pipeline.expected_lengths import WEIGHT_OF_LATEST, ExpectedLengths
+from grmpipe.pipeline.producer import WEIGHT_OF_LATEST, ExpectedLengths
 from grmpipe.types import Prompt, Rollout, Turn
 
 

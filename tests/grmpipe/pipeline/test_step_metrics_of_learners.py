@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.pipeline.learner_pace import with_pace
+from grmpipe.pipeline.step_metrics import with_pace
 
 LEARNT = {"train/loss": 0.1, "train/packed_tokens": 4000.0, "train/loss_tokens": 3000.0, "perf/model_flops": 6e15}
 
