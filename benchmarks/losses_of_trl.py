@@ -23,9 +23,8 @@ from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
 
 from grmpipe.algorithm.distillation import divergence
-from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS, DualClip, OffPolicy, Sapo
+from grmpipe.algorithm.objective import Objective, TokenLogprobs
+from grmpipe.config.algorithm_tables import DualClip, OffPolicy, Sapo
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -101,11 +100,12 @@ def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
         ages_T=torch.zeros(int(lengths_B.sum())),
     )
     advantages_T = batch.advantages_B.repeat_interleave(lengths_B)
-    loss = sum_loss(logprobs, advantages_T, torch.ones_like(advantages_T), lengths_B, algorithm)
+    objective = Objective.of(algorithm)
+    loss = objective.sum_loss(logprobs, advantages_T, torch.ones_like(advantages_T), lengths_B)
     totals = BatchTotals(
         num_loss_tokens=int(lengths_B.sum()), num_sequences=len(lengths_B), num_groups=1, oldest_version=0
     )
-    aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
+    aggregation = objective.aggregation
     value = loss.total / aggregation.denominator(totals, MAX_NEW_TOKENS)
     value.backward()
     assert current_BL.grad is not None

@@ -7,13 +7,11 @@ sequences; a rollout is one.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
-from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
 from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 from grmpipe.config.train import AlgorithmConfig
 
@@ -125,12 +123,6 @@ def mask_tokens(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
 Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 
 
-def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """[T]: what weighs the policy loss of each token, by `algorithm.correction`."""
-    function = cast(Correction, CORRECTIONS.find_object(algorithm.correction))
-    return check_tensor("correction", function, drift.log_weights_T, drift, algorithm)
-
-
 # -- rollouts that are not trained -----------------------------------------------------------------------------------
 
 
@@ -155,17 +147,6 @@ def off_policy(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
 
 
 Rejection = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]  # -> [S] bool: kept
-
-
-def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
-    """[T]: 1 for the tokens of rollouts that every rejection keeps, else 0."""
-    if not algorithm.rejections:
-        return torch.ones_like(drift.log_weights_T)
-    kept_S = torch.ones_like(drift.sequence_lengths_S, dtype=torch.bool)
-    for name in algorithm.rejections:
-        function = cast(Rejection, REJECTIONS.find_object(name))
-        kept_S &= check_tensor("rejections", function, drift.sequence_lengths_S, drift, algorithm).bool()
-    return to_tokens(kept_S, drift.sequence_lengths_S).to(drift.log_weights_T.dtype)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

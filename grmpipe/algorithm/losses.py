@@ -133,9 +133,8 @@ def find_loss(name: str) -> Loss:
     return cast(Loss, find_at(loss_named(name, key).function, key))
 
 
-def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """The loss by `algorithm.loss`. Raises ValueError if it doesn't return one number per token."""
-    loss = find_loss(algorithm.loss)
+def policy_loss(loss: Loss, scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The loss that `algorithm.loss` names. Raises ValueError if it doesn't return one number per token."""
     owner = f"algorithm.loss: {describe_code(loss)}"
     with note_owner(owner):
         policy = loss(scored, algorithm)
@@ -182,9 +181,12 @@ def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     return straight_T + (straight_T.clamp(max=MOST_K3_NATS) - straight_T).detach()
 
 
+Kl = Callable[[Tensor, Tensor], Tensor]
+
+
 def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """Estimated for each token by what `algorithm.kl_estimator` names."""
-    function = cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.find_object(name))
+    function = cast(Kl, KL_ESTIMATORS.find_object(name))
     return check_tensor("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
 
 

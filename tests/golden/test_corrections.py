@@ -12,11 +12,9 @@ from torch import Tensor
 
 from grmpipe.algorithm.corrections import (
     OffPolicyDrift,
-    correction,
     geometric,
     icepop,
     interpolate_proximal,
-    kept,
     mask_sequence,
     mask_tokens,
     measure_drift,
@@ -27,6 +25,7 @@ from grmpipe.algorithm.corrections import (
     truncate_sequence,
     veto,
 )
+from grmpipe.algorithm.objective import Objective
 from grmpipe.config.algorithm_tables import CORRECTIONS, Band, Cap, OffPolicy, Truncation, Veto
 from grmpipe.config.train import AlgorithmConfig
 
@@ -55,7 +54,7 @@ def half(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> float:
 
 @pytest.mark.parametrize(
     ("key", "apply", "shape"),
-    [("correction", correction, r"\(2,\)"), ("rejections", kept, r"\(1,\)")],
+    [("correction", Objective.correct, r"\(2,\)"), ("rejections", Objective.keep, r"\(1,\)")],
 )
 def test_a_correction_that_would_be_broadcast_is_refused_by_key_function_and_line(
     key: str, apply: Callable, shape: str
@@ -67,7 +66,7 @@ def test_a_correction_that_would_be_broadcast_is_refused_by_key_function_and_lin
             rf"^algorithm\.{key}: .*{function.__name__} \(.*:\d+\) returned {what}; return a tensor of shape {shape}$"
         )
         with pytest.raises(ValueError, match=said):
-            apply(drift([1.0, 1.0]), algorithm)
+            apply(Objective.of(algorithm), drift([1.0, 1.0]))
 
 
 def test_tis_caps_the_ratio_from_above_only() -> None:
@@ -137,7 +136,7 @@ def test_a_sample_is_kept_only_if_all_rejections_keep_it() -> None:
         ("geometric", "veto"): [1, 0, 0],
     }
     for names, expected in by_names.items():
-        found = kept(drifted, AlgorithmConfig(rejections=list(names)))
+        found = Objective.of(AlgorithmConfig(rejections=list(names))).keep(drifted)
         assert found.tolist() == [value for value in expected for _ in range(2)]
 
 
@@ -149,14 +148,14 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
         algorithm = AlgorithmConfig(
             correction=name, tis=Truncation(cap=1e12), sequence=Cap(cap=1e12), decoupled=Cap(cap=1e12)
         )
-        assert correction(drifted, algorithm).isfinite().all()
+        assert Objective.of(algorithm).correct(drifted).isfinite().all()
 
 
 def test_no_gradient_goes_through_a_weight() -> None:
     logprobs = torch.zeros(2, requires_grad=True)
     drifted = measure_drift(logprobs, logprobs, torch.ones(2), torch.ones(2), torch.ones(2), torch.tensor([2]))
     for name in CORRECTIONS:
-        assert not correction(drifted, AlgorithmConfig(correction=name)).requires_grad
+        assert not Objective.of(AlgorithmConfig(correction=name)).correct(drifted).requires_grad
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
@@ -177,7 +176,7 @@ def test_the_weight_is_numpys_sample_by_sample(name: str) -> None:
             "decoupled": np.where(w <= 5, w, 0),
         }
         expected.append(forms[name])
-    ours = correction(drifted, AlgorithmConfig(correction=name)).numpy()
+    ours = Objective.of(AlgorithmConfig(correction=name)).correct(drifted).numpy()
     np.testing.assert_allclose(ours * mask, np.concatenate(expected) * mask, atol=1e-12)
 
 

@@ -27,8 +27,8 @@ from grmpipe.algorithm.losses import (
     ppo_clip,
     sapo,
 )
-from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, DualClip, LossKind
+from grmpipe.algorithm.objective import Objective, TokenLogprobs
+from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, DualClip
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -66,25 +66,21 @@ def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss_T=tokens.logprobs_T.sum(), clipped_T=torch.zeros(()))
 
 
-def test_a_loss_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_gives_no_number_for_each_token_is_refused() -> None:
     """Otherwise it would be broadcast over all tokens."""
-    monkeypatch.setitem(LOSSES, "one_for_all", LossKind(function=f"{__name__}.one_for_all"))
     with pytest.raises(ValueError, match=r"^algorithm\.loss: .*\.one_for_all \(.*\) gave a loss_T of shape \(\)"):
-        policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="one_for_all"))
+        policy_loss(one_for_all, scored([1.0, 1.0], [1, 1]), AlgorithmConfig())
 
 
 def a_number(tokens: Scored, algorithm: AlgorithmConfig) -> float:
     return 0.5
 
 
-def test_a_loss_that_returns_no_policy_loss_is_refused_by_key_function_and_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(LOSSES, "a_number", LossKind(function=f"{__name__}.a_number"))
+def test_a_loss_that_returns_no_policy_loss_is_refused_by_key_function_and_line() -> None:
     with pytest.raises(
         ValueError, match=r"^algorithm\.loss: .*\.a_number \(.*:\d+\) returned 0\.5; return a PolicyLoss"
     ):
-        policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="a_number"))
+        policy_loss(a_number, scored([1.0, 1.0], [1, 1]), AlgorithmConfig())  # type: ignore[arg-type]
 
 
 def test_ppo_clips_gains_and_keeps_losses() -> None:
@@ -348,9 +344,9 @@ def test_the_unbiased_kl_has_value_and_gradient_of_the_kl_in_the_mean_over_anoth
         reference_T=reference,
         ages_T=torch.zeros(3),
     )
-    algorithm = AlgorithmConfig(kl_coefficient=1.0, kl_estimator="k3_unbiased")
+    objective = Objective.of(AlgorithmConfig(kl_coefficient=1.0, kl_estimator="k3_unbiased"))
     found = [
-        sum_loss(logprobs, 0 * ones, torch.eye(3, dtype=torch.float64)[token], torch.tensor([3]), algorithm).total
+        objective.sum_loss(logprobs, 0 * ones, torch.eye(3, dtype=torch.float64)[token], torch.tensor([3])).total
         for token in range(3)
     ]
     mean = sum(sampler[token].exp() * loss for token, loss in enumerate(found))

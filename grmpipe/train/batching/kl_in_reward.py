@@ -17,8 +17,7 @@ def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:
 def kl_of_rollouts(
     rounds: Sequence[MicroBatchRound], references: Sequence[Sequence[np.ndarray]], kl_estimator: str
 ) -> dict[tuple[str, int], np.ndarray]:
-    """KL(mu
-     reference) of the sampled tokens; mu is the sampling policy, known before anything is trained.
+    """KL(mu || reference) of the sampled tokens; mu is the sampling policy, known before anything is trained.
 
     references: [round][rank] -> log pi_ref over the packed tokens.
     """

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, import_functions, sum_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS
+from grmpipe.algorithm.objective import Objective, TokenLogprobs
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.average import average_files
 from grmpipe.models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
@@ -42,7 +40,7 @@ class Learner(TrainingRank):
     components: ClassVar = {"sender": WeightSender}
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        import_functions(spec.algorithm)  # before anything is loaded
+        self._objective = Objective.of(spec.algorithm)  # before anything is loaded: it may be refused
         train, lora = spec.train, spec.lora
         updates = min(spec.algorithm.updates_per_batch, train.groups_per_batch)
         super().__init__(spec.device, rank, world_size, init_method, train, updates)
@@ -105,7 +103,7 @@ class Learner(TrainingRank):
                 ages_T=ages_E,
                 taught=None if batch.teacher is None else batch.teacher.beside(current, batch.places_E),
             )
-            loss = sum_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R, algorithm)
+            loss = self._objective.sum_loss(logprobs, batch.advantages_E, batch.loss_mask_E, batch.rollout_lengths_R)
             loss.total.backward()
         if self._experts.replays:
             share = self._experts.sum_rerouted(replay, batch.places_E, batch.loss_mask_E, len(batch.token_ids_T))
@@ -211,8 +209,7 @@ class Learner(TrainingRank):
         average_files(directory, find_files(other, weights=True), share)
 
     def _denominator(self, totals: BatchTotals) -> float:
-        aggregation = AGGREGATIONS.find_object(self._spec.algorithm.aggregation, Aggregation)
-        return aggregation.denominator(totals, self._spec.max_new_tokens)
+        return self._objective.aggregation.denominator(totals, self._spec.max_new_tokens)
 
     def _forward(
         self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False, temperature: float | None = None

@@ -6,9 +6,9 @@ import pytest
 import torch
 from configs import judge_config
 
-from grmpipe.algorithm.corrections import OffPolicyDrift, correction
+from grmpipe.algorithm.corrections import OffPolicyDrift
 from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import import_functions
+from grmpipe.algorithm.objective import Objective
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, REJECTIONS
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
@@ -60,7 +60,7 @@ def test_custom_object_is_found_by_its_dotted_path() -> None:
         loss_mask_T=torch.ones(2),
         sequence_lengths_S=torch.tensor([2]),
     )
-    assert correction(drift, AlgorithmConfig(correction=f"{__name__}.halved")).tolist() == [0.5, 0.5]
+    assert Objective.of(AlgorithmConfig(correction=f"{__name__}.halved")).correct(drift).tolist() == [0.5, 0.5]
     judge = JudgeConfig(
         rule=f"{__name__}.always", parser=f"{__name__}.ARROW", vote="statistics.fmean", template="mine.jinja"
     )
@@ -70,13 +70,13 @@ def test_custom_object_is_found_by_its_dotted_path() -> None:
 
 def test_a_part_that_another_machine_lacks_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = AlgorithmConfig(correction=f"{__name__}.halved", rejections=[f"{__name__}.kept"])
-    import_functions(algorithm)
+    Objective.of(algorithm)
     monkeypatch.delitem(globals(), "kept")
     with pytest.raises(ValueError, match=r"^algorithm\.rejections: .* has no kept"):
-        import_functions(algorithm)
+        Objective.of(algorithm)
     monkeypatch.delitem(globals(), "halved")
     with pytest.raises(ValueError, match=r"^algorithm\.correction: .* has no halved"):
-        import_functions(algorithm)
+        Objective.of(algorithm)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.losses import Aggregation
-from grmpipe.algorithm.objective import TokenLogprobs, sum_loss
+from grmpipe.algorithm.objective import Objective, TokenLogprobs
 from grmpipe.config.algorithm_tables import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -97,17 +96,15 @@ def gradient(
             else None,
             ages_T=3 - torch.from_numpy(batch.versions_E),
         )
-        loss = sum_loss(
+        loss = Objective.of(algorithm).sum_loss(
             logprobs,
             torch.from_numpy(batch.advantages_E).double(),
             torch.from_numpy(batch.loss_mask_E),
             torch.from_numpy(batch.rollout_lengths_R),
-            algorithm,
         )
         loss.total.backward()
     assert table.grad is not None
-    aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
-    denominator = aggregation.denominator(count(samples, 0), MAX_NEW_TOKENS)
+    denominator = Objective.of(algorithm).aggregation.denominator(count(samples, 0), MAX_NEW_TOKENS)
     return (table.grad / denominator).numpy(), len(rounds)
 
 

@@ -15,8 +15,7 @@ import torch
 from rank_metrics import of_all_ranks
 from torch.distributed.tensor import DTensor
 
-from grmpipe.algorithm.losses import Aggregation
-from grmpipe.config.algorithm_tables import AGGREGATIONS
+from grmpipe.algorithm.objective import Objective
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.types import CudaHandle, CudaHandles, InlineBytes, TokenScores, WeightBucket
 from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
@@ -50,17 +49,16 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["weights"] = weights(learner)
     out["by_algorithm"] = {}
     for one_cut, (name, algorithm) in itertools.product((cut, *other_cuts), algorithms.items()):
-        learner._spec = replace(spec, algorithm=algorithm)
+        learner._spec, learner._objective = replace(spec, algorithm=algorithm), Objective.of(algorithm)
         for round_ in rounds_as_they_come(taught(samples, algorithm), one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
         if algorithm.sft.path is not None:
             for round_ in rounds_as_they_come(demonstrated(batches[0]), one_cut, world_size):
                 learner.imitate(round_.micro_batches[rank], totals)
-        aggregation = AGGREGATIONS.find_object(algorithm.aggregation, Aggregation)
-        denominator = aggregation.denominator(totals, spec.max_new_tokens)
+        denominator = learner._denominator(totals)
         out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
-    learner._spec = spec
+    learner._spec, learner._objective = spec, Objective.of(spec.algorithm)
     out["mixture"] = mixture_gradients(*mixture, cut, rank, world_size)
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
