@@ -7,15 +7,12 @@ from grmpipe.config.data import RolloutConfig
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
-from grmpipe.judge.judgement_patterns import judgement_pattern
-from grmpipe.judge.parse import compile_pattern
+from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
-from grmpipe.judge.verdict_forms import Form
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.chat.thinking import ThinkingMarkers, thinks
 from grmpipe.models.types import Message
@@ -189,10 +186,10 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
-        form = PARSERS.find_object(judge.parser, Form)
+        form = form_named(judge.parser)
         compile_pattern(form, judge.scale, form.num_scores or (1 if judge.protocol_kind.gives_one_score else 2))
         if judge.format.structured:
-            judgement_pattern(judge.parser, judge.scale)
+            judgement_pattern(form, judge.scale)
     return template
 
 

@@ -1,5 +1,6 @@
 """Requests to a GRM: single answers, retries, failures by cause. Knows no protocol or vote; never invents a score."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -7,8 +8,7 @@ from typing import TypeVar
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
-from grmpipe.judge.judgement_patterns import answer_pattern, judgement_pattern
-from grmpipe.judge.parse import parse_scores, parser_named
+from grmpipe.judge.parse import answer_pattern, form_named, judgement_pattern, parse_scores, scores_in
 from grmpipe.judge.verdict import make_failure
 from grmpipe.models.engines.request_gates import PrioritySemaphore
 from grmpipe.models.seeds import derive_seed, first_name
@@ -65,7 +65,8 @@ class GrmClient:
         self._seed = seed
         self._mark = "" if config.name == JUDGE else f"@{config.name}"
         self._scale = config.scale
-        self._parser = parser_named(config.parser)
+        self._form = form_named(config.parser)
+        self._parser = functools.partial(scores_in, self._form)
         self._places = PrioritySemaphore(config.limits.max_concurrency)
 
     @property
@@ -131,7 +132,7 @@ class GrmClient:
         """The pattern of a whole judgement. None if it is free."""
         if not self._config.format.structured:
             return None
-        return judgement_pattern(self._config.parser, self._scale, num_scores, self.grm.thinking)
+        return judgement_pattern(self._form, self._scale, num_scores, self.grm.thinking)
 
     def _budget(self, num_scores: int | None = None) -> ThinkingBudget | None:
         """The budget of a thought before a verdict of `num_scores`; None: before a free text."""
@@ -142,7 +143,7 @@ class GrmClient:
             return replace(budget, answer_start="")
         if not config.format.structured:
             return budget
-        return replace(budget, pattern=answer_pattern(config.parser, self._scale, num_scores))
+        return replace(budget, pattern=answer_pattern(self._form, self._scale, num_scores))
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
         request_id = f"{request.name}.{attempt}{self._mark}"

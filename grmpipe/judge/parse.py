@@ -6,6 +6,9 @@ part of the judge's thinking: thinking that begins a judgement must end, in a li
 verdict's first line.
 
 A line ends at "\n" only: other line breaks may stand within a quotation.
+
+Below, the patterns of judgements: regular expressions for an engine's grammar. A pattern and its parser accept the same
+language: what the pattern matches parses, and what parses is matched. Numbers have no leading zeros.
 """
 
 import contextlib
@@ -13,13 +16,14 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.user_code import UserCodeError, describe_code, describe_error, format_value
 from grmpipe.judge.verdict_forms import Form
-from grmpipe.models.chat.thinking import KNOWN_MARKERS
+from grmpipe.models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers
 from grmpipe.models.types import Completion
 from grmpipe.types import DataCause
 
@@ -38,7 +42,12 @@ def parser_named(name: str) -> Parser:
     """Reads the end of a judgement, which must be of the form that `judge.parser` names, with exactly `num_scores`
     scores.
     """
-    return functools.partial(scores_in, PARSERS.find_object(name, Form))
+    return functools.partial(scores_in, form_named(name))
+
+
+def form_named(name: str) -> Form:
+    """The form of verdicts that `judge.parser` names. Raises ValueError if it can't be imported, or isn't a Form."""
+    return PARSERS.find_object(name, Form)
 
 
 def parse_scores(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
@@ -130,3 +139,90 @@ def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:
     if not text.lstrip(BLANK + "\n").startswith(THOUGHT_BEGINS):
         return False
     return not any(THOUGHT_ENDS in line and not line.startswith((">", "|")) for line in lines_before)
+
+
+# -- patterns ---------------------------------------------------------------------------------------------------------
+
+MAX_SCORES = 1001  # alternatives in one pattern
+USUAL = ThinkingMarkers(open=THOUGHT_BEGINS, close=THOUGHT_ENDS)
+
+BLANKS = r"[ \t\r]*"
+BLANK_LINES = r"[ \t\r\n]*"
+LINES = r"(?:[^\n]*\n)*"
+OWN = rf"{BLANKS}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a quotation
+
+
+def judgement_pattern(form: Form, scale: Scale, num_scores: int = 1, markers: ThinkingMarkers | None = None) -> str:
+    """Whatever, or a thought and whatever; then the verdict's line, as the form has it. A thought that the
+    prompt has opened must end.
+    """
+    markers = markers or USUAL
+    verdict = verdict_pattern(form, scale, num_scores)
+    if markers.in_prompt:
+        markers, begun = replace(markers, open=""), ""
+        whole = rf"{match_thought(markers)}{verdict}"
+    else:
+        begun = rf"{literal(markers.open)}[^\n]*\n"
+        whole = rf"(?:{match_thought(markers)}|{no_thought(markers.open)})?{verdict}"
+    if form.lead_ends_thought:
+        line = form.line(match_scores(form, scale), scale, num_scores)
+        whole = rf"(?:{whole}|{begun}{LINES}{BLANKS}{form.lead}{line}{match_closing(form)}{BLANK_LINES})"
+    return whole if markers.in_prompt else rf"{BLANK_LINES}{whole}"
+
+
+def answer_pattern(form: Form, scale: Scale, num_scores: int = 1) -> str:
+    """What may come after a thought: whatever, then the verdict's line."""
+    return rf"{LINES}{verdict_pattern(form, scale, num_scores)}"
+
+
+def verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
+    line = form.whole_line(match_scores(form, scale), scale, num_scores)
+    return rf"{BLANKS}{line}{match_closing(form)}{BLANK_LINES}"
+
+
+def match_closing(form: Form) -> str:
+    return f"(?:{'|'.join(map(match_lines, form.closings))})?" if form.closings else ""
+
+
+def match_lines(closing: str) -> str:
+    """The pattern of further lines."""
+    return "".join(rf"{BLANKS}\n{BLANK_LINES}{literal(line)}" for line in closing.split("\n"))
+
+
+def match_thought(markers: ThinkingMarkers) -> str:
+    """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation."""
+    opening, closing = literal(markers.open), literal(markers.close)
+    first = r"[^\n]*" if opening else OWN
+    return rf"{opening}(?:[^\n]*\n{LINES}{OWN}|{first}){closing}[^\n]*\n{LINES}"
+
+
+def no_thought(opening: str) -> str:
+    """The pattern of lines that don't begin with thinking."""
+    leaves = [rf"[^{literal(opening[0])} \t\r\n][^\n]*"]
+    for place, character in enumerate(opening[1:], start=1):
+        leaves.append(rf"{literal(opening[:place])}(?:[^{literal(character)}\n][^\n]*)?")
+    return rf"(?:{'|'.join(leaves)})\n{LINES}"
+
+
+def literal(text: str) -> str:
+    """The pattern of a text itself: only what has a meaning in patterns is escaped."""
+    return re.sub(r"([\[\](){}|.*+?^$\\-])", r"\\\1", text)
+
+
+def match_scores(form: Form, scale: Scale) -> str:
+    """The pattern of all scores of a scale, as a form writes numbers. ValueError if there are too many to list."""
+    if scale.high - scale.low >= MAX_SCORES:
+        raise ValueError(
+            f"format.structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
+            "type judge.format.structured=false, or a smaller scale (judge.scale.low, judge.scale.high)"
+        )
+    numbers = (f"{score}{match_decimals(form, score, scale)}" for score in range(scale.low, scale.high + 1))
+    return f"(?:{'|'.join(numbers)})"
+
+
+def match_decimals(form: Form, score: int, scale: Scale) -> str:
+    """The pattern of the decimals of a score. They lead away from zero, and may leave the scale."""
+    leaves = score == (scale.high if score >= 0 else scale.low)
+    if form.decimals:
+        return r"(?:\.0{1,4})?" if leaves else r"(?:\.[0-9]{1,4})?"
+    return "" if not form.halves else r"(?:\.0)?" if leaves else r"(?:\.[05])?"

@@ -15,10 +15,9 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
-from grmpipe.judge.judgement_patterns import judgement_pattern
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.parse import parse_scores, parser_named
+from grmpipe.judge.parse import form_named, judgement_pattern, parse_scores, parser_named
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.stepwise import split_steps
@@ -177,7 +176,7 @@ PIECES = st.lists(
 def test_a_pattern_matches_what_is_read_after_a_thought(pieces: str, name: str, markers: ThinkingMarkers) -> None:
     text = pieces.replace("{open}", markers.open).replace("{close}", markers.close)
     read = parse_scores(marked(written(text), markers), parser_named(name), 1, Scale()) != "unparseable"
-    assert (re.fullmatch(judgement_pattern(name, Scale(), 1, markers), text) is not None) == read
+    assert (re.fullmatch(judgement_pattern(form_named(name), Scale(), 1, markers), text) is not None) == read
 
 
 class Spelled:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.judgement_patterns import judgement_pattern
+from grmpipe.judge.parse import form_named, judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.chat.long_texts import LONG_CHARS
 from grmpipe.models.types import EngineDied, EngineRefused
@@ -200,7 +200,7 @@ def test_judgements_are_held_to_their_form_only_where_the_run_asks_for_it(bench:
         judge, engine = bench.generative(lambda prompt, context: bench.answer("Score: 9"), structured=structured)
         bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
         ((_, params),) = engine.asked
-        assert params.pattern == (judgement_pattern("score_line", Scale()) if structured else None)
+        assert params.pattern == (judgement_pattern(form_named("score_line"), Scale()) if structured else None)
 
 
 def test_a_prompt_with_a_long_text_is_rendered_outside_of_the_loop(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

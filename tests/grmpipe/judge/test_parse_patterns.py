@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.judgement_patterns import judgement_pattern
-from grmpipe.judge.parse import parser_named
+from grmpipe.judge.parse import form_named, judgement_pattern, parser_named
 from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.tiny.tokenizer import build_tokenizer
 
@@ -45,7 +44,7 @@ PAIR_PIECES = (
 
 
 def matches(name: str, scale: Scale, text: str) -> bool:
-    return re.fullmatch(judgement_pattern(name, scale, 1), text) is not None
+    return re.fullmatch(judgement_pattern(form_named(name), scale, 1), text) is not None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def matches(name: str, scale: Scale, text: str) -> bool:
 )
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
     @settings(max_examples=50)
-    @given(st.from_regex(judgement_pattern(name, scale, 1), fullmatch=True))
+    @given(st.from_regex(judgement_pattern(form_named(name), scale, 1), fullmatch=True))
     def holds(text: str) -> None:
         assert parser_named(name)(text, 1, scale) != "unparseable"
 
@@ -79,7 +78,7 @@ def test_pattern_matches_exactly_the_texts_that_parse(text: str, name: str, scal
 @pytest.mark.parametrize("name", [*PAIRS, "answer_scores"])
 def test_pattern_of_two_responses_matches_exactly_the_texts_that_parse(name: str) -> None:
     scale = Scale(low=1, high=6)
-    pattern = judgement_pattern(name, scale, 2)
+    pattern = judgement_pattern(form_named(name), scale, 2)
 
     @settings(max_examples=40)
     @given(st.lists(st.sampled_from(PAIR_PIECES), max_size=8).map("".join) | st.from_regex(pattern, fullmatch=True))
@@ -131,7 +130,7 @@ def test_pattern_rejects_other_texts(name: str, text: str) -> None:
 @pytest.mark.parametrize("num_scores", [2, 4])
 def test_a_box_of_several_scores_lets_through_what_parses_as_so_many(num_scores: int, scale: Scale) -> None:
     @settings(max_examples=50)
-    @given(st.from_regex(judgement_pattern("boxed", scale, num_scores), fullmatch=True))
+    @given(st.from_regex(judgement_pattern(form_named("boxed"), scale, num_scores), fullmatch=True))
     def holds(text: str) -> None:
         assert parser_named("boxed")(text, num_scores, scale) != "unparseable"
 
@@ -142,17 +141,17 @@ def test_a_box_of_several_scores_lets_through_what_parses_as_so_many(num_scores:
 def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], num_scores: int) -> None:
     text = f"fine\n\\boxed{{{', '.join(map(str, scores))}}}"
     good = len(scores) == num_scores and all(1 <= score <= 10 for score in scores)
-    assert (re.fullmatch(judgement_pattern("boxed", Scale(), num_scores), text) is not None) == good
+    assert (re.fullmatch(judgement_pattern(form_named("boxed"), Scale(), num_scores), text) is not None) == good
 
 
 @given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(ONE))
 def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str) -> None:
     for ending in ("", "\n" + FORMS[name].format(7)):
-        matcher = GRAMMAR.start(judgement_pattern(name, Scale(), 1))
+        matcher = GRAMMAR.start(judgement_pattern(form_named(name), Scale(), 1))
         accepted = matcher.consume_tokens(TOKENIZER.encode(text + ending, add_special_tokens=False))
         assert (accepted and matcher.is_accepting()) == matches(name, Scale(), text + ending)
 
 
 def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:
     with pytest.raises(ValueError, match=r"^format\.structured: 1002 different scores"):
-        judgement_pattern("boxed", Scale(low=0, high=1001), 1)
+        judgement_pattern(form_named("boxed"), Scale(low=0, high=1001), 1)
