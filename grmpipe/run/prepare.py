@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from grmpipe.algorithm.made_batch import try_own_parts
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -103,6 +104,8 @@ def prepare(config: RunConfig) -> Prepared:
     check_peft(() if joined else reversed([*config.models.values()]))
     data = read_data(config)
     check_objective(config)
+    with section(""):
+        try_own_parts(config.algorithm, config.train.group_size, config.rollout.max_new_tokens)
     check_env(config)
     policy = find_model(roles.served[POLICY], config.cluster)
     models = {POLICY: policy}

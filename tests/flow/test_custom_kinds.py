@@ -41,6 +41,30 @@ def ranks(groups, algorithm):
 RANKS = EstimatorKind(function="users_kinds.ranks", need="batch")
 
 
+def summed(scored, algorithm):
+    return PolicyLoss(loss_T=scored.logprobs_T.sum(), clipped_T=scored.logprobs_T.new_zeros(()))
+
+
+def detached(scored, algorithm):
+    return PolicyLoss(loss_T=scored.logprobs_T.detach(), clipped_T=scored.loss_mask_T)
+
+
+def logarithmic(scored, algorithm):
+    return PolicyLoss(loss_T=scored.logprobs_T.log(), clipped_T=scored.loss_mask_T)
+
+
+def crashing(scored, algorithm):
+    return scored.rewards
+
+
+def first_only(group, algorithm):
+    return over_tokens(group[:1], outcomes(group))
+
+
+def unweighted(drift, algorithm):
+    return 1.0
+
+
 def alone(scored):
     return scored
 
@@ -128,6 +152,15 @@ def test_a_run_with_the_users_own_kinds(users_module: None, small_run: Callable)
         ("algorithm.loss=users_kinds.los", r"^algorithm\.loss: the module users_kinds has no los$"),
         ("algorithm.loss=users_kinds.CALLED", r"^algorithm\.loss: .* takes \(scored, algorithm\), and is a set"),
         ("algorithm.loss=users_kinds.alone", r"^algorithm\.loss: .* takes \(scored, algorithm\): too many"),
+        ("algorithm.loss=users_kinds.summed", r"^algorithm\.loss: .*summed \(.*:\d+\) gave a loss_T of shape \(\)"),
+        ("algorithm.loss=users_kinds.detached", r"^algorithm\.loss: the loss has no gradient; compute it from"),
+        ("algorithm.loss=users_kinds.logarithmic", r"^algorithm\.loss: on a made batch the loss is nan"),
+        (
+            "algorithm.loss=users_kinds.crashing",
+            r"^algorithm\.loss: on a made batch it raised AttributeError: .* 'rewards' \(.*users_kinds\.py:\d+\)",
+        ),
+        ("algorithm.estimator=users_kinds.first_only", r"^algorithm\.estimator: on a made batch it raised ValueError"),
+        ("algorithm.correction=users_kinds.unweighted", r"^algorithm\.correction: .* returned 1\.0; return a tensor"),
         ("algorithm.loss=hinge", r"^algorithm\.loss: unknown value 'hinge'; known: ppo_clip, .* dotted path"),
         ("algorithm.estimator=users_kinds.alone", r"^algorithm\.estimator: .* takes \(group, algorithm\): too many"),
         (

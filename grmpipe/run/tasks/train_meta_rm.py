@@ -38,11 +38,11 @@ from grmpipe.models.lm.packed_check import check_packable
 from grmpipe.models.lm.scalar_head import outline_scalar_head
 from grmpipe.models.settings import ParallelConfig
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
+from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.roles.find_models import find_model, find_shared_limit
 from grmpipe.roles.learners import check_experts
 from grmpipe.roles.machines import check_machine, check_shared
 from grmpipe.roles.roles import LearnerRole, Model, Roles, resolve_roles
-from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
