@@ -40,7 +40,7 @@ def try_own_parts(algorithm: AlgorithmConfig, group_size: int, max_new_tokens: i
 
 
 def make_group(size: int, algorithm: AlgorithmConfig) -> list[Rewards]:
-    """Siblings with different rewards, each for its whole rollout; with a critic's values if the estimator needs them."""
+    """Siblings with different rewards, each for its whole rollout, and with a critic's values if they are needed."""
     return [
         Rewards(
             num_tokens=(length := LENGTHS[sibling % len(LENGTHS)]),

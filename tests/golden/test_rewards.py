@@ -9,8 +9,7 @@ from grmpipe.algorithm.advantages import returns
 from grmpipe.algorithm.rewards import Rewards, overlong, place_rewards, shape_rewards
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.models.types import Completion, VersionSpan
-from grmpipe.train.batching.kl_in_reward import rollout_key
-from grmpipe.train.batching.samples import compute_rewards
+from grmpipe.train.batching.samples import compute_rewards, rollout_key
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
 
 

@@ -12,9 +12,7 @@ from grmpipe.algorithm.rewards import Values
 from grmpipe.algorithm.value_loss import value_quality
 from grmpipe.config.critic import CriticConfig, critic_train
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.kl_in_reward import Kl
-from grmpipe.train.batching.samples import compute_rewards, select_judged
-from grmpipe.train.batching.splitting import shuffle_into_updates
+from grmpipe.train.batching.samples import Kl, compute_rewards, select_judged, shuffle_into_updates
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import ValuePacker, ValueRound, ValueSample, value_samples
 from grmpipe.train.critic.values import ValueCache

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from grmpipe.algorithm.rewards import Values
-from grmpipe.train.batching.kl_in_reward import rollout_key
-from grmpipe.train.batching.samples import select_judged
+from grmpipe.train.batching.samples import rollout_key, select_judged
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
 from grmpipe.train.scalar.scalar_batch import pack_sequences, plan_rounds

@@ -15,8 +15,7 @@ from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig, OverlongConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.models.types import Completion, TokenScores, VersionSpan
-from grmpipe.train.batching.kl_in_reward import kl_of_sample, rollout_key
-from grmpipe.train.batching.samples import count, mean_advantages, split_rollout, to_samples
+from grmpipe.train.batching.samples import count, kl_of_sample, mean_advantages, rollout_key, split_rollout, to_samples
 from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, TeacherScores, Turn, Verdict
 

@@ -14,9 +14,8 @@ from rank_metrics import of_all_ranks
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.lm.causal_lm import compute_packed_logprobs, load_causal_lm
 from grmpipe.tiny.resolve import resolve_model
-from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpack
 from grmpipe.train.batching.packer import MicroBatchRound, pack_rounds
-from grmpipe.train.batching.samples import count
+from grmpipe.train.batching.samples import count, kl_of_rollouts, rollout_key, unpack
 from grmpipe.train.learner.learner import DeviceBatch, Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample

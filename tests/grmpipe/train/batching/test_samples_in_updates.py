@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.train.batching.splitting import shuffle_into_updates
+from grmpipe.train.batching.samples import shuffle_into_updates
 
 IDS = [f"g{number:03}" for number in range(64)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grmpipe.models.types import Completion, VersionSpan
-from grmpipe.train.learner.replay_buffer import ReplayBuffer
+from grmpipe.train.learner.batch_trainer import ReplayBuffer
 from grmpipe.types import JudgedGroup, Prompt, Rollout, Turn
 
 
