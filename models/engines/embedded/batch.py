@@ -22,13 +22,10 @@ from torch import Tensor
 
 from grmpipe.models.engines.embedded.decoder import Decoder
 from grmpipe.models.engines.embedded.grammar import Grammar, Matcher
-from grmpipe.models.engines.embedded.kv_slots import KvSlots
+from grmpipe.models.engines.embedded.kv_slots import CachedPrefix, KvSlots, ParkedRow, SlotPlaces
 from grmpipe.models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
-from grmpipe.models.engines.embedded.parked_rows import CachedPrefix, ParkedRow
-from grmpipe.models.engines.embedded.prefill_pace import PrefillPace
-from grmpipe.models.engines.embedded.prompt_packing import bin_by_length
+from grmpipe.models.engines.embedded.prompt_packing import PrefillPace, bin_by_length
 from grmpipe.models.engines.embedded.sampling import draw, uniforms
-from grmpipe.models.engines.embedded.slot_places import SlotPlaces
 from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.score import ScoredPass, ScoredText
 from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores

@@ -10,7 +10,7 @@ from grmpipe.models.engines.embedded.batch_invariance import open_batch_invarian
 from grmpipe.models.engines.embedded.decoder import PROBE_TEXTS, open_decoder
 from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.models.engines.embedded.ngrams import NgramTable
-from grmpipe.models.engines.embedded.prefill_pace import PrefillPace
+from grmpipe.models.engines.embedded.prompt_packing import PrefillPace
 from grmpipe.models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.stop_conditions import StopConditions

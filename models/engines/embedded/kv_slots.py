@@ -1,7 +1,15 @@
-"""The cache of a running batch (keys, values, experts): one slot per row, grown by doubling."""
+"""The cache of a batch (keys, values, experts): one slot per row, grown by doubling; and which rows have which slots.
 
+slots:  [ running rows ][ free and parked rows ]     decoding reads the running rows only
+
+A row whose request has finished is parked for its trajectory. The trajectory's next turn begins with the parked tokens
+and takes the slot over. A request that shares only a part, such as a sibling or a branch, gets a copy of that part.
+"""
+
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -10,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grmpipe.models.engines.embedded.prompt_packing import whole_blocks
 from grmpipe.models.lm.moe.expert_routing import RoutingShape
 
 
@@ -123,3 +132,126 @@ class KvSlots:
 
 def _grow(held: int, needed: int, most: int) -> int:
     return held if needed <= held else min(max(needed, 2 * held), most)
+
+
+MIN_SHARED_TOKENS = 16  # below it a copy isn't worth its trouble
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ParkedRow:
+    """The cached tokens of a finished request, and their slot. The last sampled token was never fed: it isn't there."""
+
+    trajectory_id: str
+    group_id: str
+    token_ids: tuple[int, ...]
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPrefix:
+    """The first tokens of a prompt, which a parked row has. `taken`: the prompt has all of its tokens."""
+
+    row: ParkedRow
+    num_tokens: int
+    taken: bool
+
+
+class ParkedRows:
+    """Parked rows, the oldest first."""
+
+    def __init__(self) -> None:
+        self._rows: list[ParkedRow] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[ParkedRow]:
+        return iter(self._rows)
+
+    def park(self, row: ParkedRow) -> None:
+        self._rows.append(row)
+
+    def drop(self, row: ParkedRow) -> None:
+        self._rows.remove(row)
+
+    def drop_oldest(self) -> None:
+        del self._rows[0]
+
+    def drop_trajectory(self, trajectory_id: str) -> None:
+        self._rows = [row for row in self._rows if row.trajectory_id != trajectory_id]
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def prefix_for(self, trajectory_id: str, group_id: str, token_ids: tuple[int, ...]) -> CachedPrefix | None:
+        """The longest cached beginning of these tokens: of the trajectory itself, else of its group. None without a
+        trajectory.
+        """
+        if not trajectory_id:
+            return None
+        own = [row for row in self._rows if row.trajectory_id == trajectory_id]
+        return _longest(own, token_ids, trajectory_id) or _longest(
+            [row for row in self._rows if row.group_id == group_id], token_ids, trajectory_id
+        )
+
+
+def _longest(rows: list[ParkedRow], token_ids: tuple[int, ...], trajectory_id: str) -> CachedPrefix | None:
+    best: CachedPrefix | None = None
+    for row in rows:
+        shared = num_shared(row.token_ids, token_ids)
+        taken = row.trajectory_id == trajectory_id and shared == len(row.token_ids)
+        if (taken or shared >= MIN_SHARED_TOKENS) and (best is None or shared > best.num_tokens):
+            best = CachedPrefix(row=row, num_tokens=shared, taken=taken)
+    return best
+
+
+def num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """The number of first tokens in which two sequences agree. Slices are compared, which is faster than tokens."""
+    longest = min(len(a), len(b))
+    if a[:longest] == b[:longest]:
+        return longest
+    return bisect_left(range(longest), x=True, key=lambda index: a[: index + 1] != b[: index + 1])
+
+
+Move = tuple[int, int, int]  # from a place, to a place, tokens
+
+
+class SlotPlaces:
+    """Moves cached tokens between slots. row_block: decoding overwrites as many rows as run, rounded up to it."""
+
+    def __init__(self, slots: KvSlots, row_block: int) -> None:
+        self.parked = ParkedRows()
+        self._slots, self._row_block = slots, row_block
+
+    def open(self, num_running: int, num_tokens: int, continued: Collection[tuple[CachedPrefix, int]]) -> None:
+        """Make room for this many running rows of this many tokens. Parked prefixes are copied to the rows that
+        continue them (prefix, place), and parked rows leave the running ones' places.
+        """
+        self._slots.reserve(num_running, max(num_tokens, self._slots.tokens_per_row))
+        if continued or self.parked:
+            self.move([(prefix.row.index, place, prefix.num_tokens) for prefix, place in continued], num_running)
+
+    def move(self, running: Sequence[Move], num_running: int) -> None:
+        """Move running rows, such as into the places of those that left, and parked rows out of their places."""
+        parked = self._new_places(num_running)
+        moves = [*running, *((row.index, place, len(row.token_ids)) for row, place in parked.items())]
+        if moves := [(source, target, length) for source, target, length in moves if source != target]:
+            sources, targets, lengths = zip(*moves, strict=True)
+            self._slots.copy(sources, targets, max(lengths))
+        for row, place in parked.items():
+            row.index = place
+
+    def _new_places(self, num_running: int) -> dict[ParkedRow, int]:
+        """Free slots for the parked rows that decoding this many rows would overwrite. Drops rows without a slot, the
+        oldest first.
+        """
+        if not self.parked:
+            return {}
+        first = whole_blocks(num_running, self._row_block)
+        while self.parked and first + len(self.parked) > self._slots.max_rows:
+            self.parked.drop_oldest()
+        kept = {row.index for row in self.parked if row.index >= first}
+        free = (index for index in itertools.count(first) if index not in kept)
+        places = {row: next(free) for row in self.parked if row.index < first}
+        self._slots.reserve(max([num_running, *(place + 1 for place in places.values())]), self._slots.tokens_per_row)
+        return places

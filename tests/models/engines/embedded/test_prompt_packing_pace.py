@@ -16,7 +16,7 @@ import pytest
 from grmpipe.models.engines.embedded.decoder import ModuleDecoder
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
-from grmpipe.models.engines.embedded.prefill_pace import FIRST_TOKENS, LEAST_TOKENS, PIECE_S, PrefillPace
+from grmpipe.models.engines.embedded.prompt_packing import FIRST_TOKENS, LEAST_TOKENS, PIECE_S, PrefillPace
 from grmpipe.models.types import Completion, PromptScoring
 
 

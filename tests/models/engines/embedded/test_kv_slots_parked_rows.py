@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
-from grmpipe.models.engines.embedded.parked_rows import MIN_SHARED_TOKENS, ParkedRow, ParkedRows
+from grmpipe.models.engines.embedded.kv_slots import MIN_SHARED_TOKENS, ParkedRow, ParkedRows
 from grmpipe.models.types import Completion
 
 OBSERVATION = (7, 8)
