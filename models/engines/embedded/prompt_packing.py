@@ -1,4 +1,4 @@
-"""Packs prompts end to end, each for a slot row; chooses which to pack together, and how many tokens a pass takes. Pure.
+"""Packs prompts end to end, each for a slot row: which go together, and how many tokens a pass takes. Pure.
 
 N: prompts, P: packed tokens, T: positions of the longest.
 """
