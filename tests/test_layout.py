@@ -81,7 +81,7 @@ ORDER = [
 SCHEDULER_SEES = {
     "models/types.py",
     "models/bounds.py",
-    "models/priority_gate.py",
+    "models/request_gates.py",
     "models/version_spans.py",
     "models/import_path.py",
 }

@@ -47,7 +47,7 @@ class WorkflowPlace:
 # A new one is a file in grmpipe/envs/, a row here, a YAML in conf/env/ and a test.
 DEFAULT_ENV = "single_turn"
 ENVS: Mapping[str, EnvKind] = {
-    DEFAULT_ENV: EnvKind(path="grmpipe.envs.single_turn.SingleTurn", is_single=True),
+    DEFAULT_ENV: EnvKind(path="grmpipe.envs.play.SingleTurn", is_single=True),
     "tools": EnvKind(path="grmpipe.envs.tools.tool_env.ToolEnv", needs=("functions",), has_tools=True),
     "custom": EnvKind(needs=("target",)),
     "workflow": EnvKind(needs=("target",), is_workflow=True),

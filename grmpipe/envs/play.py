@@ -3,6 +3,8 @@ re-tokenized.
 
     env.open -> render -> +-> sample -> parse -> env.step -> extend -+ ... done, or truncated by tokens, turns,
                           +------------------------------------------+     context, time
+
+At the end, the environment of one question and one answer.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, PolicyFault
+from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
 from grmpipe.models.types import (
     Completion,
@@ -329,3 +331,31 @@ def after_fault(action: Action, fault: PolicyFault) -> Observation:
     text, calls = str(fault), action.tool_calls
     messages = [Message(role="tool", content=text, name=call.name, tool_call_id=call.call_id) for call in calls]
     return Observation(messages=messages or [Message(role="user", content=text)], faults=(fault.kind,))
+
+
+ONE_TURN = EpisodeLimits(max_turns=1)
+
+
+class SingleTurn:
+    """Shows the prompt's messages; the policy's first turn ends the episode."""
+
+    async def open(self, episode: Episode) -> Opening:
+        return Opening(messages=episode.prompt.messages)
+
+    async def step(self, action: Action) -> Observation:
+        return Observation(done=True)
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
+async def play_single_turn(
+    request: RolloutRequest,
+    prompt: Prompt,
+    policy: Generates,
+    renderer: TurnRenderer,
+    params: SamplingParams,
+    on_first_token: Callable[[], None] = ignore_first_token,
+) -> Rollout:
+    """Play a rollout of one turn, whatever the environment of the run is. Raises as `play` does."""
+    return await play(request, prompt, SingleTurn(), policy, renderer, params, ONE_TURN, on_first_token)

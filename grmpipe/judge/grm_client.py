@@ -10,7 +10,7 @@ from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import answer_pattern, form_named, judgement_pattern, parse_scores, scores_in
 from grmpipe.judge.verdict import make_failure
-from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, ThinkingBudget
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from grmpipe.models.engines.request_gates import SingleFlight
+from grmpipe.models.request_gates import SingleFlight
 from grmpipe.models.types import Completion, SamplingParams
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from grmpipe.models.priority_gate import PriorityGate
+from grmpipe.models.request_gates import PriorityGate
 from grmpipe.scheduler.clock import RESOLUTION_S
 
 BURST_S = 1.0  # capacity of a bucket, in seconds of its rate

@@ -9,8 +9,7 @@ from grmpipe.capacity.simulate.simulated_process import AttendedGrm, SimulatedDr
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.envs.single_turn import play_single_turn
+from grmpipe.envs.play import Play, RolloutRequest, play_single_turn
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.kinds.labels import LabelReward, find_rule
 from grmpipe.judge.kinds.rule import RuleJudge

@@ -14,7 +14,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import EngineDied, EngineRefused, Message, Scorer
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 

@@ -15,7 +15,7 @@ from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
 from grmpipe.judge.teaching import Teacher, TeachingJudge
-from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.run.build.make_play import make_play

@@ -22,8 +22,8 @@ from grmpipe.models.engines.openai.chat_answer import (
     read_usage,
     total_tokens,
 )
-from grmpipe.models.engines.request_gates import PrioritySemaphore
 from grmpipe.models.engines.typed_json import read_object
+from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.models.settings import OpenAIConfig
 from grmpipe.models.terminal_text import replace_controls

@@ -15,8 +15,8 @@ from grmpipe.models.engines.openai.endpoint_client import (
     RequestSize,
     refuse_fields_of_ours,
 )
-from grmpipe.models.engines.request_gates import SingleFlight
 from grmpipe.models.engines.typed_json import NoAnswer
+from grmpipe.models.request_gates import SingleFlight
 from grmpipe.models.settings import OpenAIConfig
 from grmpipe.models.types import (
     Completion,

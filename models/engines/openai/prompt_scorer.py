@@ -19,8 +19,8 @@ from grmpipe.models.engines.openai.endpoint_client import (
     RequestSize,
     refuse_fields_of_ours,
 )
-from grmpipe.models.engines.request_gates import SingleFlight
 from grmpipe.models.engines.typed_json import LogProb, NoAnswer, read_as
+from grmpipe.models.request_gates import SingleFlight
 from grmpipe.models.settings import OpenAIConfig
 from grmpipe.models.types import (
     Completion,

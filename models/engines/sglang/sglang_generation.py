@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.models.engines.request_gates import AdmissionGate
 from grmpipe.models.engines.sglang.http_client import SglangHttp, parse_error
 from grmpipe.models.engines.sglang.sglang_requests import (
     SglangRequest,
@@ -25,6 +24,7 @@ from grmpipe.models.engines.sglang.sglang_requests import (
 )
 from grmpipe.models.engines.shared_requests import SharedRequests
 from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.request_gates import AdmissionGate
 from grmpipe.models.types import (
     Completion,
     EngineDied,

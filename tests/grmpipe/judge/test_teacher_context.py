@@ -14,7 +14,7 @@ from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.teacher_context import Insertion, TeacherContext
 from grmpipe.judge.teaching import Teacher, TeachingJudge
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import Completion, Message, ToolSpec, VersionSpan
 from grmpipe.types import (
     Failed,

@@ -12,7 +12,7 @@ import pytest
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.teaching import NoReward, Teacher, TeachingJudge
 from grmpipe.judge.verdict import get_reward
-from grmpipe.models.engines.request_gates import PrioritySemaphore
+from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import (
     Completion,
     EngineDied,

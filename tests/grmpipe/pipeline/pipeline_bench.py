@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.play import RolloutRequest
-from grmpipe.envs.single_turn import play_single_turn
+from grmpipe.envs.play import RolloutRequest, play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine

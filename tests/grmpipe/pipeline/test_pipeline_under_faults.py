@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.envs.play import RolloutRequest
-from grmpipe.envs.single_turn import play_single_turn
+from grmpipe.envs.play import RolloutRequest, play_single_turn
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.models.checksum import checksum
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine

@@ -8,8 +8,7 @@ from grmpipe.config.grm import GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.envs.single_turn import play_single_turn
+from grmpipe.envs.play import Play, RolloutRequest, play_single_turn
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.models.chat.thinking import thinks
 from grmpipe.models.types import Generates, SamplingParams

@@ -12,12 +12,12 @@ import pytest
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation
+from grmpipe.envs.play import SingleTurn
 from grmpipe.envs.sandbox import env_host
 from grmpipe.envs.sandbox.confinement import Missing
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.isolation_report import IsolationReport, describe_isolation, weaknesses
 from grmpipe.envs.sandbox.messages import MAX_FRAME, BadFrame, Observed, fit_observation, frame, next_message, reports
-from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from grmpipe.envs.env import Action, Env, Episode
-from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.envs.play import SingleTurn
 from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 

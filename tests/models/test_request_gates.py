@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from grmpipe.models.priority_gate import PriorityGate
+from grmpipe.models.request_gates import PriorityGate
 
 
 async def settle() -> None:
