@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import AppendFile
 from grmpipe.observe.plain_json import json_bytes
 
 SPILL_EVENTS = 256  # kept in memory, at most

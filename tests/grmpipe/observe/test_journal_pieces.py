@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.observe.append_file import AppendFile
+from grmpipe.observe.journal import AppendFile
 
 
 def test_a_file_that_was_deleted_takes_no_more(tmp_path: Path) -> None:
