@@ -22,9 +22,10 @@ import trl
 from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
 
+from grmpipe.algorithm.corrections import TokenLogprobs
 from grmpipe.algorithm.distillation import divergence
-from grmpipe.algorithm.objective import Objective, TokenLogprobs
-from grmpipe.config.algorithm_tables import DualClip, OffPolicy, Sapo
+from grmpipe.algorithm.objective import Objective
+from grmpipe.algorithm.settings import DualClip, OffPolicy, Sapo
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 

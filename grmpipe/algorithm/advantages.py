@@ -1,4 +1,4 @@
-"""From rewards to advantages. Pure. The table of estimators is in grmpipe/config/algorithm_tables.py.
+"""From rewards to advantages. Pure. The table of estimators is in grmpipe/algorithm/parts.py.
 
 Rollouts without a reward aren't here, so they can't enter a baseline.
 
@@ -9,28 +9,20 @@ A rollout that isn't trained (`Rewards.is_trained`) is one of its group's siblin
 no choice among siblings and no mean over tokens, and what it gets itself is dropped.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import estimator_named
-from grmpipe.config.keys.dotted_path import find_at
-from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
-from grmpipe.config.raw_scores import sigmoid
-from grmpipe.config.train import MIN_GROUP_STD, AlgorithmConfig
-
-ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
+from grmpipe.algorithm.settings import MIN_GROUP_STD, AlgorithmSettings
 
 Group = Sequence[Rewards]
 OfGroup = list[np.ndarray]  # one [N] per sibling
 Advantages = list[OfGroup]  # one per group
-EstimateGroup = Callable[[Group, AlgorithmConfig], OfGroup]  # need=group
-EstimateBatch = Callable[[Sequence[Group], AlgorithmConfig], Advantages]  # need=batch
-Targets = Callable[[Rewards, AlgorithmConfig], tuple[np.ndarray, np.ndarray]]
+EstimateGroup = Callable[[Group, AlgorithmSettings], OfGroup]  # need=group
+EstimateBatch = Callable[[Sequence[Group], AlgorithmSettings], Advantages]  # need=batch
+Targets = Callable[[Rewards, AlgorithmSettings], tuple[np.ndarray, np.ndarray]]
 
 
 # -- one reward for a rollout, compared within its group -------------------------------------------------------------
@@ -54,7 +46,7 @@ def standardize(rewards_G: np.ndarray, std: str) -> np.ndarray:
 
 
 def compare_at(
-    places: Sequence[tuple[int, int]], values: Sequence[np.ndarray], algorithm: AlgorithmConfig
+    places: Sequence[tuple[int, int]], values: Sequence[np.ndarray], algorithm: AlgorithmSettings
 ) -> list[tuple[int, int, float]]:
     """(sibling, step, advantage) for some steps of siblings, whose values are compared as GRPO compares outcomes. None
     for a single one.
@@ -104,23 +96,23 @@ def over_tokens(group: Group, advantages_G: np.ndarray) -> OfGroup:
     return [np.full(rewards.num_tokens, advantage) for rewards, advantage in zip(group, advantages_G, strict=True)]
 
 
-def grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def grpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     return over_tokens(group, standardize(outcomes(group), algorithm.std))
 
 
-def dr_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def dr_grpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     return over_tokens(group, center(outcomes(group)))
 
 
-def rloo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def rloo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     return over_tokens(group, leave_one_out(outcomes(group)))
 
 
-def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def pass_at_k(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_at_k.k))
 
 
-def raft(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def raft(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """1 for the trained siblings with the highest reward among them, 0 for all others: with policy_gradient that is the
     likelihood of the best of n (RAFT, arXiv 2304.06767). Rewards that differ by MIN_GROUP_STD or less are equal; a
     group whose trained siblings all have equal rewards has no best one.
@@ -130,7 +122,7 @@ def raft(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     return over_tokens(group, np.where(best_G & (best_G != trained_G).any(), 1.0, 0.0))
 
 
-def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def dpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """Online DPO (arXiv 2402.04792): the best trained sibling is chosen, the worst rejected, and all others have no
     advantage.
 
@@ -149,6 +141,12 @@ def dpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
         advantages_G[chosen] = beta * sigmoid(-beta * margin)
         advantages_G[rejected] = -advantages_G[chosen]
     return over_tokens(group, advantages_G)
+
+
+def sigmoid(logit: float) -> float:
+    """The sigmoid, without overflow for large logits."""
+    power = math.exp(-abs(logit))
+    return (1 if logit >= 0 else power) / (1 + power)
 
 
 # -- rewards within a rollout ----------------------------------------------------------------------------------------
@@ -172,7 +170,7 @@ def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.nda
     return returns(shared_K, gamma) / returns(rewards.shares_K, gamma)
 
 
-def process(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def process(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """The reward from step k on, compared with that of all siblings that have a step k, as GRPO compares outcomes. A
     step that no other sibling has gets 0.
     """
@@ -185,7 +183,7 @@ def process(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     return [rewards.spread(advantages_K) for rewards, advantages_K in zip(group, advantages, strict=True)]
 
 
-def process_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def process_grpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised
     together; a token's advantage is their sum from its step on, or their mean if the outcome is a mean of steps.
     """
@@ -219,14 +217,14 @@ def gae(
     return advantages_N, (advantages_N + values_N) * mask_N
 
 
-def compute_gae(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+def compute_gae(rewards: Rewards, algorithm: AlgorithmSettings) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns of a rollout. Without a critic's values they are taken as 0, as a new head predicts."""
     expected_N = np.zeros(rewards.num_tokens) if rewards.expected_N is None else rewards.expected_N
     sampled_N = np.ones(rewards.num_tokens)
     return gae(rewards.by_token(), expected_N, sampled_N, algorithm.gamma, algorithm.gae_lambda)
 
 
-def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def gae_raw(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """Advantages from a critic's values (GAE, arXiv 1506.02438); siblings don't matter."""
     return [compute_gae(rewards, algorithm)[0] for rewards in group]
 
@@ -251,7 +249,7 @@ def whiten(groups: Sequence[Group], advantages: Advantages, std: str) -> Advanta
     return [[(advantages_N - everything.mean()) / spread for advantages_N in group] for group in advantages]
 
 
-def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmSettings) -> Advantages:
     """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262). With a KL in the reward, a token's return is
     the outcome minus the KL from there on.
     """
@@ -259,92 +257,12 @@ def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
     return whiten(groups, raw, algorithm.std)
 
 
-def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmSettings) -> Advantages:
     """Outcomes minus their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
     raw = [over_tokens(group, center(outcomes(group))) for group in groups]
     return whiten(groups, raw, algorithm.std)
 
 
-def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmSettings) -> Advantages:
     """Advantages from a critic's values, whitened over the batch, as in PPO."""
     return whiten(groups, [gae_raw(group, algorithm) for group in groups], algorithm.std)
-
-
-# -- by name ---------------------------------------------------------------------------------------------------------
-
-
-KEY = "algorithm.estimator"
-
-
-@functools.cache
-def find_estimator(name: str) -> EstimateBatch:
-    """The estimator that `algorithm.estimator` names, for several groups. Raises ValueError if it can't be imported
-    here.
-    """
-    kind = estimator_named(name, KEY)
-    function = find_at(kind.function, KEY)
-    if kind.need == "batch":
-        return cast(EstimateBatch, function)
-    of_group = cast(EstimateGroup, function)
-    return lambda groups, algorithm: [of_group(group, algorithm) for group in groups]
-
-
-@functools.cache
-def describe_owner(name: str) -> str:
-    """The function of an estimator, in the words of errors."""
-    return f"{KEY}: {describe_code(find_at(estimator_named(name, KEY).function, KEY))}"
-
-
-@functools.cache
-def find_targets(name: str) -> Targets:
-    """Advantages and returns of one rollout, as the estimator that `algorithm.estimator` names has them."""
-    return cast(Targets, find_at(estimator_named(name, KEY).targets, KEY))
-
-
-def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
-    """Whether the group has no gradient, as far as it can be seen without the rest of its batch."""
-    kind = algorithm.estimator_kind
-    if len(group) < 2 or not any(rewards.is_trained for rewards in group):
-        return True
-    if not kind.has_zero_groups:
-        return False
-    if kind.compares == "outcomes":
-        return float(np.ptp(outcomes(group))) <= ROUNDING
-    (found,) = find_estimator(algorithm.estimator)([group], algorithm)
-    trained = [advantages_N for rewards, advantages_N in zip(group, found, strict=True) if rewards.is_trained]
-    return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in trained)
-
-
-def is_per_token(found: object, groups: Sequence[Group]) -> bool:
-    """Whether an estimator gave a number for each sampled token, a finite one if the rewards are."""
-    finite = all(math.isfinite(value) for group in groups for rewards in group for value in rewards.values_K)
-    wanted = [[(rewards.num_tokens,) for rewards in group] for group in groups]
-    try:
-        arrays = [[np.asarray(advantages_N) for advantages_N in group] for group in found]  # type: ignore[attr-defined]
-        return [[each.shape for each in group] for group in arrays] == wanted and (
-            not finite or all(bool(np.isfinite(each).all()) for group in arrays for each in group)
-        )
-    except (TypeError, ValueError):
-        return False
-
-
-def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """Advantages by group, by sibling, per sampled token. A group needs at least two siblings to compare.
-
-    Raises ValueError for a group of one, and if the estimator doesn't return a finite number per token.
-    """
-    for group in groups:
-        if len(group) < 2:
-            raise ValueError(
-                f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(group)}; drop the group"
-            )
-    owner = describe_owner(algorithm.estimator)
-    with note_owner(owner):
-        found = find_estimator(algorithm.estimator)(groups, algorithm)
-    if not is_per_token(found, groups):
-        raise ValueError(
-            f"{owner} returned {format_value(found)}; it must give for each group, and in it for each sibling, an "
-            f"array with "
-            "a finite number for each sampled token"
-        )
-    return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]

@@ -6,30 +6,14 @@ if K is the vocabulary.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from grmpipe.algorithm.corrections import Taught
 from grmpipe.algorithm.losses import k2_kl
 
 LEAST_REST = 1e-7  # probability of all other tokens: what float32 leaves of 1 - sum
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
-    """What a teacher gives to each token, and the policy's log-probs of the same tokens.
-
-    taught_T:       1 where a teacher scored the token, 0 elsewhere.
-    logprobs_T:     the teacher's, of the sampled token.
-    top_TK, own_top_TK: log-probs of the teacher's likely tokens, by the teacher and, with gradient, by the policy;
-                    None: only the sampled token is compared.
-    """
-
-    taught_T: Tensor
-    logprobs_T: Tensor
-    top_TK: Tensor | None = None
-    own_top_TK: Tensor | None = None
 
 
 def distillation_loss(current_T: Tensor, correction_T: Tensor, taught: Taught, beta: float) -> Tensor:

@@ -1,26 +1,24 @@
 """Losses per token, and their aggregation to the loss of a batch. Pure. The table of losses is in
-grmpipe/config/algorithm_tables.py.
+grmpipe/algorithm/parts.py. Imports no torch, as corrections.py.
 
 A batch is trained in pieces before its size is known. So a piece's loss is a weighted *sum* over tokens, and the
 optimizer step divides the gradients by the denominator, once, when the batch is closed.
 """
 
-import functools
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from grmpipe.algorithm.corrections import MAX_LOG_RATIO, check_tensor, log_ratio
+from grmpipe.algorithm.corrections import MAX_LOG_RATIO, log_ratio
 from grmpipe.algorithm.sequences import mean_by_sequence, sum_by_sequence, to_tokens
-from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
-from grmpipe.config.keys.dotted_path import find_at
-from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.algorithm.settings import AlgorithmSettings
 from grmpipe.types import BatchTotals
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # -- the policy ------------------------------------------------------------------------------------------------------
 
@@ -59,27 +57,27 @@ def compute_clipped_loss(ratio_T: Tensor, advantages_T: Tensor, low: float, high
     """-min(r A, clip(r, 1 - low, 1 + high) A)."""
     free_T = ratio_T * advantages_T
     held_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
-    return PolicyLoss(loss_T=-torch.minimum(free_T, held_T), clipped_T=(held_T < free_T).to(free_T.dtype))
+    return PolicyLoss(loss_T=-free_T.minimum(held_T), clipped_T=(held_T < free_T).to(free_T.dtype))
 
 
-def ppo_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def ppo_clip(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """PPO's clipped objective (arXiv 1707.06347); two clips: DAPO (arXiv 2503.14476)."""
     return compute_clipped_loss(
         scored.log_ratio_T().exp(), scored.advantages_T, algorithm.clip_low, algorithm.clip_high
     )
 
 
-def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def dual_clip(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """PPO's loss, limited to dual_clip.ratio |A| if A < 0: a bad token that became likely can't dominate a batch (arXiv
     1912.09729).
     """
     policy = ppo_clip(scored, algorithm)
-    most_T = torch.where(scored.advantages_T < 0, -algorithm.dual_clip.ratio * scored.advantages_T, torch.inf)
+    most_T = (-algorithm.dual_clip.ratio * scored.advantages_T).masked_fill(scored.advantages_T >= 0, math.inf)
     capped_T = (policy.loss_T > most_T).to(policy.loss_T.dtype)
-    return PolicyLoss(loss_T=torch.minimum(policy.loss_T, most_T), clipped_T=policy.clipped_T.maximum(capped_T))
+    return PolicyLoss(loss_T=policy.loss_T.minimum(most_T), clipped_T=policy.clipped_T.maximum(capped_T))
 
 
-def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def gspo(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """One ratio per rollout, s = exp(mean log r), clipped as in PPO (arXiv 2507.18071, eq. 5). Every token has the loss
     of its rollout and the mean of its advantages: the paper's aggregation is sequence_mean.
     """
@@ -90,7 +88,7 @@ def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
 
 
-def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def gspo_token(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """The value of s with the token's own gradient, and an advantage per token (GSPO, eq. 13)."""
     ratio_S = scored.mean_log_ratio_S().exp().detach()
     own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # value 1, with the token's gradient
@@ -98,7 +96,7 @@ def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return compute_clipped_loss(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
 
 
-def cispo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def cispo(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: clips the weight and keeps the gradient (arXiv 2506.13585)."""
     ratio_T = scored.log_ratio_T().exp().detach()
     held_T = ratio_T.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
@@ -106,47 +104,24 @@ def cispo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss_T=loss_T, clipped_T=(held_T != ratio_T).to(loss_T.dtype))
 
 
-def sapo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def sapo(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of the clip (SAPO, arXiv 2511.20347), whose gradient at
     r = 1 is that of r A, and falls off on both sides. tau: temperature_pos if A > 0, else temperature_neg.
     """
     gates, ratio_T = algorithm.sapo, scored.log_ratio_T().exp()
     is_good_T = (scored.advantages_T > 0).to(ratio_T.dtype)
     tau_T = is_good_T * gates.temperature_pos + (1 - is_good_T) * gates.temperature_neg
-    loss_T = -scored.advantages_T * torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
-    return PolicyLoss(loss_T=loss_T, clipped_T=torch.zeros_like(loss_T))
+    loss_T = -scored.advantages_T * (tau_T * (ratio_T - 1)).sigmoid() * 4 / tau_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=loss_T.new_zeros(loss_T.shape))
 
 
-def policy_gradient(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+def policy_gradient(scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
     """-A log pi (REINFORCE)."""
     loss_T = -scored.advantages_T * scored.logprobs_T
-    return PolicyLoss(loss_T=loss_T, clipped_T=torch.zeros_like(loss_T))
+    return PolicyLoss(loss_T=loss_T, clipped_T=loss_T.new_zeros(loss_T.shape))
 
 
-Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
-
-
-@functools.cache
-def find_loss(name: str) -> Loss:
-    """The function that `algorithm.loss` names. Raises ValueError if it can't be imported here."""
-    key = "algorithm.loss"
-    return cast(Loss, find_at(loss_named(name, key).function, key))
-
-
-def policy_loss(loss: Loss, scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """The loss that `algorithm.loss` names. Raises ValueError if it doesn't return one number per token."""
-    owner = f"algorithm.loss: {describe_code(loss)}"
-    with note_owner(owner):
-        policy = loss(scored, algorithm)
-    if not isinstance(policy, PolicyLoss):
-        raise ValueError(f"{owner} returned {format_value(policy)}; return a PolicyLoss (grmpipe/algorithm/losses.py)")
-    for name, value_T in (("loss_T", policy.loss_T), ("clipped_T", policy.clipped_T)):
-        if value_T.shape != scored.logprobs_T.shape:
-            raise ValueError(
-                f"{owner} gave a {name} of shape {tuple(value_T.shape)} for "
-                f"{len(scored.logprobs_T)} tokens; it must give a number for each"
-            )
-    return policy
+Loss = Callable[[Scored, AlgorithmSettings], PolicyLoss]
 
 
 # -- KL to the reference ---------------------------------------------------------------------------------------------
@@ -181,13 +156,7 @@ def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     return straight_T + (straight_T.clamp(max=MOST_K3_NATS) - straight_T).detach()
 
 
-Kl = Callable[[Tensor, Tensor], Tensor]
-
-
-def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """Estimated for each token by what `algorithm.kl_estimator` names."""
-    function = cast(Kl, KL_ESTIMATORS.find_object(name))
-    return check_tensor("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
+Kl = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 # -- from tokens to a batch ------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from grmpipe.algorithm.advantages import KEY, estimate
+from grmpipe.algorithm.parts import KEY, estimate, estimator_named
 from grmpipe.algorithm.rewards import Rewards
+from grmpipe.algorithm.settings import AlgorithmSettings
 from grmpipe.config.keys.dotted_path import is_dotted
 from grmpipe.config.keys.user_code import describe_error
-from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
 NUM_GROUPS = 2
@@ -18,7 +18,7 @@ LENGTHS = (3, 2)  # tokens of the rollouts
 TOTALS = BatchTotals(num_loss_tokens=sum(LENGTHS), num_sequences=len(LENGTHS), num_groups=NUM_GROUPS, oldest_version=0)
 
 
-def try_own_parts(algorithm: AlgorithmConfig, group_size: int, max_new_tokens: int) -> None:
+def try_own_parts(algorithm: AlgorithmSettings, group_size: int, max_new_tokens: int) -> None:
     """Raises ValueError, which names the key, for a part of the user's own that raises, or returns what can't be
     trained on: a learner would find it out only after the engines have started and sampled a batch.
 
@@ -39,14 +39,14 @@ def try_own_parts(algorithm: AlgorithmConfig, group_size: int, max_new_tokens: i
         try_loss(algorithm, key, max_new_tokens)
 
 
-def make_group(size: int, algorithm: AlgorithmConfig) -> list[Rewards]:
-    """Siblings with different rewards, each for its whole rollout, and with a critic's values if they are needed."""
+def make_group(size: int, algorithm: AlgorithmSettings) -> list[Rewards]:
+    """Siblings with different rewards, each for its whole rollout; with values if the estimator needs them."""
     return [
         Rewards(
             num_tokens=(length := LENGTHS[sibling % len(LENGTHS)]),
             ends_K=(length,),
             values_K=(sibling / size,),
-            expected_N=np.zeros(length) if algorithm.estimator_kind.needs_critic else None,
+            expected_N=np.zeros(length) if estimator_named(algorithm.estimator).needs_critic else None,
             turn_ends_U=(length,),
             state_keys_U=("",),
         )
@@ -54,13 +54,14 @@ def make_group(size: int, algorithm: AlgorithmConfig) -> list[Rewards]:
     ]
 
 
-def try_loss(algorithm: AlgorithmConfig, key: str, max_new_tokens: int) -> None:
+def try_loss(algorithm: AlgorithmSettings, key: str, max_new_tokens: int) -> None:
     """The loss of two rollouts and its gradient, with one part of the user's and all others as they are by default."""
     import torch  # late: few runs have a part of their own, and each would wait seconds for it
 
-    from grmpipe.algorithm.objective import Objective, TokenLogprobs
+    from grmpipe.algorithm.corrections import TokenLogprobs
+    from grmpipe.algorithm.objective import Objective
 
-    own, default = Objective.of(algorithm), Objective.of(AlgorithmConfig())
+    own, default = Objective.of(algorithm), Objective.of(AlgorithmSettings())
     objective = {
         "loss": replace(default, loss=own.loss),
         "proximal": replace(default, proximal=own.proximal),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,47 +11,62 @@ from torch import Tensor
 from grmpipe.algorithm.corrections import (
     Correction,
     OffPolicyDrift,
+    Proximal,
     Rejection,
-    check_tensor,
-    interpolate_proximal,
+    TokenLogprobs,
     log_ratio,
     measure_drift,
 )
-from grmpipe.algorithm.distillation import Taught, distillation_loss
-from grmpipe.algorithm.losses import Aggregation, Kl, Loss, Scored, find_loss, policy_loss
+from grmpipe.algorithm.distill import DistillConfig
+from grmpipe.algorithm.distillation import distillation_loss
+from grmpipe.algorithm.losses import Aggregation, Kl, Loss, PolicyLoss, Scored
+from grmpipe.algorithm.parts import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    KL_WEIGHTED,
+    PROXIMALS,
+    REJECTIONS,
+    loss_named,
+)
 from grmpipe.algorithm.sequences import to_tokens
-from grmpipe.config.algorithm_tables import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, KL_WEIGHTED, PROXIMALS, REJECTIONS
-from grmpipe.config.distill import DistillConfig
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.algorithm.settings import AlgorithmSettings
+from grmpipe.config.keys.user_code import describe_code, format_value, note_owner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
-    """The log-probs of each token under each policy. T: tokens of the loss, end to end by rollout."""
-
-    current_T: Tensor  # with gradient
-    entropy_T: Tensor
-    old_T: Tensor  # of the weights at the start of the update
-    sampler_T: Tensor  # as the engine reported them
-    reference_T: Tensor | None  # of the frozen reference, if there is one
-    ages_T: Tensor  # batches trained since the token was sampled
-    taught: Taught | None = None  # by teachers, if any scored these tokens
-
-
-# log pi_prox, the policy that the loss's ratio is taken against, without gradient.
-Proximal = Callable[[TokenLogprobs], Tensor]
+def check_tensor(key: str, function: Callable[..., object], like: Tensor, *arguments: object) -> Tensor:
+    """What the function that a key names returns: a tensor of the shape of `like`. Raises ValueError for anything else,
+    which would be broadcast.
+    """
+    owner = f"algorithm.{key}: {describe_code(function)}"
+    with note_owner(owner):
+        given = function(*arguments)
+    if not isinstance(given, Tensor) or given.shape != like.shape:
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else format_value(given)
+        raise ValueError(f"{owner} returned {what}; return a tensor of shape {tuple(like.shape)}")
+    return given
 
 
-def take_recomputed(logprobs: TokenLogprobs) -> Tensor:
-    return logprobs.old_T
+def policy_loss(loss: Loss, scored: Scored, algorithm: AlgorithmSettings) -> PolicyLoss:
+    """The loss that `algorithm.loss` names. Raises ValueError if it doesn't return one number per token."""
+    owner = f"algorithm.loss: {describe_code(loss)}"
+    with note_owner(owner):
+        policy = loss(scored, algorithm)
+    if not isinstance(policy, PolicyLoss):
+        raise ValueError(f"{owner} returned {format_value(policy)}; return a PolicyLoss (grmpipe/algorithm/losses.py)")
+    for name, value_T in (("loss_T", policy.loss_T), ("clipped_T", policy.clipped_T)):
+        if value_T.shape != scored.logprobs_T.shape:
+            raise ValueError(
+                f"{owner} gave a {name} of shape {tuple(value_T.shape)} for "
+                f"{len(scored.logprobs_T)} tokens; it must give a number for each"
+            )
+    return policy
 
 
-def interpolate_by_age(logprobs: TokenLogprobs) -> Tensor:
-    return interpolate_proximal(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T)
-
-
-def sampler(logprobs: TokenLogprobs) -> Tensor:
-    return logprobs.sampler_T
+def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Estimated for each token by what `algorithm.kl_estimator` names."""
+    function = KL_ESTIMATORS.find_object(name)
+    return check_tensor("kl_estimator", function, logprobs_T, logprobs_T, reference_logprobs_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +101,7 @@ def distill(logprobs: TokenLogprobs, weight_T: Tensor, config: DistillConfig) ->
 class Objective:
     """The loss of an algorithm. Its parts are found by their names once, where a learner is made."""
 
-    algorithm: AlgorithmConfig
+    algorithm: AlgorithmSettings
     loss: Loss
     proximal: Proximal
     correction: Correction
@@ -96,16 +110,16 @@ class Objective:
     aggregation: Aggregation
 
     @staticmethod
-    def of(algorithm: AlgorithmConfig) -> Objective:
+    def of(algorithm: AlgorithmSettings) -> Objective:
         """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
         return Objective(
             algorithm=algorithm,
-            loss=find_loss(algorithm.loss),
-            proximal=cast(Proximal, PROXIMALS.find_object(algorithm.proximal)),
-            correction=cast(Correction, CORRECTIONS.find_object(algorithm.correction)),
-            rejections=tuple(cast(Rejection, REJECTIONS.find_object(name)) for name in algorithm.rejections),
-            kl=cast(Kl, KL_ESTIMATORS.find_object(algorithm.kl_estimator)),
-            aggregation=AGGREGATIONS.find_object(algorithm.aggregation, Aggregation),
+            loss=loss_named(algorithm.loss, "algorithm.loss").function,
+            proximal=PROXIMALS.find_object(algorithm.proximal),
+            correction=CORRECTIONS.find_object(algorithm.correction),
+            rejections=tuple(REJECTIONS.find_object(name) for name in algorithm.rejections),
+            kl=KL_ESTIMATORS.find_object(algorithm.kl_estimator),
+            aggregation=AGGREGATIONS.find_object(algorithm.aggregation),
         )
 
     def sum_loss(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.algorithm.settings import AlgorithmSettings
 from grmpipe.models.types import Completion
 from grmpipe.types import Rollout, Verdict
 
@@ -139,7 +139,7 @@ def place_rewards(rollout: Rollout, verdict: Verdict, *, mask_truncated: bool = 
 
 
 def shape_rewards(
-    rewards: Rewards, rollout: Rollout, algorithm: AlgorithmConfig, max_new_tokens: int, kl_N: np.ndarray | None
+    rewards: Rewards, rollout: Rollout, algorithm: AlgorithmSettings, max_new_tokens: int, kl_N: np.ndarray | None
 ) -> Rewards:
     """The rewards with the penalties of the algorithm. `kl_N`: nats per token; None if the KL isn't in the reward."""
     if algorithm.overlong_buffer.share > 0:

@@ -3,12 +3,18 @@
 A sequence is a rollout: all its tokens, whatever the number of samples that it was trained in.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sum_by_sequence(values_T: Tensor, sequence_lengths_S: Tensor) -> Tensor:
     """Sums by sequence, [S]. Each is added separately: the packing changes no bit."""
+    import torch  # late: what imports this file to name a loss needs none
+
     return torch.stack([values.sum() for values in values_T.split(sequence_lengths_S.tolist())])
 
 

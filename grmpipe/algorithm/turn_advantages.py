@@ -20,7 +20,7 @@ from grmpipe.algorithm.advantages import (
     whiten,
 )
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.algorithm.settings import AlgorithmSettings
 
 # -- compared within the group ---------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def to_come_by_turn(rewards: Rewards, gamma: float) -> np.ndarray:
     return np.divide(returns_U, still_U, np.zeros_like(returns_U), where=still_U > 0)
 
 
-def among_equal_states(group: Group, values: Sequence[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+def among_equal_states(group: Group, values: Sequence[np.ndarray], algorithm: AlgorithmSettings) -> list[np.ndarray]:
     """[U] for each sibling: the value of each turn, compared as in GRPO with those of all turns of the group in the
     same state. 0 for a state that no other turn meets, and for an unknown one.
     """
@@ -51,7 +51,7 @@ def among_equal_states(group: Group, values: Sequence[np.ndarray], algorithm: Al
     return advantages
 
 
-def gigpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def gigpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """GRPO's advantage of the episode, plus `gigpo.step_advantage_w` times that of each turn's return from there on
     among all turns in the same state (GiGPO, arXiv 2505.10978, eq. 3 to 9).
     """
@@ -64,7 +64,7 @@ def gigpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     ]
 
 
-def mt_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+def mt_grpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """GRPO's advantage of the outcome, plus in each turn before the last `mt_grpo.turn_advantage_coef` times that of
     the turn's own reward among the siblings that have it before their last (MT-GRPO, arXiv 2505.11821).
 
@@ -83,7 +83,7 @@ def mt_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 # -- by a critic's values --------------------------------------------------------------------------------------------
 
 
-def gae_of_turns(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+def gae_of_turns(rewards: Rewards, algorithm: AlgorithmSettings) -> tuple[np.ndarray, np.ndarray]:
     """[N] advantages and returns: GAE over turns, then within each turn towards its return (VAGEN's bi-level GAE, arXiv
     2510.16907). Without a critic's values they are taken as 0.
 
@@ -108,7 +108,7 @@ def gae_of_turns(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarr
     return advantages_N, returns_N
 
 
-def gae_turns(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+def gae_turns(groups: Sequence[Group], algorithm: AlgorithmSettings) -> Advantages:
     """Advantages over turns and within them from a critic's values, whitened over the batch."""
     raw = [[gae_of_turns(rewards, algorithm)[0] for rewards in group] for group in groups]
     return whiten(groups, raw, algorithm.std)

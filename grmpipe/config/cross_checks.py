@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from grmpipe.algorithm.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.config.critic import check_critic
-from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.grm import ModelEntry

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from grmpipe.algorithm.advantages import sigmoid
 from grmpipe.models.bounds import Bounded, at_least, finite, one_of, positive
 
 
@@ -70,9 +71,3 @@ class ScalarConfig(Bounded):
         if self.map == "linear":
             return min(1.0, max(0.0, (raw_score - self.low) / (self.high - self.low)))
         return sigmoid((raw_score - self.center) / self.width)
-
-
-def sigmoid(logit: float) -> float:
-    """The sigmoid, without overflow for large logits."""
-    power = math.exp(-abs(logit))
-    return (1 if logit >= 0 else power) / (1 + power)

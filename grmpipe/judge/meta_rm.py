@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grmpipe.config.raw_scores import sigmoid
+from grmpipe.algorithm.advantages import sigmoid
 from grmpipe.models.types import EngineRefused, Scorer
 from grmpipe.types import Judgement
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE, REFERENCE, DistillConfig
+from grmpipe.algorithm.distill import BETTER_ANSWER, CRITIQUE, REFERENCE, DistillConfig
 from grmpipe.judge.grm import PromptRenderer
 from grmpipe.judge.prompt_injection import fence_text
 from grmpipe.judge.verdict import get_reward

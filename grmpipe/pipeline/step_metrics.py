@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from grmpipe.algorithm.advantages import all_advantages_zero
+from grmpipe.algorithm.parts import all_advantages_zero
 from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.composition.cascade_counts import CascadeCounts

@@ -11,9 +11,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.algorithm import advantages, losses
+from grmpipe.algorithm import losses
+from grmpipe.algorithm.parts import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS, estimate
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.train import AlgorithmConfig
 
@@ -55,9 +55,9 @@ def test_every_row_composes_and_all_names_are_among_them() -> None:
 
 def test_estimators_that_the_table_leaves_out_equal_grpo_where_a_rollout_has_one_reward() -> None:
     group = [Rewards(num_tokens=n, ends_K=(n,), values_K=(value,)) for n, value in ((3, 0.1), (5, 0.9), (2, 0.4))]
-    grpo = advantages.estimate([group], AlgorithmConfig(estimator="grpo"))
+    grpo = estimate([group], AlgorithmConfig(estimator="grpo"))
     for name in ("process", "process_grpo", "gigpo", "mt_grpo"):
-        for one, other in zip(advantages.estimate([group], AlgorithmConfig(estimator=name))[0], grpo[0], strict=True):
+        for one, other in zip(estimate([group], AlgorithmConfig(estimator=name))[0], grpo[0], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
     torch.testing.assert_close(gradient("gspo", grpo[0]), gradient("gspo_token", grpo[0]), rtol=0, atol=1e-15)
 
@@ -72,7 +72,7 @@ def gradient(loss: str, advantages_G: list[np.ndarray]) -> torch.Tensor:
         loss_mask_T=torch.ones_like(logprobs_T),
         sequence_lengths_S=lengths_S,
     )
-    loss_T = losses.find_loss(loss)(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
+    loss_T = LOSSES[loss].function(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
     weights_T = losses.by_sequence(scored.loss_mask_T, lengths_S)
     return torch.autograd.grad((weights_T * loss_T).sum(), logprobs_T)[0]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from grmpipe.algorithm.advantages import outcomes, over_tokens
 from grmpipe.algorithm.losses import PolicyLoss
-from grmpipe.config.algorithm_tables import EstimatorKind
+from grmpipe.algorithm.parts import EstimatorKind
 from grmpipe.config.judge_protocols import JudgeProtocol
 from grmpipe.envs.env import Observation, Opening
 from grmpipe.judge.protocols.pointwise import PointwiseSession
@@ -38,7 +38,7 @@ def ranks(groups, algorithm):
     return [over_tokens(group, np.linspace(-1, 1, len(group))[outcomes(group).argsort().argsort()]) for group in groups]
 
 
-RANKS = EstimatorKind(function="users_kinds.ranks", need="batch")
+RANKS = EstimatorKind(function=ranks, need="batch")
 
 
 def summed(scored, algorithm):

@@ -13,20 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.algorithm.advantages import (
-    all_advantages_zero,
-    best_of_k,
-    center,
-    estimate,
-    gae,
-    leave_one_out,
-    returns,
-    standardize,
-    whiten,
-)
+from grmpipe.algorithm.advantages import best_of_k, center, gae, leave_one_out, returns, standardize, whiten
+from grmpipe.algorithm.parts import ESTIMATORS, EstimatorKind, all_advantages_zero, estimate
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind, PassAtK
-from grmpipe.config.train import MIN_GROUP_STD, AlgorithmConfig
+from grmpipe.algorithm.settings import MIN_GROUP_STD, PassAtK
+from grmpipe.config.train import AlgorithmConfig
 
 COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # gae_raw uses only a critic's values
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])
@@ -61,7 +52,7 @@ def nothing(group: Sequence[Rewards], algorithm: AlgorithmConfig) -> None: ...
 
 def test_an_estimator_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first_token_only", "not_a_number", "nothing"):
-        monkeypatch.setitem(ESTIMATORS, name, EstimatorKind(function=f"{__name__}.{name}"))
+        monkeypatch.setitem(ESTIMATORS, name, EstimatorKind(function=globals()[name]))
         said = rf"^algorithm\.estimator: .*\.{name} \(.*\) returned .*finite number for each sampled token"
         with pytest.raises(ValueError, match=said):
             estimated(name, [outcome(0.0), outcome(1.0, num_tokens=2)])

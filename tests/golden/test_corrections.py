@@ -26,7 +26,8 @@ from grmpipe.algorithm.corrections import (
     veto,
 )
 from grmpipe.algorithm.objective import Objective
-from grmpipe.config.algorithm_tables import CORRECTIONS, Band, Cap, OffPolicy, Truncation, Veto
+from grmpipe.algorithm.parts import CORRECTIONS
+from grmpipe.algorithm.settings import Band, Cap, OffPolicy, Truncation, Veto
 from grmpipe.config.train import AlgorithmConfig
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.distillation import Taught, distillation_loss, divergence
-from grmpipe.algorithm.objective import TokenLogprobs, distill
-from grmpipe.config.distill import DistillConfig
+from grmpipe.algorithm.corrections import Taught, TokenLogprobs
+from grmpipe.algorithm.distill import DistillConfig
+from grmpipe.algorithm.distillation import distillation_loss, divergence
+from grmpipe.algorithm.objective import distill
 
 # Two distributions over four tokens, as log-probs.
 OWN = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()

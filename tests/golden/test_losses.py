@@ -10,25 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from grmpipe.algorithm.corrections import TokenLogprobs
 from grmpipe.algorithm.losses import (
-    Aggregation,
     PolicyLoss,
     Scored,
     cispo,
     dual_clip,
-    find_loss,
     gspo,
     gspo_token,
     k2_kl,
     k3_kl,
-    kl,
     policy_gradient,
-    policy_loss,
     ppo_clip,
     sapo,
 )
-from grmpipe.algorithm.objective import Objective, TokenLogprobs
-from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, DualClip
+from grmpipe.algorithm.objective import Objective, kl, policy_loss
+from grmpipe.algorithm.parts import AGGREGATIONS, KL_ESTIMATORS, LOSSES
+from grmpipe.algorithm.settings import DualClip
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -169,7 +167,7 @@ def test_the_plain_policy_gradient_has_no_ratio() -> None:
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     """At r = 1 all are -A grad log pi; every token has GSPO's, which is divided by their number."""
     tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
-    assert gradient(tokens, find_loss(name)(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
+    assert gradient(tokens, LOSSES[name].function(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
 
 
 # -- against numpy ---------------------------------------------------------------------------------------------------
@@ -205,7 +203,7 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
         loss_mask_T=torch.ones(12, dtype=torch.float64),
         sequence_lengths_S=torch.tensor(lengths),
     )
-    ours = find_loss(name)(
+    ours = LOSSES[name].function(
         tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip=DualClip(ratio=3.0))
     )
     parts = zip(*(np.split(x, np.cumsum(lengths)[:-1]) for x in (logprobs, proximal, advantages)), strict=True)
@@ -282,7 +280,7 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
         sequence_lengths_S=torch.tensor([2]),
     )
     for name in LOSSES:
-        assert find_loss(name)(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
+        assert LOSSES[name].function(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
 
 
 # -- aggregation -----------------------------------------------------------------------------------------------------
@@ -300,12 +298,12 @@ def test_an_aggregation_weighs_tokens_and_divides_by_its_denominator(
     name: str, weights: list[float], denominator: float
 ) -> None:
     mask = torch.tensor([0, 1, 0, 1, 1, 1, 1.0])
-    assert AGGREGATIONS.find_object(name, Aggregation).weigh(mask, torch.tensor([2, 5])).tolist() == weights
-    assert AGGREGATIONS.find_object(name, Aggregation).denominator(TOTALS, 16) == denominator
+    assert AGGREGATIONS[name].weigh(mask, torch.tensor([2, 5])).tolist() == weights
+    assert AGGREGATIONS[name].denominator(TOTALS, 16) == denominator
 
 
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
-    sequence_mean = AGGREGATIONS.find_object("sequence_mean", Aggregation)
+    sequence_mean = AGGREGATIONS["sequence_mean"]
     assert sequence_mean.weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [0, 0, 0]
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from grmpipe.algorithm.advantages import returns
 from grmpipe.algorithm.rewards import Rewards, overlong, place_rewards, shape_rewards
-from grmpipe.config.train import AlgorithmConfig, OverlongConfig
+from grmpipe.algorithm.settings import OverlongConfig
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.train.batching.samples import compute_rewards, rollout_key
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.algorithm.advantages import all_advantages_zero, compute_gae, estimate, find_targets
+from grmpipe.algorithm.advantages import compute_gae
+from grmpipe.algorithm.parts import all_advantages_zero, estimate, estimator_named
 from grmpipe.algorithm.rewards import Rewards, place_rewards
+from grmpipe.algorithm.settings import GaeTurns, Gigpo, MtGrpo
 from grmpipe.algorithm.turn_advantages import gae_of_turns
-from grmpipe.config.algorithm_tables import GaeTurns, Gigpo, MtGrpo
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
@@ -221,7 +222,7 @@ def test_gae_over_turns_without_discounts_is_gae_also_for_rewards_within_turns()
 def test_the_critic_learns_the_returns_of_its_estimator() -> None:
     rewards = valued(2, 3)
     of_turns, of_tokens = (
-        find_targets(name)(rewards, AlgorithmConfig(gae_turns=GaeTurns(high_level_gamma=0.5)))
+        estimator_named(name).targets(rewards, AlgorithmConfig(gae_turns=GaeTurns(high_level_gamma=0.5)))
         for name in ("gae_turns", "gae")
     )
     assert np.abs(of_turns[1] - of_tokens[1]).max() > 1e-3

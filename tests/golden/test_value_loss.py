@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.algorithm.advantages import compute_gae, estimate, gae
+from grmpipe.algorithm.advantages import compute_gae, gae
+from grmpipe.algorithm.parts import estimate
 from grmpipe.algorithm.rewards import Rewards, charge_by_token
 from grmpipe.algorithm.value_loss import value_loss, value_quality
 from grmpipe.config.train import AlgorithmConfig

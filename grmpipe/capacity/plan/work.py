@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from grmpipe.algorithm.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.capacity.learner_passes import Passes, count_passes
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized
-from grmpipe.config.distill import BETTER_ANSWER, CRITIQUE
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimate_tokens

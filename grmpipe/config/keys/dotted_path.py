@@ -30,7 +30,11 @@ def unknown_value(name: str, key: str, known: Iterable[str]) -> ValueError:
 
 def check_takes(path: str, key: str, arguments: tuple[str, ...]) -> None:
     """Raises ValueError, which begins with the key, if the object at `path` can't be called with these arguments."""
-    function = find_at(path, key)
+    check_callable(find_at(path, key), path, key, arguments)
+
+
+def check_callable(function: object, path: str, key: str, arguments: tuple[str, ...]) -> None:
+    """The same of an object that `path` led to."""
     wanted = f"{key}: {path} must be a function that takes ({', '.join(arguments)})"
     if not callable(function):
         raise ValueError(f"{wanted}, and is a {type(function).__name__}")

@@ -1,11 +1,43 @@
-"""A table from the values of a key to dotted paths. Imports an object only when it is used."""
+"""Tables of the values of a key: of objects, or of dotted paths to objects that are imported only when used."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
-from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
+from grmpipe.config.keys.dotted_path import check_callable, check_takes, find_at, is_dotted, unknown_value
 
 T = TypeVar("T")
+
+
+class ObjectTable(dict[str, T], Generic[T]):
+    """Name -> object. A user's own value is a dotted path."""
+
+    def __init__(
+        self, key: str, rows: Mapping[str, T], *, arguments: tuple[str, ...] = (), kind: type[T] | None = None
+    ) -> None:
+        """key: for example algorithm.correction. arguments: of functions. kind: of objects that are no functions."""
+        super().__init__(rows)
+        self.key, self.name = key, key.rpartition(".")[2]
+        self._arguments, self._kind = arguments, kind
+
+    def check(self, name: str) -> None:
+        """Check a value; a user's own is imported. Raises ValueError that begins with the key's last part."""
+        self._find(name, self.name)
+
+    def find_object(self, name: str) -> T:
+        """The object of a name or dotted path. Raises ValueError if it can't be imported, or used."""
+        return self._find(name, self.key)
+
+    def _find(self, name: str, key: str) -> T:
+        if name in self:
+            return self[name]
+        if not is_dotted(name):
+            raise unknown_value(name, key, self)
+        found = find_at(name, key)
+        if self._kind is None:
+            check_callable(found, name, key, self._arguments)
+        elif not isinstance(found, self._kind):
+            raise ValueError(f"{key}: {name} is no {self._kind.__name__} (see {self._kind.__module__})")
+        return cast(T, found)
 
 
 class PathTable(dict[str, str]):

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from grmpipe.algorithm.settings import MIN_GROUP_STD
 from grmpipe.config.judge import Scale
-from grmpipe.config.train import MIN_GROUP_STD
 from grmpipe.judge.verdict import mix_verdicts, outcome, sum_spans
 from grmpipe.types import RewardSpan, Rollout, Verdict
 

@@ -16,9 +16,9 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.algorithm.advantages import sigmoid
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.raw_scores import sigmoid
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.evaluation.labelled_judgements import (

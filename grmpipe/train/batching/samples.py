@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from grmpipe.algorithm.advantages import estimate
+from grmpipe.algorithm.distill import DistillConfig
+from grmpipe.algorithm.parts import estimate
 from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, mark_sampled, place_rewards, shape_rewards
-from grmpipe.config.distill import DistillConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import ANY_EXPERT, TokenScores, VersionSpan
@@ -284,7 +284,7 @@ def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: 
     """
     import torch  # late: every driver packs samples, few ask a reference
 
-    from grmpipe.algorithm.losses import kl
+    from grmpipe.algorithm.objective import kl
 
     sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
     kl_T = kl(kl_estimator, sampler_T, torch.from_numpy(reference_T.astype(np.float64)))

@@ -7,7 +7,7 @@ import asyncio
 
 import numpy as np
 
-from grmpipe.algorithm.advantages import find_targets
+from grmpipe.algorithm.parts import estimator_named
 from grmpipe.algorithm.rewards import Values
 from grmpipe.algorithm.value_loss import value_quality
 from grmpipe.config.critic import CriticConfig, critic_train
@@ -96,7 +96,7 @@ class Critic:
         await self.ranks.discard()
 
     def _targets(self, group: JudgedGroup, kl: Kl | None, values: Values) -> list[ValueSample]:
-        samples, found = [], find_targets(self._algorithm.estimator)
+        samples, found = [], estimator_named(self._algorithm.estimator).targets
         for rollout, verdict in select_judged(group):
             rewards = compute_rewards(
                 rollout, verdict, self._algorithm, self._max_new_tokens, kl, values, mask_truncated=self._mask_truncated

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.distillation import Taught
+from grmpipe.algorithm.corrections import Taught
 from grmpipe.models.lm.causal_lm import PackedLogprobs
 from grmpipe.models.lm.packing import Prefixes
 from grmpipe.types import MicroBatch, TeacherEntries

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.objective import Objective, TokenLogprobs
+from grmpipe.algorithm.corrections import TokenLogprobs
+from grmpipe.algorithm.objective import Objective
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.average import average_files
 from grmpipe.models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from configs import judge_config
 
+from grmpipe.algorithm.settings import OverlongConfig
 from grmpipe.config.judge import FunctionCallConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import (
     REWARD_KINDS,
@@ -23,7 +24,7 @@ from grmpipe.config.reward_checks import (
     check_scales,
     check_sources,
 )
-from grmpipe.config.train import AlgorithmConfig, OverlongConfig
+from grmpipe.config.train import AlgorithmConfig
 
 JUDGES = ("judge", "safety", "short")
 MIX = {"kind": "mix", "mix": {"judge": 0.7, "safety": 0.3}}

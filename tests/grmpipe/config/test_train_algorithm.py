@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from grmpipe.config.algorithm_tables import CORRECTIONS, PassAtK
+from grmpipe.algorithm.parts import CORRECTIONS
+from grmpipe.algorithm.settings import PassAtK, ReplayBufferConfig
 from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import (
     AlgorithmConfig,
-    ReplayBufferConfig,
     check_interpolated,
     check_log_ratio,
     check_pass_k,

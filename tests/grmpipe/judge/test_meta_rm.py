@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grmpipe.config.raw_scores import sigmoid
+from grmpipe.algorithm.advantages import sigmoid
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.models.types import Completion, EngineRefused, VersionSpan
 from grmpipe.types import Judgement

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grmpipe.config.distill import DistillConfig
+from grmpipe.algorithm.distill import DistillConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.teacher_context import Insertion, TeacherContext

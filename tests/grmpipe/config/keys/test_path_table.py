@@ -7,9 +7,8 @@ import torch
 from configs import judge_config
 
 from grmpipe.algorithm.corrections import OffPolicyDrift
-from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import Objective
-from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, REJECTIONS
+from grmpipe.algorithm.parts import AGGREGATIONS
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 from grmpipe.config.keys.path_table import PathTable
@@ -39,7 +38,7 @@ def alone(text: str) -> str:
 ARROW = Form(line=lambda number, scale, num_scores: f"=> {number}")
 
 
-@pytest.mark.parametrize("table", (*ONE_OF_EACH, REJECTIONS, VOTES, PARSERS, RULES), ids=lambda table: table.key)
+@pytest.mark.parametrize("table", (VOTES, PARSERS, RULES), ids=lambda table: table.key)
 def test_every_row_leads_to_what_takes_its_arguments(table: PathTable) -> None:
     for path in table.values():
         table.check_path(path)
@@ -47,7 +46,7 @@ def test_every_row_leads_to_what_takes_its_arguments(table: PathTable) -> None:
 
 def test_rows_without_arguments_are_aggregations_and_forms() -> None:
     for name in AGGREGATIONS:
-        assert AGGREGATIONS.find_object(name, Aggregation).weigh(torch.ones(2), torch.tensor([2])).shape == (2,)
+        assert AGGREGATIONS.find_object(name).weigh(torch.ones(2), torch.tensor([2])).shape == (2,)
     for name in PARSERS:
         assert PARSERS.find_object(name, Form).line("7", Scale(), 1)
 
@@ -98,4 +97,4 @@ def test_a_path_to_something_else_is_refused_where_it_is_used() -> None:
     with pytest.raises(ValueError, match=r"^judge\.parser: .* is no Form"):
         PARSERS.find_object(f"{__name__}.always", Form)
     with pytest.raises(ValueError, match=r"^algorithm\.aggregation: .* is no Aggregation"):
-        AGGREGATIONS.find_object(f"{__name__}.always", Aggregation)
+        AGGREGATIONS.find_object(f"{__name__}.always")

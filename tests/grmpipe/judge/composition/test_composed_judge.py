@@ -10,9 +10,9 @@ import pytest
 
 from grmpipe.algorithm.advantages import standardize
 from grmpipe.algorithm.rewards import place_rewards
+from grmpipe.algorithm.settings import MIN_GROUP_STD
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.config.train import MIN_GROUP_STD
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.kinds.rule import RuleJudge

@@ -9,9 +9,9 @@ import pytest
 from configs import judge_config
 
 from grmpipe.algorithm.rewards import place_rewards
+from grmpipe.algorithm.settings import MIN_GROUP_STD
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
-from grmpipe.config.train import MIN_GROUP_STD
 from grmpipe.judge.composition.combine_verdicts import by_group
 from grmpipe.judge.composition.composed_judge import compares, compose_judge
 from grmpipe.judge.kinds.custom_judge import load_custom_judge

@@ -15,17 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.objective import Objective, TokenLogprobs
-from grmpipe.config.algorithm_tables import (
-    AGGREGATIONS,
-    CORRECTIONS,
-    LOSSES,
-    PROXIMALS,
-    REJECTIONS,
-    Band,
-    OffPolicy,
-    Veto,
-)
+from grmpipe.algorithm.corrections import TokenLogprobs
+from grmpipe.algorithm.objective import Objective
+from grmpipe.algorithm.parts import AGGREGATIONS, CORRECTIONS, LOSSES, PROXIMALS, REJECTIONS
+from grmpipe.algorithm.settings import Band, OffPolicy, Veto
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.lm.packing import Packing, Prefixes
 from grmpipe.train.batching.packer import Packer

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.config.algorithm_tables import ESTIMATORS, PassAtK
-from grmpipe.config.distill import DistillConfig
-from grmpipe.config.train import AlgorithmConfig, OverlongConfig
+from grmpipe.algorithm.distill import DistillConfig
+from grmpipe.algorithm.parts import ESTIMATORS
+from grmpipe.algorithm.settings import OverlongConfig, PassAtK
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.models.types import Completion, TokenScores, VersionSpan
 from grmpipe.train.batching.samples import count, kl_of_sample, mean_advantages, rollout_key, split_rollout, to_samples

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from grmpipe.config.algorithm_tables import ESTIMATORS
-from grmpipe.config.train import AlgorithmConfig, ReplayBufferConfig, TrainConfig
+from grmpipe.algorithm.parts import ESTIMATORS
+from grmpipe.algorithm.settings import ReplayBufferConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.pipeline.interfaces import TrainedBatch
 from grmpipe.train.batching.packer import MicroBatchRound, pack_trees

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
+from grmpipe.algorithm.distill import DistillConfig
 from grmpipe.algorithm.distillation import divergence
-from grmpipe.config.algorithm_tables import Cap, Truncation
-from grmpipe.config.distill import DistillConfig
-from grmpipe.config.train import AlgorithmConfig, SftConfig, TrainConfig
+from grmpipe.algorithm.settings import Cap, SftConfig, Truncation
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.lm import activations
 from grmpipe.models.lm.activations import ATTENTION
 from grmpipe.models.lm.causal_lm import compute_packed_logprobs

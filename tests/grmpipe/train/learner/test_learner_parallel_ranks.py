@@ -18,7 +18,7 @@ from forks import Forked
 from rank_metrics import of_all_ranks
 from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
-from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
+from grmpipe.algorithm.parts import AGGREGATIONS, LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.settings import LoraConfig, ParallelConfig
 from grmpipe.models.types import InlineBytes

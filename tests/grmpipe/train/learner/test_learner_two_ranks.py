@@ -15,9 +15,10 @@ from forks import Forked
 from rank_metrics import of_all_ranks
 from transformers import AutoModelForCausalLM
 
-from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
-from grmpipe.config.distill import DistillConfig
-from grmpipe.config.train import AlgorithmConfig, SftConfig, TrainConfig
+from grmpipe.algorithm.distill import DistillConfig
+from grmpipe.algorithm.parts import AGGREGATIONS, LOSSES
+from grmpipe.algorithm.settings import SftConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from grmpipe.models.stored_files import first_difference
 from grmpipe.models.types import CudaHandle, InlineBytes, WeightBucket

@@ -10,12 +10,13 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS
+from grmpipe.algorithm.parts import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS
+from grmpipe.algorithm.settings import ROUTER_REPLAYS
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.train import ROUTER_REPLAYS, AlgorithmConfig
+from grmpipe.config.train import AlgorithmConfig
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 FILES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "algorithm").glob("*.yaml")}
 
 
