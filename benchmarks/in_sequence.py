@@ -23,7 +23,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, Pipeline
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.start import start
-from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cotrain.cotraining import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.prepare import prepare
 from grmpipe.types import Rollout

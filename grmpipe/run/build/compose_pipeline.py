@@ -20,7 +20,7 @@ from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running
-from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cotrain.cotraining import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink

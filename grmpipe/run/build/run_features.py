@@ -15,8 +15,7 @@ from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import Running
 from grmpipe.run.features.cascade_alarm import CascadeAlarm
-from grmpipe.run.features.cotrain.cotraining import CoTraining
-from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cotrain.cotraining import CoTraining, CoTrainings
 from grmpipe.run.features.cpu_seconds import CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.failing_judges import FailingJudges

@@ -28,7 +28,7 @@ from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.roles.roles import resolve_engine
 from grmpipe.run.build.start import Running
-from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cotrain.cotraining import CoTrainings
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.periodic_eval import PeriodicEval
 from grmpipe.run.features.watching_judges import WatchingJudges, summaries

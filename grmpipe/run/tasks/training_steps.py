@@ -18,7 +18,7 @@ from grmpipe.run.build.run_features import RunFeatures
 from grmpipe.run.build.start import Running
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.failed_batch import save_failed_batch
-from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cotrain.cotraining import CoTrainings
 from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_context import RunContext

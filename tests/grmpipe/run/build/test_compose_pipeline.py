@@ -11,8 +11,7 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.build.compose_pipeline import Learners, compose, compose_health
-from grmpipe.run.features.cotrain.cotraining import LockstepTrainer
-from grmpipe.run.features.cotrain.cotrainings import CoTrainings
+from grmpipe.run.features.cotrain.cotraining import CoTrainings, LockstepTrainer
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer
