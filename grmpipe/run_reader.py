@@ -232,7 +232,8 @@ def _metric_lines(run_dir: Path) -> Iterator[Mapping[str, float]]:
 def _metric_line(record: Record) -> Mapping[str, float]:
     if "step" not in record:
         raise ValueError("it has no step")
-    return msgspec.convert(record, dict[str, int | float | None])
+    values: Mapping[str, float] = msgspec.convert(record, dict[str, int | float | None])
+    return values
 
 
 def _evaluations(lines: Iterable[Mapping[str, float]]) -> Iterator[Mapping[str, float]]:

@@ -101,7 +101,8 @@ def objective_of_complete(run_dir: Path) -> float | None:
     """The objective of a run that is complete already, which is said."""
     summary = run_dir / "summary.json"
     print(f"{run_dir} is complete; see {summary}")
-    return json.loads(summary.read_text(encoding="utf-8")).get("objective")
+    objective: float | None = json.loads(summary.read_text(encoding="utf-8")).get("objective")
+    return objective
 
 
 # -- tasks that run: each imports its own parts -----------------------------------------------------------------------

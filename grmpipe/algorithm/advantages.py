@@ -30,7 +30,8 @@ Targets = Callable[[Rewards, AlgorithmSettings], tuple[np.ndarray, np.ndarray]]
 
 def center(rewards_G: np.ndarray) -> np.ndarray:
     """Group-relative advantage without std scaling (Dr.GRPO, arXiv 2503.20783)."""
-    return rewards_G - rewards_G.mean()
+    centered_G: np.ndarray = rewards_G - rewards_G.mean()
+    return centered_G
 
 
 def standardize(rewards_G: np.ndarray, std: str) -> np.ndarray:
@@ -42,7 +43,8 @@ def standardize(rewards_G: np.ndarray, std: str) -> np.ndarray:
     if std == "none":
         return center(rewards_G)
     spread = rewards_G.std(ddof=1 if std == "sample" else 0)
-    return center(rewards_G) / (spread + MIN_GROUP_STD)
+    scaled_G: np.ndarray = center(rewards_G) / (spread + MIN_GROUP_STD)
+    return scaled_G
 
 
 def compare_at(
@@ -167,7 +169,8 @@ def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.nda
     if rewards.shares_K is None:
         return returns(earned_K, gamma)
     shared_K = [share * earned for share, earned in zip(rewards.shares_K, earned_K, strict=True)]
-    return returns(shared_K, gamma) / returns(rewards.shares_K, gamma)
+    means_K: np.ndarray = returns(shared_K, gamma) / returns(rewards.shares_K, gamma)
+    return means_K
 
 
 def process(group: Group, algorithm: AlgorithmSettings) -> OfGroup:

@@ -32,7 +32,8 @@ def to_come_by_turn(rewards: Rewards, gamma: float) -> np.ndarray:
     if shares_U is None:
         return returns_U
     still_U = returns(shares_U.tolist(), gamma)
-    return np.divide(returns_U, still_U, np.zeros_like(returns_U), where=still_U > 0)
+    means_U: np.ndarray = np.divide(returns_U, still_U, np.zeros_like(returns_U), where=still_U > 0)
+    return means_U
 
 
 def among_equal_states(group: Group, values: Sequence[np.ndarray], algorithm: AlgorithmSettings) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ from grmpipe.models.settings import EngineConfig, PolicyConfig
 from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig
 from grmpipe.scheduler.slots.balance import BalanceConfig
 from grmpipe.scheduler.slots.engine_replacement import HealthConfig
-from grmpipe.scheduler.weights.weight_sync import SyncConfig
+from grmpipe.scheduler.weights.weight_push import SyncConfig
 
 TASKS = (
     "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",

@@ -197,7 +197,8 @@ def json_column(column: pa.ChunkedArray) -> list[object]:
     leaves = list(list_leaves(column.type))
     is_plain = all(types.is_string(leaf) or types.is_integer(leaf) or types.is_float64(leaf) for leaf in leaves)
     if is_plain and "map<" not in str(column.type):  # its pairs are tuples
-        return column.to_pylist()
+        values: list[object] = column.to_pylist()
+        return values
     if any(types.is_temporal(leaf) and "[ns" in str(leaf) for leaf in leaves):  # Python has nothing for nanoseconds
         column = column.cast(in_microseconds(column.type), safe=False)
     # The shortest number that means the same in few bits: .1 in 32 bits is .10000000149011612 in 64.

@@ -41,7 +41,7 @@ class PromptStream:
             raise EndOfData(f"{self._max_epochs} epochs of {len(self.prompts)} prompts have been drawn")
         if epoch != self._epoch:
             self._epoch, self._order_N = epoch, self._permutation(epoch)
-        return self.prompts[self._order_N[item]]
+        return self.prompts[int(self._order_N[item])]
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -23,6 +23,7 @@ import yaml
 from grmpipe.config.judge import KINDS, JudgeKind
 from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.judge.verdict import get_shown_score
+from grmpipe.models.types import Message
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
 from grmpipe.observe.console_metrics import by_part, failures_by_cause
@@ -38,7 +39,7 @@ from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
-from grmpipe.types import Failed, JudgeReport, Message, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import Failed, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 END_BYTES = 4_000_000  # read at each end of a journal

@@ -12,7 +12,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepRepo
 from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.why_waiting import describe_pending
 from grmpipe.scheduler.clock import ActiveClock
-from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.scheduler.work_queue import BusyMeter
 from grmpipe.types import JudgedGroup
 

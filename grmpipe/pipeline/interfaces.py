@@ -14,7 +14,7 @@ from grmpipe.envs.play import Play
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
-from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 
 KILLED_ENGINES = "rollout_killed_engines"  # the cause of dropping such a group

@@ -52,7 +52,7 @@ from grmpipe.pipeline.why_waiting import BatchProgress, measure_batch
 from grmpipe.scheduler.admission import Ledger
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.run_together import run_until
-from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.types import JudgedGroup
 
 

@@ -21,7 +21,7 @@ from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComp
 from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.scheduler.clock import ActiveClock, PauseGate
 from grmpipe.scheduler.routing.router import RequestKillsEngines
-from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.scheduler.work_queue import BusyMeter, Stage
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 

@@ -11,7 +11,8 @@ from grmpipe.run.export import export
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.scheduler.slots.engine_replacement import push_to_living
-from grmpipe.scheduler.weights.weight_sync import SyncReport, WeightSync
+from grmpipe.scheduler.weights.weight_push import SyncReport
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 

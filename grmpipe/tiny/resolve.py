@@ -42,7 +42,8 @@ def cache_directory(recipe: AnyRecipe) -> Path:
 def hash_on_card(directory: Path) -> str | None:
     """The hash of the recipe that made a directory; None: no finished model there."""
     try:
-        return json.loads((directory / CARD).read_text(encoding="utf-8"))["hash"]
+        found: str = json.loads((directory / CARD).read_text(encoding="utf-8"))["hash"]
+        return found
     except FileNotFoundError:
         return None
 

@@ -70,7 +70,10 @@ class TinySampler:
         # top_k=0: the library's default of 50 would sample from another distribution than the policy's.
         how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         output = self.model.generate(**padded, max_new_tokens=max_new_tokens, **how)
-        return self.tokenizer.batch_decode(output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.batch_decode(
+            output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        return texts
 
 
 def play_with_calculator(

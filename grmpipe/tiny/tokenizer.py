@@ -72,11 +72,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]
 
 
 def encode_content(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
-    return tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+    ids: list[int] = tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+    return ids
 
 
 def encode_markup(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 def encode_message(tokenizer: PreTrainedTokenizerFast, message: Said, *, is_first: bool) -> tuple[list[int], list[int]]:

@@ -283,10 +283,11 @@ def read_line(line: bytes, kind: type[L]) -> L:
     """A line, checked. Raises ValueError."""
     try:
         try:
-            return make_decoder(kind).decode(line)
+            read: L = make_decoder(kind).decode(line)
         except msgspec.DecodeError:
             if not HALF_PAIR.search(line):
                 raise
-            return make_decoder(kind).decode(HALF_PAIR.sub(rb"\\ufffd", line))
+            read = make_decoder(kind).decode(HALF_PAIR.sub(rb"\\ufffd", line))
+        return read
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error

@@ -21,7 +21,7 @@ from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode
 from grmpipe.workflows.in_process import workflow_at
 from grmpipe.workflows.policy import Policy, Task
-from grmpipe.workflows.worker_process import Order, Raised, Returned, read_answer, to_line
+from grmpipe.workflows.worker_process import ANSWERS, Order, Raised, Returned, to_line
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Worker:
             await self._writer.drain()
             line = await self._reader.readline()
             if line:
-                return read_answer(line)
+                return ANSWERS.decode(line)
         except (msgspec.DecodeError, ValueError) as error:  # ValueError: a line without an end
             raise EnvFault(f"a worker process answered with something else: {error}", "protocol") from error
         except ConnectionError as error:

@@ -50,7 +50,7 @@ class Raised(msgspec.Struct, kw_only=True, tag=True):
 
 
 read_order = msgspec.json.Decoder(Order).decode
-read_answer = msgspec.json.Decoder(Returned | Raised).decode
+ANSWERS: msgspec.json.Decoder[Returned | Raised] = msgspec.json.Decoder(Returned | Raised)
 
 
 def to_line(message: Order | Returned | Raised) -> bytes:

@@ -68,15 +68,20 @@ def load_model(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, 
         )
     nn.Module.to(model, device)
     find_output_head(model)
-    return model.eval()
+    model.eval()
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def make_on_meta(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Like `load_model`, without numbers and on the meta device."""
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
-        model = kind.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION)
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
+        )
     find_output_head(model)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def read_config(path: str) -> PreTrainedConfig:
@@ -86,7 +91,7 @@ def read_config(path: str) -> PreTrainedConfig:
     if not local and not is_hub_name(path):
         raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=local)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=local)
     except OSError as error:
         raise ValueError(f"path: {path!r} holds no model: {error}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -187,7 +192,7 @@ def compute_packed_logits(
     """
     if packing.context is not None:
         token_ids_T, position_ids_T = (packing.context.own_slice(ids_T) for ids_T in (token_ids_T, position_ids_T))
-    return model(
+    logits: Tensor = model(
         input_ids=token_ids_T[None],
         position_ids=position_ids_T[None],
         # A four-dimensional mask counts as prepared: no T x T mask is built. Packed attention needs none.
@@ -196,3 +201,4 @@ def compute_packed_logits(
         packing=packing,
         **options,
     ).logits[0]
+    return logits

@@ -27,7 +27,7 @@ def linear_logprobs(hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
     Equal to `compute_chosen_logprobs` of the whole logits, up to the order of sums: float32 (float64 for float64),
     natural log. At most about `chunk_logits` logits exist at a time.
     """
-    out: Tensor = _LinearLogprobs.apply(hidden_RD, weight_VD, bias_V, wanted)
+    out: Tensor = _LinearLogprobs.apply(hidden_RD, weight_VD, bias_V, wanted)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -89,7 +89,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int
     for _, low_rank in adapters(model):
         for parameter in (low_rank.a_RI, low_rank.b_OR):
             parameter.data = parameter.data.to(getattr(torch, dtype))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:

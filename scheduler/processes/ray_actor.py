@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -59,7 +59,8 @@ class MemberHost(OrderedHost):
         return dialect
 
     async def node_address(self) -> str:
-        return ray.util.get_node_ip_address()
+        address: str = ray.util.get_node_ip_address()
+        return address
 
     async def free_port(self, host: str) -> int:
         return free_port(host)
@@ -114,7 +115,7 @@ class BucketStore:
 class RayActor:
     """One actor on its seat: calls it, and reports why it died."""
 
-    def __init__(self, seat: Seat, handle: ActorHandle, store: BucketStore, limits: CallLimits) -> None:
+    def __init__(self, seat: Seat, handle: ActorHandle[Any], store: BucketStore, limits: CallLimits) -> None:
         self.name = seat.name
         self._limits = limits
         self.process_id = 0

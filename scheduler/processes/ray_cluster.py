@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -278,7 +278,7 @@ class RayCluster:
         # The name of a process killed just now may still be taken.
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
         handle = cast(
-            ActorHandle,
+            ActorHandle[Any],
             ray.remote(define_actor(host))
             .options(
                 name=name,

@@ -170,7 +170,8 @@ def _find_source(name: str) -> str:
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
     if not places or not Path(places[0]).exists():
         raise ValueError(f"cluster.packages: {name!r} can't be imported; give importable packages or modules")
-    return places[0]
+    place: str = places[0]
+    return place
 
 
 def free_now() -> str:

@@ -109,7 +109,8 @@ class Pool:
 def together_s(*times_s: float) -> float:
     """The norm of the roles' times: at least the longest one, at most their sum."""
     longest_s = max(max(times_s), 1e-12)
-    return longest_s * sum((time_s / longest_s) ** NORM for time_s in times_s) ** (1 / NORM)
+    norm: float = sum((time_s / longest_s) ** NORM for time_s in times_s) ** (1 / NORM)
+    return longest_s * norm
 
 
 def decide(pool: Pool) -> Move | None:

@@ -46,7 +46,7 @@ def test_the_environment_rewards_the_right_guess() -> None:
         for guess in range(1, 21):
             seen = await env.step(Action(text=f"Is it {guess}?"))
             if seen.done:
-                return seen.rewards["found"]
+                return float(seen.rewards["found"])
         return 0.0
 
     assert asyncio.run(play()) == 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import META_RM
@@ -99,7 +99,11 @@ def collect_facts(config: RunConfig) -> RunFacts:
     check_objective(config)
     unchecked = []
     joined = config.cluster.address is not None
-    for check in (lambda: check_machine(config.cluster, placement), lambda: roles.check_installed(joined=joined)):
+    checks: list[Callable[[], None]] = [
+        lambda: check_machine(config.cluster, placement),
+        lambda: roles.check_installed(joined=joined),
+    ]
+    for check in checks:
         try:
             check()
         except ConfigError as error:

@@ -11,7 +11,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
 
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, OmegaConf, open_dict
+from omegaconf import DictConfig as DictConfig  # the others take it from here
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -211,7 +212,7 @@ def _make_mutable(cls: type) -> type:
     return dataclasses.make_dataclass(cls.__name__, fields)
 
 
-def _default(spec: dataclasses.Field) -> object:
+def _default(spec: dataclasses.Field[object]) -> object:
     if spec.default_factory is not dataclasses.MISSING:
         return spec.default_factory()
     return MISSING if spec.default is dataclasses.MISSING else spec.default

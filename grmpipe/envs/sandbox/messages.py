@@ -105,7 +105,7 @@ Report = Confined | Began | Reply | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 requests = msgspec.msgpack.Decoder(Request)
-reports = msgspec.msgpack.Decoder(Report)
+reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 class BadFrame(Exception):

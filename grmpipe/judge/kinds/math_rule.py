@@ -52,4 +52,5 @@ def parse_reference(reference: str) -> tuple[object, ...]:
 def parse_math(text: str) -> Sequence[object]:
     from math_verify import parse
 
-    return parse(text, parsing_timeout=TIMEOUT_S)
+    found: Sequence[object] = parse(text, parsing_timeout=TIMEOUT_S)
+    return found

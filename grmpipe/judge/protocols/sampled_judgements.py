@@ -55,7 +55,8 @@ def winner_is_fixed(*orders: OrderCounts) -> bool:
     """
     if not all(order.num_votes for order in orders):
         return False
-    least, most = (sum(bound) / len(orders) for bound in zip(*(order.bounds for order in orders), strict=True))
+    least = sum((order.bounds[0] for order in orders), Fraction()) / len(orders)
+    most = sum((order.bounds[1] for order in orders), Fraction()) / len(orders)
     return least > TIED or most < TIED
 
 

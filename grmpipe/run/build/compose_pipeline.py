@@ -25,7 +25,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.slots.time_share import TimeShare
-from grmpipe.scheduler.weights.weight_sync import SyncReport
+from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks

@@ -17,7 +17,8 @@ from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.slots.engine_replacement import push_to_living
 from grmpipe.scheduler.weights.stored_weights import StoredWeights
-from grmpipe.scheduler.weights.weight_sync import SyncReport, WeightSync
+from grmpipe.scheduler.weights.weight_push import SyncReport
+from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Metrics
 

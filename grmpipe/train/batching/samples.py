@@ -77,9 +77,9 @@ def teacher_advantages(rollout: Rollout, verdict: Verdict, distill: DistillConfi
     if verdict.teacher is None or distill.form != "advantage":
         return 0.0
     turns = zip(rollout.turns, verdict.teacher.by_turn, strict=True)
-    return np.concatenate(
-        [distill.coefficient * (scores.logprobs_N - np.array(turn.completion.logprobs)) for turn, scores in turns]
-    )
+    of_turns = [scores.logprobs_N - np.array(turn.completion.logprobs) for turn, scores in turns]
+    advantages_C: np.ndarray = distill.coefficient * np.concatenate(of_turns)
+    return advantages_C
 
 
 def compute_rewards(
@@ -289,7 +289,8 @@ def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: 
     sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
     kl_T = kl(kl_estimator, sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
     kl_T[0] = 0.0
-    return (kl_T.numpy() * sample.loss_mask)[sample.of_completions()]
+    nats_N: np.ndarray = (kl_T.numpy() * sample.loss_mask)[sample.of_completions()]
+    return nats_N
 
 
 def shuffle_into_updates(group_ids: Iterable[str], num_updates: int, seed: int, version: int) -> list[set[str]]:

@@ -142,7 +142,7 @@ class SlotLayer(CacheLayerMixin):
     """One layer of a transformers cache that writes to given rows, and shows those rows."""
 
     def __init__(self, slots: KvSlots, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self._slots, self._index = slots, index
 

@@ -211,7 +211,8 @@ class FusedDecoder:
     def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
         num_rows, width = token_ids_BQ.shape
         x_PC = self._feed(token_ids_BQ.flatten(), positions_BQ.flatten(), slice(num_rows), num_attended, width)
-        return F.linear(self._norm(x_PC), self._head).unflatten(0, (num_rows, width))
+        logits_RWV: Tensor = F.linear(self._norm(x_PC), self._head).unflatten(0, (num_rows, width))
+        return logits_RWV
 
     def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
         self._feed(token_ids_P, positions_P, slice(row, row + 1), num_attended)
@@ -237,7 +238,8 @@ class FusedDecoder:
             heads_BWGRD = self._queries(qkv_PC).unflatten(1, (self._num_kv_heads, -1)).unflatten(0, (-1, width))
             query_BGQD = heads_BWGRD.transpose(1, 2).flatten(2, 3)
             out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B1QT)
-            return out_BGQD.unflatten(2, (width, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
+            out_PC: Tensor = out_BGQD.unflatten(2, (width, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
+            return out_PC
 
         x_PC = F.embedding(token_ids_P, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -253,7 +255,8 @@ class FusedDecoder:
         return qkv_PC
 
     def _queries(self, qkv_PC: Tensor) -> Tensor:
-        return qkv_PC.unflatten(1, (self._num_heads + 2 * self._num_kv_heads, -1))[:, : self._num_heads]
+        q_PHD: Tensor = qkv_PC.unflatten(1, (self._num_heads + 2 * self._num_kv_heads, -1))[:, : self._num_heads]
+        return q_PHD
 
     def _keys_and_values(self, qkv_PC: Tensor) -> Tensor:
         return qkv_PC[:, self._num_heads * self._slots.shape.head_dim :]

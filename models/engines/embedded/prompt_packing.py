@@ -65,7 +65,8 @@ class PackedPrompts:
     def pad(self, x_PHD: Tensor) -> Tensor:
         """[P, H, D] -> [N, T, H, D], with zeros after a prompt's last token."""
         padded = x_PHD.new_zeros(len(self.rows_N) * self.longest, *x_PHD.shape[1:])
-        return padded.index_copy_(0, self.padded_P, x_PHD).unflatten(0, (-1, self.longest))
+        padded_NTHD: Tensor = padded.index_copy_(0, self.padded_P, x_PHD).unflatten(0, (-1, self.longest))
+        return padded_NTHD
 
     def unpad(self, x_NTHD: Tensor) -> Tensor:
         return x_NTHD.flatten(0, 1)[self.padded_P]

@@ -333,7 +333,8 @@ def _wait_s(busy: BusyError, attempt: int, request_id: str) -> float:
     chance = derive_seed(attempt, request_id) / 2**63  # random, but the same when the run is repeated
     if busy.retry_after_s:
         return busy.retry_after_s * (1 + chance / 4)
-    return min(FIRST_BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * (1 - chance / 2)
+    backoff_s: float = min(FIRST_BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S)
+    return backoff_s * (1 - chance / 2)
 
 
 def _cause_of(error: httpx.RequestError) -> str:

@@ -133,7 +133,8 @@ class AdapterInbox(WorkerInbox):
         """vLLM's layer of a sent tensor; several may share one (q, k and v)."""
         own, _ = parse_fine_tuned_lora_name(SentAdapter.of(name).file_name, find_renaming(self.model))
         packed = self._layers.packed_modules
-        return next((layer for layer, parts in packed.items() if own in parts), own)
+        found: str = next((layer for layer, parts in packed.items() if own in parts), own)
+        return found
 
     @property
     def _layers(self) -> LoRAModelManager:

@@ -96,7 +96,8 @@ class VllmProcess:
         self._awake.clear()
         await self.call(self.llm.sleep(level=1, mode="keep"))
         after = await self.ask_workers("free_device_bytes")
-        return max(0, sum(after) - sum(before))
+        num_grown: int = max(0, sum(after) - sum(before))
+        return num_grown
 
     async def wake(self) -> None:
         """Wake; it is paused then."""

@@ -209,7 +209,8 @@ def _fill_up_layer(layer: nn.Module, info: LayerReloadingInfo) -> None:
 def _unpacked(layer: nn.Module, packed: Tensor, like: Tensor) -> Tensor:
     """A weight that vLLM keeps only for its CPU kernel: the kernel applied to the identity gives its transpose."""
     identity = torch.eye(like.shape[1], dtype=like.dtype)
-    return layer.cpu_linear(identity, packed, None).t()  # type: ignore[operator]
+    unpacked: Tensor = layer.cpu_linear(identity, packed, None).t()  # type: ignore[operator]
+    return unpacked
 
 
 def repack_heads(model: nn.Module) -> None:

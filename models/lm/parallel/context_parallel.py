@@ -61,7 +61,7 @@ class ContextRanks:
         own entries starts there, and the entries of others are passed on to zeros. Summed over ranks, the gradients of
         weights are those of one loss.
         """
-        united: Tensor = _United.apply(own, self.group)
+        united: Tensor = _United.apply(own, self.group)  # type: ignore[no-untyped-call]
         return united
 
     def unite_slices(self, own_P: Tensor, num_tokens: int) -> Tensor:

@@ -13,7 +13,7 @@ def exchange_rows(rows: Tensor, group: dist.ProcessGroup, sends: Splits = None, 
     """Rows for other ranks -> rows from them, in the order of ranks; the gradient goes the same way back. A collective,
     and so is its backward pass.
     """
-    received: Tensor = _Exchange.apply(rows, sends, receives, group)
+    received: Tensor = _Exchange.apply(rows, sends, receives, group)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -28,5 +28,5 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        returned: Tensor = _Exchange.apply(gradients[0], *ctx.way_back)
+        returned: Tensor = _Exchange.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
         return returned, None, None, None
