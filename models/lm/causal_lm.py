@@ -76,7 +76,7 @@ def load_model(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, 
 def make_on_meta(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Like `load_model`, without numbers and on the meta device."""
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(
+        model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]
             config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
         )
     find_output_head(model)
