@@ -65,7 +65,7 @@ WAITS = {
     "grmpipe/viewer/server.py::Viewer._runs_page": DISK,
     "grmpipe/viewer/server.py::Viewer._compare_page": DISK,
     "grmpipe/workflows/worker_pool.py::Worker.answer": "the limit of the episode; it kills the worker",
-    "models/chat/long_texts.py::off_loop_if_long": DISK,
+    "models/chat/chat_template.py::off_loop_if_long": DISK,
     "models/engines/embedded/embedded_engine.py::EmbeddedEngine._die": "the queue isn't empty",
     "models/engines/sglang/server.py::SglangServer.__init__": "the thread that it starts sets it",
     "models/engines/sglang/server.py::_kill": "SIGKILL came before",

@@ -236,7 +236,7 @@ class JudgeConfig(Bounded):
     template: str = "tiny"
     # How the end of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
     # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own
-    # (grmpipe/judge/verdict_forms.py).
+    # (grmpipe/judge/parse.py).
     parser: str = "score_line"
     format: FormatConfig = field(default_factory=FormatConfig)
     scale: Scale = field(default_factory=Scale)

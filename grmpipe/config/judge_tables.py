@@ -13,7 +13,7 @@ VOTES = PathTable(
     {"mean": "mean", "sum": "mean", "median": "median", "majority": "majority"}, VOTES_WITH_META_RM,
 )  # fmt: skip
 PARSERS = PathTable(
-    "judge.parser", (), "grmpipe.judge.verdict_forms",
+    "judge.parser", (), "grmpipe.judge.parse",
     {
         "score_line": "SCORE_LINE", "boxed": "BOXED",
         "rating": "RATING", "letter": "LETTER", "letter_or_tie": "LETTER_OR_TIE",

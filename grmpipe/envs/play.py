@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening, PolicyFault
-from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.types import (
     Completion,
     EngineDied,

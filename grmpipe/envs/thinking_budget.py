@@ -20,7 +20,7 @@ from grmpipe.models.types import (
     VersionSpan,
     ignore_first_token,
 )
-from grmpipe.scheduler.routing.migration import Continuation
+from grmpipe.scheduler.routing.router import Continuation
 
 if TYPE_CHECKING:
     from grmpipe.models.chat.renderer import Renderer

@@ -18,11 +18,11 @@ from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine_verdicts import reaches
 from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import LATE
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading
 from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
-from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.verdict import get_reward
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import EngineRefused, ignore_first_token

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from grmpipe.judge.grm_client import GrmClient, GrmQuestion
+from grmpipe.judge.grm import GrmClient, GrmQuestion
 from grmpipe.judge.kinds.labels import judged_right, num_scores
 from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.scheduler.run_together import raise_first_failure

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from grmpipe.judge.teacher_context import NO_INSERTION, Insertion, TeacherContext
-from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import EngineDied, EngineRefused, Generates, RequestContext, TokenScores, make_scoring_params
 from grmpipe.scheduler.work_queue import BusyMeter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grmpipe.counts import Counts
-from grmpipe.judge.purpose import PURPOSES, current_purpose
+from grmpipe.judge.grm import PURPOSES, current_purpose
 from grmpipe.models.types import RequestLog, Usage
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be

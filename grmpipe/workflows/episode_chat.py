@@ -23,7 +23,7 @@ from grmpipe.envs.play import (
     RolloutRequest,
     read_completion,
 )
-from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.types import (
     Completion,
     Generates,

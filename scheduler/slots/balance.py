@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.models.bounds import Bounded, above
-from grmpipe.scheduler.routing.in_flight import RoleBacklog
+from grmpipe.scheduler.routing.load import RoleBacklog
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
 HYSTERESIS = 1.0  # a move must gain this many times its cost, in addition to its cost

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from grmpipe.models.types import Engine, EngineDied
 from grmpipe.scheduler.clock import Standstill
 from grmpipe.scheduler.events import EventSink, NoEvents
-from grmpipe.scheduler.routing.in_flight import NEVER_S
+from grmpipe.scheduler.routing.load import NEVER_S
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
 from grmpipe.scheduler.slots.engine_replacement import BringCurrent, need_no_weights

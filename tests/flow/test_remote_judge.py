@@ -20,7 +20,7 @@ import pytest
 from forks import Forked
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.judge.grm_client import GrmClient, GrmQuestion
+from grmpipe.judge.grm import GrmClient, GrmQuestion
 from grmpipe.judge.verdict import make_failure
 from grmpipe.observe.judge_requests import RequestCounts
 from grmpipe.run.errors import RunFailed

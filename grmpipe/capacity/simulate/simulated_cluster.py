@@ -30,8 +30,7 @@ from grmpipe.run.build.make_judge import make_teachers
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.gc_tuning import infrequent_gc
 from grmpipe.scheduler.placement import Placement
-from grmpipe.scheduler.routing.migration import Continuation
-from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
 from grmpipe.scheduler.slots.engine_replacement import push_to_living

@@ -12,7 +12,7 @@ from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
-from grmpipe.models.chat.long_texts import count_chars, off_loop_if_long
+from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import EngineDied, EngineRefused, Message, Scorer

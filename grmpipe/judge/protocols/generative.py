@@ -8,8 +8,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.judge.checked_judge import CheckedJudge
-from grmpipe.judge.grm import Grm
-from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.grm import Grm, GrmClient
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt

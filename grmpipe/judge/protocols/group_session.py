@@ -7,15 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.grm import GrmClient, GrmPrompt
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
-from grmpipe.judge.protocols.prompt_truncation import truncate_to_fit
 from grmpipe.judge.protocols.sampled_judgements import Noise
-from grmpipe.judge.trajectory import Trajectory, make_trajectory, note_truncation
+from grmpipe.judge.trajectory import Trajectory, make_trajectory, note_truncation, truncate_to_fit
 from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import JudgeVote
-from grmpipe.models.chat.long_texts import off_loop_if_long
+from grmpipe.models.chat.chat_template import off_loop_if_long
 from grmpipe.models.types import Completion
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt, Rollout
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.judge.grm_client import GrmQuestion
+from grmpipe.judge.grm import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import all_failed, outcome_place

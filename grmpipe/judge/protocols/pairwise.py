@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.grm_client import GrmQuestion
+from grmpipe.judge.grm import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import (
     IN_FULL,

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.grm_client import GrmQuestion
+from grmpipe.judge.grm import GrmPrompt, GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import (
     IN_FULL,

@@ -13,8 +13,7 @@ from grmpipe.roles.roles import Model, Roles
 from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
-from grmpipe.scheduler.routing.migration import Continuation
-from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.slots.sleep import put_to_sleep
 from grmpipe.scheduler.weights.stored_weights import StoredWeights
 

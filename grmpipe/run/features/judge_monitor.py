@@ -14,10 +14,10 @@ import msgspec
 from grmpipe.config.judge_monitor import LIMITS_OF_COMPARING, JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.judge.composition.composed_judge import without_bounds
+from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, CanaryScores, drifts, judge_canaries, with_first
 from grmpipe.judge.monitor.limits import Exceeded, Limits
-from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.pipeline.health import JudgeHealth, OutageBreaker, ServiceHealth, Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, flips, rank_correlation
+from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
-from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.verdict import get_reward, make_failure, report_failures
 from grmpipe.models.seeds import is_drawn
 from grmpipe.observe.guard import Guard

@@ -13,9 +13,9 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.config.task_settings import ITEMS_AT_ONCE
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.evaluation.judge_accuracy import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
+from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.judge.purpose import set_purpose
 from grmpipe.judge.votes import mean, vote_named
 from grmpipe.models.types import EngineRefused
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text

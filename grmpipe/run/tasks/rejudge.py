@@ -16,8 +16,8 @@ from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, w
 from grmpipe.evaluation.verdict_comparison import VerdictComparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.context_limits import check_template
+from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
-from grmpipe.judge.purpose import set_purpose
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grmpipe.judge.purpose import set_purpose
+from grmpipe.judge.grm import set_purpose
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features

@@ -32,7 +32,7 @@ from grmpipe.evaluation.labelled_judgements import (
 )
 from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.context_limits import check_thinking_budget
-from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.grm import GrmClient
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.packed_check import check_packable
 from grmpipe.models.lm.scalar_head import outline_scalar_head

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from grmpipe.models.chat.long_texts import off_loop_if_long
+from grmpipe.models.chat.chat_template import off_loop_if_long
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.openai.chat_answer import Entry, pick_first
 from grmpipe.models.engines.openai.endpoint_client import (

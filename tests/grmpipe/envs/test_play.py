@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
 from grmpipe.envs.play import EpisodeLimits, RolloutAborted, RolloutRequest, play
-from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.chat.chat_template import LONG_CHARS
 from grmpipe.models.types import (
     Completion,
     FinishReason,

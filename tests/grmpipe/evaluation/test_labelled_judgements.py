@@ -25,8 +25,7 @@ from grmpipe.evaluation.labelled_judgements import (
     write_examples,
 )
 from grmpipe.evaluation.meta_rm_quality import measure
-from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.grm import GrmClient, GrmPrompt
 from grmpipe.models.types import Completion, EngineRefused, Message, RequestContext, SamplingParams, VersionSpan
 from grmpipe.pipeline.health import OutageBreaker, ServiceHealth, Unfit
 from grmpipe.types import Prompt

@@ -11,7 +11,7 @@ from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.context_limits import check_template
-from grmpipe.judge.verdict_forms import Form
+from grmpipe.judge.parse import Form
 from grmpipe.run.prepare import Prepared, prepare
 
 JUDGE_TEMPLATES = Path(__file__).parents[3] / "grmpipe" / "judge" / "templates"

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.judge.grm import RemoteGrm
-from grmpipe.judge.grm_client import GrmClient, GrmQuestion
+from grmpipe.judge.grm import GrmClient, GrmQuestion, RemoteGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.openai.openai_engine import OpenAIEngine

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, SHIPPED_TEMPLATES
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.conversation_template import ConversationTemplate
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import parser_named
-from grmpipe.judge.prompt import TEMPLATES, JudgePrompt
+from grmpipe.judge.prompt import TEMPLATES, ConversationTemplate, JudgePrompt
 from grmpipe.judge.prompt_injection import FENCES, LEGEND
 from grmpipe.judge.protocols.turnwise import FIRST
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS, TWO_SCORES
 from grmpipe.config.keys.user_code import note_owner
-from grmpipe.judge.parse import FormError, Parser, parse_scores, parser_named, scores_in
+from grmpipe.judge.parse import Form, FormError, Parser, parse_scores, parser_named, scores_in
 from grmpipe.judge.prompt_injection import fence_text
-from grmpipe.judge.verdict_forms import Form
 from grmpipe.models.types import Completion, FinishReason, VersionSpan
 
 OWN = ("boxed", "score_line")  # the others, of public GRMs: test_public_grms.py

@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.conversation_template import ConversationTemplate
 from grmpipe.judge.parse import parse_scores, parser_named
 from grmpipe.judge.pointwise_adapter import judge_group
-from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.prompt import TEMPLATES, ConversationTemplate, JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.models.types import Completion, FinishReason, Message, VersionSpan
 from grmpipe.types import Criterion, Prompt, Verdict

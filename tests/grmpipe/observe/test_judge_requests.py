@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.logged_scorer import LoggedScorer
-from grmpipe.judge.purpose import set_purpose
 from grmpipe.models.types import EngineDied, Usage
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestCounts, RequestJournal, read_totals
 

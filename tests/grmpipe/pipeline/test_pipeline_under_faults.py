@@ -41,8 +41,7 @@ from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport, TrainedBatch
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.scheduler.events import NoEvents
-from grmpipe.scheduler.routing.migration import Continuation
-from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.scheduler.slots.balance import BalanceConfig, Pool, Slot
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole, spare

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
-from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.chat.chat_template import LONG_CHARS
 from grmpipe.models.types import EngineRefused, Message, ToolCall, ToolSpec
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.chat import ChatOptions, ChatRefused, ChatReply

@@ -18,7 +18,7 @@ from grmpipe.models.types import (
     SamplingParams,
     make_scoring_params,
 )
-from grmpipe.scheduler.routing.expected_load import SIBLINGS_AHEAD
+from grmpipe.scheduler.routing.load import SIBLINGS_AHEAD
 from grmpipe.scheduler.routing.router import Router
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.scheduler.routing.in_flight import RoleBacklog
+from grmpipe.scheduler.routing.load import RoleBacklog
 from grmpipe.scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide, together_s
 
 ROLES = ("policy", "grm")

@@ -28,8 +28,7 @@ from grmpipe.models.types import (
     SamplingParams,
 )
 from grmpipe.scheduler.clock import ActiveClock
-from grmpipe.scheduler.routing.migration import Continuation
-from grmpipe.scheduler.routing.router import Router
+from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.scheduler.slots.balance import BalanceConfig
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole

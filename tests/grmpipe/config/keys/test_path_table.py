@@ -14,8 +14,7 @@ from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 from grmpipe.config.keys.path_table import PathTable
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.kinds.rule import rule_named
-from grmpipe.judge.parse import parser_named
-from grmpipe.judge.verdict_forms import Form
+from grmpipe.judge.parse import Form, parser_named
 from grmpipe.judge.votes import vote_named
 
 

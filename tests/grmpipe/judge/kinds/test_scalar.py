@@ -15,7 +15,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.raw_scores import ScalarConfig
 from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel, conversation
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_group, rollout_of_text
-from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.chat.chat_template import LONG_CHARS
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.types import Completion, EngineDied, EngineRefused, Message, VersionSpan
 from grmpipe.tiny.resolve import SHIPPED

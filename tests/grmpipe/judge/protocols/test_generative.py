@@ -11,7 +11,7 @@ import pytest
 from grmpipe.config.judge import Scale
 from grmpipe.judge.parse import form_named, judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.models.chat.long_texts import LONG_CHARS
+from grmpipe.models.chat.chat_template import LONG_CHARS
 from grmpipe.models.types import EngineDied, EngineRefused
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict

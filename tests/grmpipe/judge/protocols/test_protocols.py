@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.protocols.prompt_truncation import without_middle
 from grmpipe.judge.protocols.stepwise import split_steps
+from grmpipe.judge.trajectory import without_middle
 from grmpipe.models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples

@@ -19,7 +19,7 @@ from grmpipe.models.types import Completion, SamplingParams, WeightReceipt, Weig
 from grmpipe.models.weights import inbox as weight_loading
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.weight_stream import WeightStream
-from grmpipe.scheduler.routing.migration import Continuation, PartialRequest
+from grmpipe.scheduler.routing.router import Continuation, PartialRequest
 from grmpipe.scheduler.weights.weight_checks import WeightMismatch, check_receipt
 
 SHAPE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.scheduler.routing.in_flight import RateEstimator
+from grmpipe.scheduler.routing.load import RateEstimator
 
 
 def test_remaining_length_of_a_request_is_estimated_from_longer_ones() -> None:

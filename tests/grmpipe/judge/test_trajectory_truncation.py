@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.prompt_injection import in_fences
-from grmpipe.judge.protocols.prompt_truncation import OBSERVATION_CHARS, truncate_to_fit
-from grmpipe.judge.trajectory import Passage, Trajectory, of_text
+from grmpipe.judge.trajectory import OBSERVATION_CHARS, Passage, Trajectory, of_text, truncate_to_fit
 
 
 def episode(*turns: tuple[str, str]) -> Trajectory:

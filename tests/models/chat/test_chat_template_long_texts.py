@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grmpipe.models.chat.long_texts import LONG_CHARS, count_chars, off_loop_if_long
+from grmpipe.models.chat.chat_template import LONG_CHARS, count_chars, off_loop_if_long
 from grmpipe.models.types import Message, ToolCall
 
 

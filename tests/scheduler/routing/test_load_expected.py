@@ -10,7 +10,7 @@ from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedE
 from grmpipe.models.types import SamplingParams
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.routing import expected_load
-from grmpipe.scheduler.routing.expected_load import SIBLINGS_AHEAD, LoadEstimate
+from grmpipe.scheduler.routing.load import SIBLINGS_AHEAD, LoadEstimate
 from grmpipe.scheduler.routing.members import RoleMembers
 
 SHORT, LONG = SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=1000)
