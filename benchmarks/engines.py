@@ -64,7 +64,7 @@ from grmpipe.models.types import (
     WeightBucket,
     ignore_first_token,
 )
-from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.observe.journal import read_journal
 from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport

@@ -35,7 +35,7 @@ sys.path += [str(ROOT), str(ROOT / "tests")]
 from browser import CHROMIUM, open_page  # noqa: E402
 
 from grmpipe.observe.journal import encode_line  # noqa: E402
-from grmpipe.observe.packed_numbers import pack_numbers  # noqa: E402
+from grmpipe.observe.records import pack_numbers  # noqa: E402
 
 GROUP_SIZE, GROUPS_PER_STEP, VOTES = 8, 16, 4
 ANSWER_TOKENS, CRITIQUE_TOKENS, PROMPT_TOKENS = 280, 50, 60

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from grmpipe.models.types import GroupLink, WeightBucket
-from grmpipe.models.weights.sending import WeightTransport, open_transport
+from grmpipe.models.weights.transport_ends import WeightTransport, open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -64,7 +64,7 @@ class Receiver:
     """The engine's end, with weights only."""
 
     def __init__(self, num_parameters: int, hashing: bool) -> None:
-        from grmpipe.models.weights.inbox import WeightInbox
+        from grmpipe.models.weights.receive_tensors import WeightInbox
 
         torch.set_num_threads(1)
         self._model = RandomModel(num_parameters)
@@ -155,7 +155,7 @@ class Copy:
 def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hashing: bool) -> Row:
     receiver = Receiver.remote(num_parameters, hashing)
     stream = WeightStream(model, "float32", BUCKET_BYTES)
-    hashes = nullcontext() if hashing else patch("grmpipe.models.weights.sending.tensor_checksums", no_checksums)
+    hashes = nullcontext() if hashing else patch("grmpipe.models.weights.transport_ends.tensor_checksums", no_checksums)
     with tempfile.TemporaryDirectory() as folder, hashes:
         sender = open_transport(way, "float32", CPU, folder)
         mine, engines = two_links() if way == "gloo" else (None, None)

@@ -288,8 +288,8 @@ GroupBackend = Literal["gloo", "nccl"]
 class TransportKind:
     """A transport of weights from a learner to engines: its sending end, and its requirements on the placement.
 
-    sender:        dotted path of a subclass of grmpipe.models.weights.sending.WeightTransport; the receiving end of its
-                   payload is registered in the same file (grmpipe.models.weights.open_bucket.open_bucket).
+    sender:        dotted path of a subclass of WeightTransport; the receiving end of its payload is registered in the
+                   same file by open_bucket (both of grmpipe.models.weights.transport_ends).
     needs:         the requirements below in words, for errors.
     same_machine:  learner and engines on one machine.
     own_processes: the engines' weights in other processes than the learner's.

@@ -55,7 +55,7 @@ WAITS = {
     "grmpipe/run/features/cotrain/cotraining.py::CoTraining.run_alongside.judge_for_the_policy": "its flow",
     "grmpipe/run/features/cotrain/pacing.py::StepPacer._until_moved": "either learner's next step, or its end",
     "grmpipe/run/features/watching_judges.py::WatchingJudges._watch": IDLE,
-    "grmpipe/run_dir/checkpoint_writer.py::CheckpointWriter._publish": DISK,
+    "grmpipe/run_dir/checkpoints.py::CheckpointWriter._publish": DISK,
     "grmpipe/train/critic/values.py::ValueCache.run": IDLE,
     "grmpipe/train/learner/batch_trainer.py::BatchTrainer._end_update": DISK,
     "grmpipe/train/learner/learner_ranks.py::LearnerRanks.still": "running calls of ranks end by their limits",

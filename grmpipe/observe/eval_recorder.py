@@ -11,7 +11,6 @@ import msgspec
 from grmpipe.judge.verdict import describe_verdict, get_reward
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
-from grmpipe.observe.packed_numbers import pack_numbers
 from grmpipe.observe.recorder import describe_rollout
 from grmpipe.observe.records import (
     Record,
@@ -22,6 +21,7 @@ from grmpipe.observe.records import (
     encode,
     encode_report,
     encode_rollout,
+    pack_numbers,
 )
 from grmpipe.types import JudgeReport, Prompt, Rollout
 

@@ -8,8 +8,8 @@ import msgspec
 
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
-from grmpipe.observe.packed_numbers import THINNED, pack_numbers
 from grmpipe.observe.records import (
+    THINNED,
     Record,
     decode,
     decode_report,
@@ -18,6 +18,7 @@ from grmpipe.observe.records import (
     encode,
     encode_report,
     encode_rollout,
+    pack_numbers,
 )
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout
 

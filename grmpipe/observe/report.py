@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Series, chart, short
-from grmpipe.observe.console_metrics import failures_text
+from grmpipe.observe.console import failures_text
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 

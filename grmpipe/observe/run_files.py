@@ -26,7 +26,7 @@ from grmpipe.judge.verdict import get_shown_score
 from grmpipe.models.types import Message
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
-from grmpipe.observe.console_metrics import by_part, failures_by_cause
+from grmpipe.observe.console import by_part, failures_by_cause
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
@@ -36,8 +36,8 @@ from grmpipe.observe.eval_recorder import (
 )
 from grmpipe.observe.journal import UNREADABLE, read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
-from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
+from grmpipe.observe.records import TEXT
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 

@@ -15,13 +15,11 @@ from grmpipe.config.io.secrets import without_secrets
 from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.keys.redact import environment_secrets, mask, redact
 from grmpipe.config.run_config import RunConfig
-from grmpipe.observe.all_trackers import AllTrackers
-from grmpipe.observe.console import ConsoleSink
-from grmpipe.observe.console_metrics import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, describe_run_signal
+from grmpipe.observe.all_trackers import AllTrackers, JsonlSink
+from grmpipe.observe.console import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, ConsoleSink, describe_run_signal
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import decode_what_can_be
-from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.progress import Progress

@@ -18,8 +18,7 @@ from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.models.seeds import first_name
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_records
-from grmpipe.observe.packed_numbers import pack_numbers
-from grmpipe.observe.records import Record, decode_sampled, encode_rollout
+from grmpipe.observe.records import Record, decode_sampled, encode_rollout, pack_numbers
 from grmpipe.pipeline.interfaces import PipelineState, RecoveredGroup
 from grmpipe.types import BegunRollout, Prompt, Rollout
 

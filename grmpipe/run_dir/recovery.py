@@ -12,9 +12,9 @@ from typing import TypeVar
 from grmpipe.data.stream import EndOfData
 from grmpipe.judge.verdict import only_finite
 from grmpipe.models.seeds import name_repetition
+from grmpipe.observe.all_trackers import is_up_to
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_records, read_what_can_be, replace_journal
-from grmpipe.observe.jsonl_sink import is_up_to
 from grmpipe.observe.recorder import (
     GROUPS,
     JUDGEMENTS,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from grmpipe.config.task_settings import RejudgeConfig
 from grmpipe.models.seeds import is_drawn
-from grmpipe.observe.packed_numbers import TEXT
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
+from grmpipe.observe.records import TEXT
 from grmpipe.run_dir.recorded_run import JournalLines, RecordedGroups
 from grmpipe.types import Prompt
 

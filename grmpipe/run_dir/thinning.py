@@ -19,9 +19,8 @@ import msgspec
 from grmpipe.config.journals import JournalsConfig
 from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.observe.journal import UNREADABLE, Thinning, encode_line, end_of_last_line, parsed, read_thinning
-from grmpipe.observe.packed_numbers import NUMBERS, TEXT, THINNED, drop_numbers
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS
-from grmpipe.observe.records import Record
+from grmpipe.observe.records import NUMBERS, TEXT, THINNED, Record, drop_numbers
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 
 DRAFT = ".thin"

@@ -1,4 +1,6 @@
-"""All ranks of one trained model, as the driver sees them: their calls, their version, their saved state."""
+"""All ranks of one trained model, as the driver sees them: their calls, version and saved state, and one value of the
+metrics that each reports. Imports no torch.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,6 +8,7 @@ from typing import cast
 
 from grmpipe.models.stored_files import StoredFile
 from grmpipe.scheduler.processes.actors import ActorRanks
+from grmpipe.types import Metrics
 
 FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls, so the interval grows
 
@@ -62,3 +65,22 @@ class Ranks:
         """Call ranks with the arguments of each micro-batch. Returns an answer for each."""
         answers = await self._actors.call_each(method, [args for args in each for _ in range(self._cp)])
         return answers[:: self._cp]
+
+
+OF_RANK = "rank/"  # begins the names of metrics that differ between ranks
+FLOPS, PEAK_FLOPS = f"{OF_RANK}model_flops", f"{OF_RANK}peak_flops_per_s"
+
+
+def over_ranks(answers: Sequence[Metrics]) -> Metrics:
+    """The metrics of rank 0 that all ranks share, and those of each rank as sums, or as maximum and mean."""
+    metrics = {name: value for name, value in answers[0].items() if not name.startswith(OF_RANK)}
+    for name in answers[0].keys() - metrics.keys():
+        values = [answer[name] for answer in answers if name in answer]
+        if len(values) < len(answers):  # a GPU of another kind: a sum or a mean over the rest would be wrong
+            continue
+        shown = name.removeprefix(OF_RANK)
+        if name in (FLOPS, PEAK_FLOPS):
+            metrics[f"perf/{shown}"] = sum(values)
+        else:
+            metrics |= {f"perf/{shown}": max(values), f"perf/{shown}_mean": sum(values) / len(values)}
+    return metrics

@@ -9,8 +9,7 @@ import msgspec
 
 from grmpipe.models.types import Completion
 from grmpipe.observe.journal import UNREADABLE, decode_line
-from grmpipe.observe.packed_numbers import TEXT, THINNED
-from grmpipe.observe.records import decode, decode_report, decode_rollout
+from grmpipe.observe.records import TEXT, THINNED, decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Turn, Verdict
 from grmpipe.viewer.ingest import LABELLED, place_of_key

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from grmpipe.observe.packed_numbers import TEXT
+from grmpipe.observe.records import TEXT
 from grmpipe.viewer.snippets import snippet
 
 DROPPED = "(text dropped: journals.keep)"

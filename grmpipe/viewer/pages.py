@@ -13,7 +13,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
-from grmpipe.observe.console_metrics import failures_by_cause
+from grmpipe.observe.console import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
 from grmpipe.observe.run_files import FIGURES, read_bytes, to_text
 from grmpipe.viewer import figures, queries

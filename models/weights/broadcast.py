@@ -8,9 +8,8 @@ from torch import Tensor
 
 from grmpipe.models.bucket_memory import BucketMemory
 from grmpipe.models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTransport, open_bucket, parse_dtype
 
 
 class GlooBroadcasts(WeightTransport):

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from grmpipe.models.types import InlineBytes, WeightBucket, WeightTensor
 from grmpipe.models.weights.checksums import as_bytes
-from grmpipe.models.weights.open_bucket import num_bytes, open_bucket, parse_dtype
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transport_ends import UnshardedBucket, WeightTransport, num_bytes, open_bucket, parse_dtype
 
 
 class ObjectStore(WeightTransport):

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from grmpipe.models.bucket_memory import BucketMemory
 from grmpipe.models.types import SafetensorsFile, WeightBucket, WeightTensor
-from grmpipe.models.weights.open_bucket import open_bucket
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTransport, open_bucket
 from grmpipe.models.weights.weight_files import WeightFile, sweep
 
 

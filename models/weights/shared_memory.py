@@ -9,9 +9,8 @@ from torch import Tensor
 
 from grmpipe.models.bucket_memory import room_for, views
 from grmpipe.models.types import SharedMemory, WeightBucket, WeightTensor
-from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.sending import CPU, UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTransport, open_bucket, parse_dtype
 from grmpipe.models.weights.weight_files import SharedArena, folders_of_shared_memory, sweep
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.lm.unshard import Outgoing, Piece, has_even_rows, list_pieces, split_rows
-from grmpipe.models.weights.sending import Shape, UnshardedBucket
+from grmpipe.models.weights.transport_ends import Shape, UnshardedBucket
 
 BUCKETS_PER_PUSH = 256  # if the size of the bucket depends on the model's
 SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30

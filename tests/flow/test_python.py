@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import grmpipe
-from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.checkpoints import CheckpointWriter
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

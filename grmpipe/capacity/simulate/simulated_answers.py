@@ -16,7 +16,7 @@ from grmpipe.models.engines.simulated.simulated_engine import Script
 from grmpipe.models.seeds import derive_seed, is_drawn
 from grmpipe.models.types import Message, ParsedTurn, RequestContext, SamplingParams, ToolSpec
 from grmpipe.observe.journal import read_records
-from grmpipe.observe.packed_numbers import Record, unpack_numbers
+from grmpipe.observe.records import Record, unpack_numbers
 
 FILLER = 7  # the id of every sampled token except a judgement's last one
 VERDICT_ID = 1 << 40  # this and above: the last token of a judgement, by its text

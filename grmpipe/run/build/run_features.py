@@ -14,12 +14,11 @@ from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import Running
-from grmpipe.run.features.cascade_alarm import CascadeAlarm
 from grmpipe.run.features.cotrain.cotraining import CoTraining, CoTrainings
 from grmpipe.run.features.cpu_seconds import CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
-from grmpipe.run.features.failing_judges import FailingJudges
 from grmpipe.run.features.journal_size import JournalSize
+from grmpipe.run.features.judge_alarms import CascadeAlarm, FailingJudges
 from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
 from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature

@@ -12,7 +12,7 @@ from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.verdict import get_reward
 from grmpipe.pipeline.interfaces import RolloutKey
-from grmpipe.pipeline.trained_rollouts import check_truth
+from grmpipe.pipeline.step_metrics import check_truth
 from grmpipe.run_dir.recorded_run import RecordedGroups
 from grmpipe.run_dir.stored_groups import StoredGroups
 from grmpipe.train.batching.samples import mean_advantages, select_judged, to_samples

@@ -18,13 +18,12 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.demonstrations import Demonstrations
 from grmpipe.judge.kinds.labels import find_rule
+from grmpipe.observe.all_trackers import JsonlSink, is_up_to
 from grmpipe.observe.journal import read_journal, replace_journal
-from grmpipe.observe.jsonl_sink import JsonlSink, is_up_to
 from grmpipe.observe.recorder import GROUPS, TRAINED
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.pipeline.interfaces import PipelineState, RolloutKey
-from grmpipe.pipeline.step_metrics import batch_metrics, truth_metrics, with_pace
-from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
+from grmpipe.pipeline.step_metrics import batch_metrics, check_truth, describe_trained, truth_metrics, with_pace
 from grmpipe.roles.find_models import find_model
 from grmpipe.roles.learners import check_divides, check_learns
 from grmpipe.roles.machines import check_machine, check_shared
@@ -36,7 +35,7 @@ from grmpipe.run.export import export
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import read_demonstrations
 from grmpipe.run.signals import ENDS_WITH_CHECKPOINT, stop_by_signals
-from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.checkpoints import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.run_dir.run_state import RunState

@@ -13,7 +13,7 @@ from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.stats import RunStats
 from grmpipe.run.tasks.training_steps import TrainingSteps, restore_flow
-from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.checkpoints import CheckpointWriter
 from grmpipe.scheduler.run_together import run_until
 from grmpipe.trackers.tracker import SampleRow
 

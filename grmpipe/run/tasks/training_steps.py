@@ -12,8 +12,7 @@ from grmpipe.observe.recorder import GROUPS
 from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.step_metrics import step_metrics
-from grmpipe.pipeline.trained_rollouts import check_truth, describe_trained
+from grmpipe.pipeline.step_metrics import check_truth, describe_trained, step_metrics
 from grmpipe.run.build.run_features import RunFeatures
 from grmpipe.run.build.start import Running
 from grmpipe.run.errors import RunFailed
@@ -26,7 +25,7 @@ from grmpipe.run.run_watcher import StepControls
 from grmpipe.run.signals import ENDS_WITH_CHECKPOINT
 from grmpipe.run.step_progress import StepProgress
 from grmpipe.run.tasks.stats import RunStats
-from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.checkpoints import CheckpointWriter
 from grmpipe.run_dir.identity import check_is_there, read_run_id
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState

@@ -21,9 +21,8 @@ from grmpipe.models.lm.packed_check import probe_logprobs
 from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
 from grmpipe.models.settings import LM_HEAD, ROUTER
-from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.batch_metrics import BatchMetrics, DeviceUsage
 from grmpipe.train.learner.device_batch import DeviceBatch
-from grmpipe.train.learner.device_usage import DeviceUsage
 from grmpipe.train.learner.expert_replay import ExpertReplay
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.weight_sender import WeightSender

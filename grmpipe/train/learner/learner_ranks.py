@@ -12,8 +12,7 @@ from grmpipe.models.types import CudaHandle, CudaHandles, GroupLink, WeightBucke
 from grmpipe.scheduler.processes.actors import ActorRanks
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.batching.seqlen_balancing import RankWork, work
-from grmpipe.train.learner.rank_metrics import over_ranks
-from grmpipe.train.ranks import Ranks
+from grmpipe.train.ranks import Ranks, over_ranks
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 
 

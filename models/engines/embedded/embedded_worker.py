@@ -30,7 +30,7 @@ from grmpipe.models.types import (
     WeightBucket,
     WeightReceipt,
 )
-from grmpipe.models.weights.inbox import WeightInbox
+from grmpipe.models.weights.receive_tensors import WeightInbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

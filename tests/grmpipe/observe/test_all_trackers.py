@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from grmpipe.models.types import Completion, Message, VersionSpan
-from grmpipe.observe.all_trackers import AllTrackers
-from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.all_trackers import AllTrackers, JsonlSink
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.trackers.tracker import SampleRow, Tracker

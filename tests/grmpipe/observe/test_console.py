@@ -17,8 +17,14 @@ from rich.console import Console
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.models.types import Message
-from grmpipe.observe.console import ConsoleSink, RunConsole
-from grmpipe.observe.console_metrics import ONE_REWARD, SEVERAL_JUDGES, describe_run_signal, failures_by_cause
+from grmpipe.observe.console import (
+    ONE_REWARD,
+    SEVERAL_JUDGES,
+    ConsoleSink,
+    RunConsole,
+    describe_run_signal,
+    failures_by_cause,
+)
 from grmpipe.observe.logs import setup_logging
 from grmpipe.run.observers import Observers, list_files
 from grmpipe.trackers.tracker import SampleRow

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grmpipe.models.types import Completion, Message, TokenScores, VersionSpan
+from grmpipe.observe.all_trackers import JsonlSink
 from grmpipe.observe.journal import AppendFile, Journal, Mark, read_journal
-from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_trained, load_verdicts
 from grmpipe.types import (
     CascadeEvent,

@@ -10,8 +10,7 @@ from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.kinds.rule import is_right
 from grmpipe.models.types import Completion, Message, VersionSpan
 from grmpipe.pipeline.counters import Counters, FlowCounters
-from grmpipe.pipeline.step_metrics import batch_metrics, flow_metrics, truth_metrics
-from grmpipe.pipeline.trained_rollouts import check_truth
+from grmpipe.pipeline.step_metrics import batch_metrics, check_truth, flow_metrics, truth_metrics
 from grmpipe.types import (
     Failed,
     FailedJudgement,

@@ -24,8 +24,8 @@ from grmpipe.models.lm.checkpoint import export_hf
 from grmpipe.models.lm.lora import adapters, add_adapters, check_targets, list_outgoing, without_adapters
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.types import WeightBucket
-from grmpipe.models.weights.inbox import WeightInbox
 from grmpipe.models.weights.object_store import ObjectStore
+from grmpipe.models.weights.receive_tensors import WeightInbox
 from grmpipe.models.weights.weight_stream import WeightStream
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])

@@ -29,8 +29,8 @@ from grmpipe.models.weights.broadcast import GlooBroadcasts
 from grmpipe.models.weights.process_group import BroadcastLink
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 from grmpipe.models.weights.safetensors_files import SafetensorsFiles
-from grmpipe.models.weights.sending import WeightTransport, open_transport
 from grmpipe.models.weights.shared_memory import SharedMemoryFiles
+from grmpipe.models.weights.transport_ends import WeightTransport, open_transport
 from grmpipe.models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, hold_folder, sweep
 from grmpipe.models.weights.weight_stream import WeightStream
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
-from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 SOURCE = """
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from grmpipe.models.types import Payload, TransportKind, WeightBucket, WeightTensor
-from grmpipe.models.weights.open_bucket import open_bucket, parse_dtype
+from grmpipe.models.weights.transport_ends import open_bucket, parse_dtype
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transport_ends import UnshardedBucket, WeightTransport
 
 
 class Letter(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):

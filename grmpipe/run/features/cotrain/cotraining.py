@@ -27,8 +27,7 @@ from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, TrainedBatch, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.step_metrics import batch_metrics, with_pace
-from grmpipe.pipeline.trained_rollouts import describe_trained
+from grmpipe.pipeline.step_metrics import batch_metrics, describe_trained, with_pace
 from grmpipe.run.features.cotrain.grm_settings import (
     grm_algorithm,
     grm_flow,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.train.learner.rank_metrics import OF_RANK
+from grmpipe.train.ranks import OF_RANK
 from grmpipe.types import Metrics
 
 

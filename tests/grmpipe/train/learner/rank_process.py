@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from grmpipe.algorithm.objective import Objective
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.types import CudaHandle, CudaHandles, InlineBytes, TokenScores, WeightBucket
-from grmpipe.models.weights.sending import UnshardedBucket, WeightTransport
+from grmpipe.models.weights.transport_ends import UnshardedBucket, WeightTransport
 from grmpipe.models.weights.transports import TRANSPORTS
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count

@@ -33,7 +33,7 @@ from grmpipe.models.stored_files import first_difference
 from grmpipe.models.types import InlineBytes, PromptScoring, TokenScores
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.device_usage import measure_sizes
+from grmpipe.train.learner.batch_metrics import measure_sizes
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.non_finite_gradients import NonFiniteGradients

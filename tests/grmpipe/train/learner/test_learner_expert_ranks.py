@@ -27,7 +27,7 @@ from transformers import (
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.settings import LoraConfig
 from grmpipe.train.learner.learner_spec import LearnerSpec
-from grmpipe.train.learner.rank_metrics import OF_RANK
+from grmpipe.train.ranks import OF_RANK
 from grmpipe.types import Metrics, TrainingSample
 
 SCRIPT = Path(__file__).with_name("expert_rank_process.py")

@@ -19,7 +19,7 @@ from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import GroupLink
 from grmpipe.models.weights.process_group import BroadcastLink
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
-from grmpipe.models.weights.sending import WeightTransport
+from grmpipe.models.weights.transport_ends import WeightTransport
 from grmpipe.scheduler.placement import Seat
 from grmpipe.scheduler.processes.actors import InProcessRanks
 from grmpipe.tiny.resolve import resolve_model

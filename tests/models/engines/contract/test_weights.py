@@ -29,7 +29,7 @@ from grmpipe.models.types import (
 )
 from grmpipe.models.weights.broadcast import GlooBroadcasts
 from grmpipe.models.weights.checksums import tensor_checksums
-from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 NUM_TENSORS = 35  # of the tiny model; its head is tied

@@ -27,7 +27,7 @@ from grmpipe.models.types import (
     WeightTensor,
 )
 from grmpipe.models.weights.object_store import ObjectStore
-from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 

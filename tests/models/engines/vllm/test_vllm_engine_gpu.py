@@ -17,7 +17,7 @@ from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.moe.expert_routing import Routers
 from grmpipe.models.settings import VllmConfig
 from grmpipe.models.types import ModelFiles, WeightBucket
-from grmpipe.models.weights.sending import open_transport
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 pytestmark = [

@@ -12,8 +12,7 @@ import pytest
 
 from grmpipe.models.stored_files import StoredFile, describe_files
 from grmpipe.pipeline.interfaces import PipelineState
-from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
-from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.checkpoints import Checkpoints, CheckpointWriter
 from grmpipe.run_dir.run_state import RunState
 
 

@@ -1,14 +1,22 @@
-"""The sending end of a weight transport, as the learner sees it."""
+"""The two ends of a weight transport: the sending one, as the learner sees it, and the function that turns a bucket's
+payload into tensors. Each transport's file has a subclass of the first, and registers its own of the second.
+
+@open_bucket.register
+def _(payload: Pigeon, tensors: Sequence[WeightTensor], group: BroadcastLink | None) -> Sequence[Tensor]: ...
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
-from grmpipe.models.types import GroupLink, Payload, WeightBucket, WeightTensor
+from grmpipe.models.bucket_memory import count_bytes
+from grmpipe.models.types import GroupLink, ModelFiles, Payload, WeightBucket, WeightTensor
 from grmpipe.models.weights.checksums import tensor_checksums
+from grmpipe.models.weights.process_group import BroadcastLink
 from grmpipe.models.weights.transports import import_transport, transport_kind
 
 CPU = torch.device("cpu")
@@ -82,3 +90,30 @@ def open_transport(name: str, dtype: str, device: torch.device = CPU, folder: st
     if not (isinstance(sender, type) and issubclass(sender, WeightTransport)):
         raise ValueError(f"sync.transport: {kind.sender} is no WeightTransport")
     return sender(dtype, device, folder)
+
+
+@singledispatch
+def open_bucket(
+    payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None
+) -> Sequence[Tensor]:
+    """The tensors of a bucket, in order, on the CPU or their device. Read them before the sender makes its second next
+    bucket.
+
+    Raises ValueError that names a tensor that can't be read, ConnectionError if a broadcast broke off.
+    """
+    raise ValueError(f"weights: no transport here takes {type(payload).__name__}")
+
+
+@open_bucket.register
+def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastLink | None = None) -> Sequence[Tensor]:
+    raise ValueError(f"weights: {payload.path} is for engines that read model files themselves")
+
+
+def num_bytes(tensor: WeightTensor) -> int:
+    """The bytes of one tensor, unsharded, as sent."""
+    return count_bytes(parse_dtype(tensor), tensor.shape)
+
+
+def parse_dtype(tensor: WeightTensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype

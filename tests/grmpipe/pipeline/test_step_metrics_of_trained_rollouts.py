@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grmpipe.pipeline.interfaces import RolloutTimes
-from grmpipe.pipeline.trained_rollouts import describe_trained
+from grmpipe.pipeline.step_metrics import describe_trained
 from grmpipe.types import Failed, JudgedGroup, Prompt, RewardSpan, Rollout, TrainedRollout, Verdict
 
 VERDICT = Verdict(

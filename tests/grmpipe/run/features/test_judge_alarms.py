@@ -9,7 +9,7 @@ from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, JudgeEntry
 from grmpipe.pipeline.counters import JudgeCounts
-from grmpipe.run.features.failing_judges import FailingJudges
+from grmpipe.run.features.judge_alarms import FailingJudges
 from grmpipe.types import Failed, JudgeReport
 
 FAR = JudgeEntry.of(judge_config(max_failure_rate=0.5, failure_window=16), "far")

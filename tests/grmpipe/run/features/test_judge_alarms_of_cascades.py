@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
-from grmpipe.run.features.cascade_alarm import CascadeAlarm
+from grmpipe.run.features.judge_alarms import CascadeAlarm
 from grmpipe.types import CascadeEvent
 
 

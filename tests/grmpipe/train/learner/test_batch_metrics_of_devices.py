@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grmpipe.models.lm.flops import FULL, ModelFlops
-from grmpipe.train.learner.device_usage import DeviceUsage, peak_flops
-from grmpipe.train.learner.rank_metrics import over_ranks
+from grmpipe.train.learner.batch_metrics import DeviceUsage, peak_flops
+from grmpipe.train.ranks import over_ranks
 from grmpipe.types import MicroBatch
 
 CPU = torch.device("cpu")

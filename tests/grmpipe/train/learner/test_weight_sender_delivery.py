@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from grmpipe.models.weights.delivery import Delivery
+from grmpipe.train.learner.weight_sender import Delivery
 
 
 def test_caller_continues_during_a_delivery() -> None:
