@@ -1,4 +1,4 @@
-"""The metrics of a step, from its counts, its batch, its ledger and the learner's own; and what is known of each rollout
+"""The metrics of a step, from its counts, its batch, its ledger and the learner's own; and what is known of a rollout
 once it is trained. Pure.
 """
 
