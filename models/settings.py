@@ -257,15 +257,11 @@ class VllmConfig(Bounded):
     # [share] Part of the GPU's memory for weights and cache; null: 0.85, or on a shared GPU a part of what the others
     # leave.
     gpu_memory_utilization: float | None = above_0_to_1(None)
-    prefix_caching: bool = True  # Requests that begin with the same tokens share their keys and values.
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
-    # Allow the engine to free its GPU memory for a learner or another engine (vLLM's enable_sleep_mode).
-    sleep_mode: bool = False
     # Weights of linear layers that vLLM rounds itself, at its start and at every push: fp8 (per output channel),
     # fp8_per_block (of 128 x 128) or fp8_per_tensor; a policy that learns from them needs algorithm.correction.
     quantization: str = one_of(VLLM_QUANTIZATIONS, "none")
-    cpu_threads: int = at_least(1, 1)  # [threads] Threads of an engine on a CPU.
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of vLLM's AsyncEngineArgs.
 
     def __post_init__(self) -> None:
@@ -301,8 +297,6 @@ class SglangConfig(Bounded):
     # Requests in flight at a push prefill again with the new weights (pause mode retract); false: they keep their keys
     # and values.
     recompute_kv_on_sync: bool = False
-    # Allow the engine to free its GPU memory for a learner or another engine (SGLang's enable-memory-saver).
-    sleep_mode: bool = False
     start_timeout_s: float = above(0, 300.0)  # Limit for the start of a server.
     # Other flags of SGLang's server, without the dashes.
     options: dict[str, Any] = field(default_factory=dict)

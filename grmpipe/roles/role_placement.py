@@ -66,8 +66,6 @@ def check_options(roles: Roles, asked: Judging, placement: Placement) -> None:
                 role.check_limits(role.engine.endpoint, judge)
     for name in placement.seats:
         check_slots(roles[name])
-    for role in roles.seated:
-        check_sleep(role, placement)
 
 
 def check_correction(policy: ServedRole, algorithm: AlgorithmConfig) -> None:
@@ -94,27 +92,6 @@ def check_slots(role: ResolvedRole) -> None:
         f"{role.num_gpus - 1} of {role.num_gpus} would be idle; "
         f"type placement.roles.{role.name}.slots_per_replica=1, and replicas for more{other_engine}"
     )
-
-
-def check_sleep(role: ServedRole, placement: Placement) -> None:
-    """Check that engines of an elastic or time-shared pool can free a GPU's memory while they don't serve."""
-    if role.name in placement.time_sharing_roles:
-        sharing, others = "time_shared", "the learner"
-    elif role.is_elastic:
-        sharing, others = "elastic", "another role"
-    else:
-        return
-    way_out = f"placement.pools.{role.pool}.{sharing}=false"
-    if role.frees_device and not role.engine.memory.sleep_mode:
-        key = role.option_key("sleep_mode")
-        raise ConfigError(
-            f"{key}: slots of the {sharing} pool {role.pool} are used by {role.name} and {others} in alternation, "
-            f"which share the GPU's memory; type {key}=true, or {way_out}"
-        )
-    if role.engine.joined:
-        raise ConfigError(
-            f"{role.option_key('urls')}: servers that already run have no slots in the placement; type {way_out}"
-        )
 
 
 def check_shares(roles: Roles, placement: Placement) -> None:

@@ -64,6 +64,7 @@ class ServedRole(ResolvedRole):
     engine:       its engine kind, with the role's options over those of the kind.
     learner:      the role that trains its weights; None: they never change.
     is_elastic:   whether its engines are on elastic slots.
+    takes_turns:  whether its engines leave their slots to a learner or to another role's engines at times.
     return_routed_experts: whether its engines return the experts of each token, for router replay.
     sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
     speculation:  where its engines take drafts of tokens from.
@@ -73,6 +74,7 @@ class ServedRole(ResolvedRole):
     engine: AnyEngine
     learner: str | None
     is_elastic: bool
+    takes_turns: bool
     return_routed_experts: bool
     sync: SyncConfig
     speculation: str
@@ -120,6 +122,7 @@ class ServedRole(ResolvedRole):
             takes_weights=self.takes_weights,
             return_routed_experts=self.return_routed_experts,
             speculation=self.speculation,
+            sleeps=self.takes_turns and self.frees_device,
         )
 
     def check_speculation(self) -> None:
@@ -130,8 +133,14 @@ class ServedRole(ResolvedRole):
             raise ConfigError(f"engine.speculation: {why}; type engine.speculation=none")
 
     def check_joined(self) -> None:
-        """Check that each replica has one server."""
+        """Check that each replica has one server, whose slot is its own: servers that already run take no turns."""
         joined, replicas = self.engine.joined, self.num_replicas
+        if joined and self.takes_turns:
+            sharing = "elastic" if self.is_elastic else "time_shared"
+            raise ConfigError(
+                f"{self.option_key('urls')}: servers that already run have no slots in the placement; "
+                f"type placement.pools.{self.pool}.{sharing}=false"
+            )
         if joined and joined != replicas:
             raise ConfigError(
                 f"{self.option_key('urls')}: {joined} servers for {replicas} replicas of {self.name}; give one per "
@@ -264,6 +273,7 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     parallel = config.parallel
     for name, engine in {name: resolve_engine(name, config) for name in config.served}.items():
         model = config.models[name]
+        is_elastic = name in placement.seats and placement.is_elastic(name)
         served[name] = ServedRole(
             **find_place(name, placement),
             name=name,
@@ -272,7 +282,8 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
             model=model,
             engine=engine,
             learner=config.learners.get(name),
-            is_elastic=name in placement.seats and placement.is_elastic(name),
+            is_elastic=is_elastic,
+            takes_turns=is_elastic or name in placement.time_sharing_roles,
             return_routed_experts=config.algorithm.router_replay == "rollout" and name == POLICY,
             sync=resolve_sync(engine, config.sync),
             speculation="none" if name == POLICY else config.engine.speculation,

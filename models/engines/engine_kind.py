@@ -39,6 +39,7 @@ class EngineSpec:
     takes_weights: whether weights are pushed to it; False leaves out what only pushes need.
     return_routed_experts: whether its completions have the experts of their tokens; for mixtures of experts only.
     speculation:   where drafts of tokens come from that it verifies together: none or ngram.
+    sleeps:        whether it frees its GPU's memory at times, for a learner or another engine.
     """
 
     path: str
@@ -52,6 +53,7 @@ class EngineSpec:
     takes_weights: bool = True
     return_routed_experts: bool = False
     speculation: str = "none"
+    sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class CacheRoom:
 class EngineMemory:
     """The defaults are those of an engine that keeps its memory, and of which no more is known.
 
-    frees_gpu:       it can free a GPU's memory while others need it, if it is started in `sleep_mode`.
+    frees_gpu:       it can free a GPU's memory while others need it, if it is started for that (EngineSpec.sleeps).
     frees_cache:     it can free its keys and values, on any device.
     grows_cache:     its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
     bytes_in_layers: of each weight of a linear layer, if it holds them in fewer than its dtype has.
@@ -35,7 +35,6 @@ class EngineMemory:
 
     section: str = ""
     frees_gpu: bool = False
-    sleep_mode: bool = True
     frees_cache: bool = False
     grows_cache: bool = False
     bytes_in_layers: int | None = None

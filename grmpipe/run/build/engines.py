@@ -69,7 +69,7 @@ def pick_probe(model: Model, prepared: Prepared) -> tuple[int, ...]:
 
 
 def make_router(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:
-    moves = prepared.roles.served[model.name].is_elastic or model.name in prepared.placement.time_sharing_roles
+    moves = prepared.roles.served[model.name].takes_turns
     return Router(model.name, engines, events, make_continuation(model, prepared.roles) if moves else None)
 
 

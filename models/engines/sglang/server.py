@@ -40,7 +40,7 @@ FLAGS_OF_OURS = {
     "context-length": "engine.sglang.max_context_tokens",
     "max-running-requests": "engine.sglang.max_batch_rows",
     "mem-fraction-static": "engine.sglang.mem_fraction",
-    "enable-memory-saver": "engine.sglang.sleep_mode",
+    "enable-memory-saver": "the placement",
     "tp-size": "the placement",
     "tensor-parallel-size": "the placement",
     **dict.fromkeys(("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size"), "the placement"),
@@ -198,8 +198,8 @@ def make_arguments(start: SglangStart) -> list[str]:
         "mem-fraction-static": config.mem_fraction,
         "tp-size": spec.num_gpus,
         "weight-version": FIRST_VERSION,
-        "enable-memory-saver": config.sleep_mode,
-        "enable-weights-cpu-backup": config.sleep_mode,  # without it they are lost after a sleep
+        "enable-memory-saver": spec.sleeps,
+        "enable-weights-cpu-backup": spec.sleeps,  # without it they are lost after a sleep
     }
     return [part for name, value in flags.items() for part in _argument(name, value)]
 

@@ -55,7 +55,6 @@ class SglangKind(EngineKind[SglangConfig]):
         return EngineMemory(
             section=self.section,
             frees_gpu=True,
-            sleep_mode=self.options.sleep_mode,
             share_option="mem_fraction",
             share=None if self.joined else self.options.mem_fraction,
             lone_share=self.options.mem_fraction,

@@ -43,8 +43,7 @@ INSTEAD = {
     "max_model_len": "engine.vllm.max_context_tokens",
     "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
     "gpu_memory_utilization": "engine.vllm.gpu_memory_utilization",
-    "enable_prefix_caching": "engine.vllm.prefix_caching",
-    "enable_sleep_mode": "engine.vllm.sleep_mode",
+    "enable_sleep_mode": "placement.pools.<pool>.time_shared or placement.pools.<pool>.elastic",
     "enable_return_routed_experts": "algorithm.router_replay",
     "enable_lora": "policy.lora.sync or grm.lora.sync",
     "speculative_config": "engine.speculation",
@@ -141,8 +140,7 @@ def make_arguments(start: VllmStart) -> dict[str, Any]:
         "kv_cache_memory_bytes": kv_cache_mb << 20 or None,
         "gpu_memory_utilization": config.memory_share,
         "enforce_eager": start.on_cpu,
-        "enable_prefix_caching": config.prefix_caching,
-        "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # not supported on a CPU
+        "enable_sleep_mode": spec.sleeps and not start.on_cpu,  # not supported on a CPU
         "tensor_parallel_size": spec.num_gpus,
         # Not Ray: this actor already has the slot's devices.
         "distributed_executor_backend": "mp" if spec.num_gpus > 1 else "uni",
@@ -193,7 +191,7 @@ def make_environment(start: VllmStart, sockets: str) -> dict[str, str]:
     if start.on_cpu:
         environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the scheduler assigns cores
-            "OMP_NUM_THREADS": str(start.config.cpu_threads),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # Ray sets it to the slots of this process
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less: the engine core itself holds the model
         }
     return environment

@@ -10,6 +10,7 @@ from grmpipe.models.settings import EngineConfig, ModelConfig, VllmConfig
 from grmpipe.models.types import Engine
 
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's, of a request
+PREFIX_CACHING = "enable_prefix_caching"  # vLLM's argument, on unless a user sets it otherwise
 
 
 class VllmKind(EngineKind[VllmConfig]):
@@ -47,7 +48,7 @@ class VllmKind(EngineKind[VllmConfig]):
 
     @property
     def caches_prompts(self) -> bool:
-        return self.options.prefix_caching
+        return bool(self.options.options.get(PREFIX_CACHING, True))
 
     @property
     def quantizes(self) -> bool:
@@ -59,7 +60,6 @@ class VllmKind(EngineKind[VllmConfig]):
         return EngineMemory(
             section=self.section,
             frees_gpu=True,
-            sleep_mode=options.sleep_mode,
             bytes_in_layers=None if options.quantization == "none" else 1,
             share_option="gpu_memory_utilization",
             share=options.gpu_memory_utilization,
@@ -83,6 +83,6 @@ class VllmKind(EngineKind[VllmConfig]):
         return "vLLM for CPUs samples wrong tokens where it drafts" if device == "cpu" else ""
 
     def check_experts(self, key: OptionKey) -> None:
-        if not self.options.prefix_caching:
-            name = key("prefix_caching")
+        if not self.caches_prompts:
+            name = f"{key('options')}.{PREFIX_CACHING}"
             raise ValueError(f"{name}: vLLM keeps the chosen experts in its prefix cache; type {name}=true")

@@ -171,7 +171,7 @@ def test_families_with_other_experts_are_refused_by_name(tmp_path: Path) -> None
 ROLES = ("policy", "learner", "grm")
 
 
-def check_replay(engine: str, resource: str, **options: bool) -> None:
+def check_replay(engine: str, resource: str, **options: object) -> None:
     pools = {role: {"slots": 1, "resource": resource} for role in ROLES}
     placement = {"pools": pools, "roles": {role: {"pool": role} for role in ROLES}}
     policy = {"engine": engine, "engine_options": options}
@@ -192,8 +192,9 @@ def test_engine_that_reports_no_experts_is_refused(engine: str, resource: str, w
 
 
 def test_vllm_keeps_them_with_its_prefix_cache() -> None:
-    with pytest.raises(ConfigError, match=r"^policy\.engine_options\.prefix_caching: .* type .*prefix_caching=true"):
-        check_replay("vllm", "gpu", prefix_caching=False)
+    key = r"policy\.engine_options\.options\.enable_prefix_caching"
+    with pytest.raises(ConfigError, match=rf"^{key}: .* type {key}=true"):
+        check_replay("vllm", "gpu", options={"enable_prefix_caching": False})
 
 
 def check_names(path: Path, engine: str) -> None:

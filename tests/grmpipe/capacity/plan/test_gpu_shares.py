@@ -64,18 +64,18 @@ def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
 
 def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
     """On an elastic slot only one of them is awake; with the learner gone too, both have more."""
-    elastic = compute_shares(facts_with("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
+    elastic = compute_shares(facts_with("placement.pools.all.elastic=true"))
     beside = compute_shares(facts_with())
     assert all(elastic[role] > beside[role] for role in beside)
     assert elastic["policy"] == pytest.approx(elastic["grm"])
-    by_turns = facts_with("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
+    by_turns = facts_with("placement=one_gpu_time_shared")
     assert sum(compute_shares(by_turns).values()) == pytest.approx(USABLE)
 
 
 def test_policy_engine_leaves_room_for_the_weights_of_a_time_shared_learner() -> None:
     """Alone with a learner with large weights: 8 B in float32."""
     facts = collect_facts(
-        composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",
+        composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared",
                  "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging")
     )  # fmt: skip
     assert compute_shares(facts)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
@@ -151,5 +151,4 @@ def test_shares_of_one_gpu_above_1_are_refused_by_key(options: tuple[str, ...], 
 def test_engines_that_take_turns_or_sit_apart_may_each_have_most_of_a_gpu() -> None:
     most = "engine.vllm.gpu_memory_utilization=0.85"
     seat_roles(composed("+experiment=qwen3_8b", PROMPTS, most))
-    elastic = ("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true")
-    seat_roles(composed("+experiment=qwen3_one_gpu", PROMPTS, most, *elastic))
+    seat_roles(composed("+experiment=qwen3_one_gpu", PROMPTS, most, "placement.pools.all.elastic=true"))

@@ -261,17 +261,15 @@ def held(*overrides: str) -> tuple[float, dict[str, float]]:
 def test_time_shared_gpu_is_counted_once(big_run: tuple[str, ...]) -> None:
     beside, whole = held()
     assert beside == sum(whole.values())
-    by_turns, whole = held("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
+    by_turns, whole = held("placement=one_gpu_time_shared")
     assert max(whole["learner"], whole["policy"] + whole["grm"]) <= by_turns < sum(whole.values())
-    sleeping = ("engine=vllm", "engine.vllm.sleep_mode=true", "engine.vllm.gpu_memory_utilization=0.6")
+    sleeping = ("engine=vllm", "engine.vllm.gpu_memory_utilization=0.6")
     moving, whole = held("placement.pools.all.elastic=true", *sleeping)
     assert moving == whole["learner"] + max(whole["policy"], whole["grm"])
 
 
 def test_plan_names_the_roles_of_a_time_shared_slot(big_run: tuple[str, ...]) -> None:
-    text = planned(
-        "+experiment=qwen3_one_gpu", *big_run[1:], "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true"
-    )
+    text = planned("+experiment=qwen3_one_gpu", *big_run[1:], "placement=one_gpu_time_shared")
     assert ", the learner alternates with the engines" in text
 
 
@@ -335,7 +333,7 @@ def test_without_a_prefix_cache_every_request_computes_its_prompt(big_run: tuple
         assert line is not None
         return float(line[1])
 
-    assert judging_s("engine.vllm.prefix_caching=false") > 1.2 * judging_s()
+    assert judging_s("+engine.vllm.options.enable_prefix_caching=false") > 1.2 * judging_s()
 
 
 def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:

@@ -133,7 +133,8 @@ def test_no_few_steps_beat_their_bound_with_judgements_of_other_steps(staleness:
 
 def test_engines_without_a_prefix_cache_compute_each_prompt() -> None:
     config = with_sections(workload().config, policy=ModelConfig(engine="vllm"), grm=GrmConfig(engine="vllm"))
-    off = replace(config, engine=replace(config.engine, vllm=replace(config.engine.vllm, prefix_caching=False)))
+    without = replace(config.engine.vllm, options={"enable_prefix_caching": False})
+    off = replace(config, engine=replace(config.engine, vllm=without))
     slow = replace(COSTS, engines=dict.fromkeys(COSTS.engines, replace(SPEED, prefill_token_s=1e-3)))
     cached, uncached = (simulate(replace(workload(), config=one), seats(), slow, 3) for one in (config, off))
     assert uncached.steps[-1].busy_s["policy"] > cached.steps[-1].busy_s["policy"] + 3 * 4 * 2 * 26 * 1e-3

@@ -22,20 +22,15 @@ def elastic(resource: str = "cpu", **sections: object) -> RunConfig:
     return build_config({"placement": {"pools": pools, "roles": roles}, **sections})
 
 
-def on_gpus(kind: str, sleep_mode: bool) -> RunConfig:
-    judge = {"engine": kind, "path": "tiny://grm"}
-    return elastic("gpu", engine={kind: {"sleep_mode": sleep_mode}}, policy={"engine": kind}, grm=judge)
-
-
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_engines_that_time_share_a_gpu_must_be_able_to_sleep(kind: str) -> None:
-    key = rf"engine\.{kind}\.sleep_mode"
-    with pytest.raises(ConfigError, match=rf"{key}: .*elastic pool engines.*type {key}=true"):
-        seat_roles(on_gpus(kind, sleep_mode=False))
-    config = on_gpus(kind, sleep_mode=True)
-    placement, roles = seat_roles(config)
+def test_engines_that_time_share_a_gpu_are_started_to_sleep(kind: str) -> None:
+    engine = {"engine": kind, "path": "tiny://grm"}
+    placement, roles = seat_roles(elastic("gpu", policy=engine, grm=engine))
     assert set(placement.elastic_slots("engines")) == {"0", "1"}
     assert roles.served["grm"].frees_device and roles.served["grm"].is_time_shared
+    assert roles.served["grm"].engine_spec("m", 0).sleeps
+    _, on_cores = seat_roles(elastic("cpu", policy=engine, grm=engine))
+    assert not on_cores.served["grm"].engine_spec("m", 0).sleeps
 
 
 def test_a_judge_that_learns_has_no_elastic_slot() -> None:
@@ -53,7 +48,7 @@ def test_embedded_engines_stay_where_they_are() -> None:
 
 
 def test_servers_that_run_already_have_no_elastic_slot() -> None:
-    engine = {"sglang": {"urls": ["http://a:1", "http://b:1"], "sleep_mode": True}}
+    engine = {"sglang": {"urls": ["http://a:1", "http://b:1"]}}
     config = elastic("gpu", engine=engine, policy={"engine": "sglang"})
     with pytest.raises(ConfigError, match=r"urls: .*elastic=false"):
         seat_roles(config)
@@ -66,14 +61,11 @@ def by_turns(resource: str = "gpu", learner: str = "all", **sections: object) ->
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_engines_that_time_share_a_gpu_with_the_learner_must_be_able_to_sleep(kind: str) -> None:
-    key = rf"engine\.{kind}\.sleep_mode"
-    awake = by_turns(engine={kind: {"sleep_mode": False}}, policy={"engine": kind})
-    with pytest.raises(ConfigError, match=rf"{key}: .*time_shared pool all.*the learner.*type {key}=true"):
-        seat_roles(awake)
-    config = by_turns(engine={kind: {"sleep_mode": True}}, policy={"engine": kind})
-    placement, roles = seat_roles(config)
+def test_engines_that_time_share_a_gpu_with_the_learner_are_started_to_sleep(kind: str) -> None:
+    placement, roles = seat_roles(by_turns(policy={"engine": kind}))
     assert placement.time_sharing_roles == ("policy", "grm")
+    assert roles.served["policy"].engine_spec("m", 0).sleeps
+    assert not roles.served["grm"].engine_spec("m", 0).sleeps, "the embedded engine keeps its weights"
     assert roles.served["policy"].sleeps
     assert roles.served["grm"].sleeps, "the embedded engine"
 
@@ -111,7 +103,7 @@ def test_judge_with_its_own_devices_does_not_wait_for_the_engines_that_take_turn
     seats = {"policy": "engines", "learner": "apart", "grm": "engines", "second": "apart"}
     config = build_config(
         {
-            "engine": {"kind": "vllm", "vllm": {"sleep_mode": True}},
+            "engine": {"kind": "vllm"},
             "models": {"second": {"path": "tiny://grm"}},
             "judges": {"other": {"model": "second"}},
             "reward": {"kind": "jury", "members": ["judge", "other"]},

@@ -59,9 +59,9 @@ def python(tmp_path: Path) -> str:
     return str(wrapper)
 
 
-def start_of(python: str = "", device: str = "cpu", **options: Any) -> SglangStart:
+def start_of(python: str = "", device: str = "cpu", *, sleeps: bool = False, **options: Any) -> SglangStart:
     config = {"python": python, "max_batch_rows": 8, "start_timeout_s": 30.0, **options}
-    spec = EngineSpec(path="/models/m", role="policy", device=device, seed=3)
+    spec = EngineSpec(path="/models/m", role="policy", device=device, seed=3, sleeps=sleeps)
     return SglangStart(spec=spec, config=SglangConfig(**config), context_tokens=128)
 
 
@@ -181,7 +181,7 @@ def test_an_interpreter_that_is_not_there_names_its_key() -> None:
 
 
 def test_flags_follow_from_the_typed_options() -> None:
-    flags = flags_of(start_of(sleep_mode=True, mem_fraction=0.5))
+    flags = flags_of(start_of(sleeps=True, mem_fraction=0.5))
     expected = {
         "model-path": "/models/m", "dtype": "float32", "device": "cpu", "random-seed": "3", "weight-version": "0",
         "max-running-requests": "8", "mem-fraction-static": "0.5", "tp-size": "1", "enable-memory-saver": "",

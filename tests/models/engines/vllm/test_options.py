@@ -31,7 +31,8 @@ pytestmark = pytest.mark.vllm
 def start_of(
     config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1, adapters: Adapters | None = None
 ) -> VllmStart:
-    spec = EngineSpec(path="m", role="policy", device=device, num_gpus=tensor_parallel)
+    """It sleeps where it can."""
+    spec = EngineSpec(path="m", role="policy", device=device, num_gpus=tensor_parallel, sleeps=True)
     return VllmStart(spec=spec, config=config, context_tokens=128, adapters=adapters)
 
 
@@ -106,15 +107,16 @@ def test_adapters_get_one_place_of_a_rank_that_vllm_has(rank: int, room: int) ->
 def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:
     on_cpu, on_gpu = (
         make_arguments(start_of(VllmConfig())),
-        make_arguments(start_of(VllmConfig(sleep_mode=True), "cuda", 2)),
+        make_arguments(start_of(VllmConfig(), "cuda", 2)),
     )
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (256 << 20, True)
     assert (on_gpu["kv_cache_memory_bytes"], on_gpu["enforce_eager"]) == (None, False)
     assert (on_gpu["distributed_executor_backend"], on_gpu["enable_sleep_mode"]) == ("mp", True)
 
 
-def test_a_cpu_engine_has_the_threads_it_was_given_and_chooses_no_cores() -> None:
-    environment = make_environment(start_of(VllmConfig(cpu_threads=3)), "/sockets")
+def test_a_cpu_engine_has_the_threads_of_its_process_and_chooses_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = make_environment(start_of(VllmConfig()), "/sockets")
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"

@@ -32,8 +32,8 @@ KV_CACHE_MB = 512
 def test_vllm_sleeps_wakes_and_takes_weights(
     model_path: str, next_version_path: str, prompt_of: Any, next_plain: Any, tmp_path: Path, transport: str
 ) -> None:
-    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, sleep_mode=True, options={"enforce_eager": True})
-    engine = VllmEngine(EngineSpec(path=model_path, role="policy", device="cuda"), config)
+    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, options={"enforce_eager": True})
+    engine = VllmEngine(EngineSpec(path=model_path, role="policy", device="cuda", sleeps=True), config)
     device = torch.device("cuda:0")
     stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "float32", bucket_bytes=1 << 15)
     sender = open_transport(transport, "float32", device, str(tmp_path))

@@ -22,9 +22,7 @@ def test_fused_layers_and_a_tied_head_in_two_halves_take_a_push_and_score_as_the
     model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
 ) -> None:
     ids = prompt_of(40)
-    engine = VllmEngine(
-        EngineSpec(path=model_path, role="policy", num_gpus=2), VllmConfig(kv_cache_mb=16, cpu_threads=1)
-    )
+    engine = VllmEngine(EngineSpec(path=model_path, role="policy", num_gpus=2), VllmConfig(kv_cache_mb=16))
 
     def expected(whole: Any) -> list[float]:
         logprobs_TV = whole.logits(ids)[:-1].log_softmax(-1)
