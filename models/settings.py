@@ -233,14 +233,8 @@ class EmbeddedConfig(Bounded):
 
     max_batch_rows: int = at_least(1, 256)  # [requests] Requests that decode at once; the others wait.
     max_context_tokens: int = at_least(0, 0)  # Prompt and new tokens of a request; 0: the model's own window.
-    # [tokens] Most prompt tokens that are prefilled, or scored, in one step. A slow machine takes as many as it does in
-    # a second or two, measured all the time; a longer prompt takes several steps, between which others decode.
-    prefill_tokens_per_step: int = at_least(1, 8192)
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
-    # Tokens and log-probs of a request are the same to the last bit, whatever other requests decode; set by
-    # train.deterministic.
-    batch_invariant: bool = False
     # Sample from weights rounded to int8, int4 or fp8 (E4M3), per row by its largest value; this makes nothing faster.
     quantize: str = one_of(QUANTIZATIONS, "none")
 
@@ -283,21 +277,16 @@ class SglangConfig(Bounded):
     """SGLang servers, started by grmpipe from their own environment, or joined by URL."""
 
     python: str = ""  # Interpreter of SGLang's environment; empty: the one that runs grmpipe.
-    # URLs of running servers to join, one per replica; empty: servers are started.
+    # URLs of running servers to join, one per replica, with the key in the environment variable SGLANG_API_KEY, if they
+    # have one; empty: servers are started.
     urls: list[str] = field(default_factory=list)
-    # Environment variable with the key of joined servers; started servers get a new key.
-    api_key_env: str = "SGLANG_API_KEY"
     max_batch_rows: int = at_least(1, 256)  # [requests] Requests that decode at once (SGLang's max-running-requests).
     # Prompt and new tokens of a request (SGLang's context-length); 0: the model's own window.
     max_context_tokens: int = at_least(0, 0)
     mem_fraction: float = 0.8  # [share] Part of the GPU's memory for weights and cache (SGLang's mem-fraction-static).
-    # Sample a request by its own seed, whatever decodes beside it (SGLang's enable-deterministic-inference); null: on a
-    # CPU only, because on GPUs it costs 25 to 45 % of the speed.
-    deterministic: bool | None = None
     # Requests in flight at a push prefill again with the new weights (pause mode retract); false: they keep their keys
     # and values.
     recompute_kv_on_sync: bool = False
-    start_timeout_s: float = above(0, 300.0)  # Limit for the start of a server.
     # Other flags of SGLang's server, without the dashes.
     options: dict[str, Any] = field(default_factory=dict)
 

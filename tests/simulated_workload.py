@@ -8,7 +8,6 @@ from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.simulated_answers import Lengths
 from grmpipe.capacity.simulate.workload import Workload
 from grmpipe.config.data import RolloutConfig
-from grmpipe.config.task_settings import SimulateConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.models.types import EngineSpeed, Message
@@ -27,13 +26,12 @@ ROLLOUTS, CRITIQUES = always(100), always(50)
 
 
 def workload(
-    *, staleness: int = 0, lengths: Lengths = ROLLOUTS, critiques: Lengths = CRITIQUES, **simulated: float
+    *, staleness: int = 0, lengths: Lengths = ROLLOUTS, critiques: Lengths = CRITIQUES, unparseable_share: float = 0.0
 ) -> Workload:
     config = run_config(
         train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
         rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
         judge=judge_config(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),
-        simulate=SimulateConfig(**simulated),  # type: ignore[arg-type]
     )
     question = Message(role="user", content="how many apples are left? " * 4)
     return Workload(
@@ -41,6 +39,7 @@ def workload(
         prompts=PromptStream([Prompt(prompt_id=f"p{n}", messages=(question,)) for n in range(64)]),
         chars_per_token={"policy": 4.0, "grm": 4.0},
         lengths={"policy": lengths, "judge": critiques},
+        unparseable_share=unparseable_share,
     )
 
 

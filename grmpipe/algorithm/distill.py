@@ -37,8 +37,6 @@ class DistillConfig(Bounded):
     # A rollout that its teacher couldn't score leaves its group like one without a verdict; false: it is trained on its
     # rewards alone.
     required: bool = True
-    # Share of the last scores of a teacher above which the run pauses, then stops.
-    max_failure_rate: float = between_0_and_1(0.2)
 
     def __post_init__(self) -> None:
         super().__post_init__()

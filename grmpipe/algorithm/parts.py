@@ -291,4 +291,4 @@ def estimate(groups: Sequence[Group], algorithm: AlgorithmSettings) -> Advantage
             f"array with "
             "a finite number for each sampled token"
         )
-    return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]
+    return [[np.asarray(advantages_N) for advantages_N in group] for group in found]

@@ -142,9 +142,8 @@ class OverlongConfig(Bounded):
 class ReplayBufferConfig(Bounded):
     """The groups of earlier batches that are trained again."""
 
-    # [groups] Those that each batch trains again, none older than train.max_staleness; 0: none.
+    # [groups] Those that each batch trains again, each once, none older than train.max_staleness; 0: none.
     groups: int = at_least(0, 0)
-    uses: int = at_least(1, 1)  # [batches] Most further batches in which a group is trained again.
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,6 @@ class AlgorithmSettings(KindSettings, Bounded):
     gamma: float = between_0_and_1(1.0)
     # For gae, gae_raw and gae_turns: weight of later steps; 1 uses the full return, 0 only the critic's next value.
     gae_lambda: float = between_0_and_1(1.0)
-    negative_weight: float = at_least(0, 1.0)  # Factor on advantages below 0.
     # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
     weight_half_std: float | None = above(0, None)
     # [batches] Zero-advantage groups that a step may drop and replace, in multiples of

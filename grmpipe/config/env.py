@@ -168,8 +168,6 @@ class EnvConfig(Bounded):
     attempts: int = at_least(1, 3)  # [episodes] Most episodes of a sibling; the environment failed in all but the last.
     # [episodes] Most episodes open at the same time. A group waits until there is room for all its siblings.
     capacity: int = at_least(1, 256)
-    # Most starts of environments in a minute; null: no limit.
-    boots_per_minute: float | None = positive(None, "above 0, or null for no limit")
     # [characters] Longest message of the environment; the middle of a longer one is left out.
     max_observation_chars: int = at_least(1, 8000)
     # [share] Share of the last 64 episodes that failed in all their attempts, above which no group is opened for

@@ -26,7 +26,6 @@ class IsolationConfig(Bounded):
     memory_mb: int = positive(512, COUNT)
     cpu_s: int = positive(60, COUNT)  # [seconds] CPU time of each process of an episode.
     max_processes: int = positive(32, COUNT)  # [processes] Processes and threads of an episode.
-    max_files: int = positive(256, COUNT)  # [files] Open files of each process.
     file_mb: int = positive(64, COUNT)  # [MB] Files in the episode's folder, which is deleted at its end.
     network: bool = False  # Whether an episode has the network.
     # Files and folders that an episode may read, besides the system's programs, Python, what is installed for it, and
@@ -40,8 +39,6 @@ class IsolationConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_files < 16:
-            raise ValueError(f"max_files: must be at least 16, which Python itself needs, got {self.max_files}")
         if self.kind == CONTAINER and not self.image:
             raise ValueError("image: is empty; for kind=container name the image that holds Python and your code")
         if self.image and self.kind != CONTAINER:

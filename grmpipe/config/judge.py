@@ -142,8 +142,8 @@ class SplitConfig(Bounded):
 
     # For pairwise: which pairs of a group are judged, all or each sibling with the next.
     pairs: str = one_of(PAIRS, "all")
-    step_end: str = "\n"  # For steps: text that ends a step; empty: a step is a turn.
-    max_steps: int = at_least(1, 32)  # For steps: most steps of a response; the rest belongs to the last one.
+    # For steps: text that ends a step; empty: a step is a turn. After 31 steps the rest of a turn is the last one.
+    step_end: str = "\n"
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,6 @@ class LimitsConfig(Bounded):
     min_tokens_per_s: float = positive(10.0)
     # [retries] How often an unparseable or truncated judgement is sampled again; at temperature 0 never.
     max_retries: int = at_least(0, 1)
-    failure_window: int = at_least(1, 256)  # [verdicts] Latest verdicts that max_failure_rate is measured over.
     max_concurrency: int = at_least(1, 1024)  # [judgements] Most judgements in flight.
 
 
@@ -206,8 +205,6 @@ class EarlyStopConfig(Bounded):
     kind: str = one_of(EARLY_STOPS, "none")
     # [judgements] For relaxed: judgements requested at once, and the fewest before a stop.
     first: int = at_least(1, 2)
-    # [judgements] Judgements requested at a time after the first ones; fewer save more and take longer.
-    wave: int = at_least(1, 2)
     # [share] For relaxed: largest standard error of a score, as a share of the spread of the group's scores.
     max_error: float = positive(0.25)
     # For relaxed: share of rollouts that are still judged in full, to measure the error of stopping.
@@ -247,9 +244,9 @@ class JudgeConfig(Bounded):
     split: SplitConfig = field(default_factory=SplitConfig)
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops. With several
-    # judges judge.max_failure_rate holds for the verdicts that they give together, and that of each for its own: above
-    # it an alarm names the judge.
+    # [share] Share of the last 256 verdicts that failed, or of the last 256 scores of teachers, above which judging
+    # pauses; if it is exceeded again, the run stops. With several judges judge.max_failure_rate holds for the verdicts
+    # that they give together, and that of each for its own: above it an alarm names the judge.
     max_failure_rate: float = above_0_to_1(0.2)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.

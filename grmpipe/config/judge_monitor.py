@@ -47,14 +47,12 @@ class JudgeMonitorConfig(Bounded):
     # [prompts] How many of the held-out prompts (data.eval_path) an evaluation during a run asks, whether or not their
     # truth is known; the first and the last evaluation use all of them.
     anchors: int = at_least(1, 64)
-    # [steps] Interval of checks with canaries and adversarial replies, the first before step 1; 0: no such checks.
+    # [steps] Interval of checks with canaries (16 fixed responses) and adversarial replies (ten without content to each
+    # of two prompts), the first before step 1; 0: no such checks.
     every: int = at_least(0, 20)
-    canaries: int = at_least(0, 16)  # [responses] Fixed responses that are judged at each check, under the same seeds.
     # File of labelled judgements to take canaries from, which a comparing judge needs; null: responses of the first
     # held-out evaluation.
     canaries_path: str | None = None
-    # [prompts] Prompts whose ten replies without content are judged at each check.
-    adversarial_prompts: int = at_least(0, 2)
     limits: dict[str, LimitConfig] = field(default_factory=dict)
     # Judges or compositions that only watch, as in {gold: 0.2}: by name, the share of the trained groups that each
     # judges, drawn by seed, at the lowest priority; nothing is trained on their verdicts. Null: none.

@@ -16,7 +16,6 @@ from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.settings import EngineConfig, PolicyConfig
 from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig
-from grmpipe.scheduler.slots.balance import BalanceConfig
 from grmpipe.scheduler.slots.engine_replacement import HealthConfig
 from grmpipe.scheduler.weights.weight_push import SyncConfig
 
@@ -88,10 +87,9 @@ class NamedSections:
 
 @dataclass(frozen=True)
 class SlotsConfig:
-    """The processes on slots: those that die are replaced, and elastic slots are divided between roles."""
+    """The processes on slots: those that die are replaced."""
 
     health: HealthConfig = field(default_factory=HealthConfig)
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.models.bounds import Bounded, at_least, between_0_and_1, not_empty, one_of
+from grmpipe.models.bounds import Bounded, at_least, not_empty, one_of
 from grmpipe.models.settings import DTYPES
 from grmpipe.scheduler.devices import DeviceSpec
 
@@ -13,7 +13,7 @@ WHAT = ("judge", "policy", "both")
 HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"
 A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
-OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "seed", "greedy")  # and only that of a policy
+OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "greedy")  # and only that of a policy
 ITEMS_AT_ONCE = 64  # labelled items, or prompts, that an evaluation has in flight
 NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
 TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
@@ -42,7 +42,6 @@ class EvaluateConfig(Bounded):
     pass_k: list[int] | None = None
     every: int = at_least(1, 10)  # [steps] Interval between the held-out evaluations of a training run.
     temperature: float = at_least(0, 1.0)  # Temperature of the sampled answers.
-    seed: int | None = None  # Seed of the sampled answers; null: that of the run.
     greedy: bool = True  # Also answer each prompt once at temperature 0.
 
     def __post_init__(self) -> None:
@@ -144,12 +143,9 @@ class SimulateConfig(Bounded):
     """Settings of `task=simulate`, which simulates a run."""
 
     steps: int = at_least(1, 20)  # [steps] Simulated steps.
-    # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths.
+    # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths, with
+    # the means of task=plan: plan.rollout_tokens, plan.judgement_tokens.
     lengths: str | None = not_empty(None, "give a run's directory, or null")
-    # Standard deviation of the logarithm of a rollout's length, and twice that of a judgement's; at 0.6 the longest of
-    # 100 is 4 times the median. The means are those of task=plan: plan.rollout_tokens, plan.judgement_tokens.
-    length_sigma: float = at_least(0, 0.6)
-    unparseable_share: float = between_0_and_1(0.0)  # Share of judgements that can't be parsed.
 
 
 @dataclass(frozen=True)

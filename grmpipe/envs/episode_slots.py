@@ -11,18 +11,13 @@ from grmpipe.types import Prompt, Rollout
 
 
 class EpisodeSlots:
-    """A number of episodes that may be open at the same time, and a pace for opening them.
+    """A number of episodes that may be open at the same time; None: no limit.
 
     Bookings are served in their order, so that a large one isn't overtaken for ever by small ones.
-
-    capacity:         slots; None: no limit.
-    boots_per_minute: most episodes opened in a minute; None: no limit.
     """
 
-    def __init__(self, capacity: int | None = None, boots_per_minute: float | None = None) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self._boot_s = 60 / boots_per_minute if boots_per_minute else 0.0
-        self._next_boot_s = 0.0
         self._num_booked = 0
         self._waiting: deque[tuple[int, asyncio.Event]] = deque()
         self.num_open = 0
@@ -68,14 +63,6 @@ class EpisodeSlots:
             self._num_booked += count
             turn.set()
 
-    async def wait_for_pace(self) -> None:
-        """Wait until one more environment may start."""
-        if self._boot_s:
-            now_s = asyncio.get_running_loop().time()
-            at_s = max(now_s, self._next_boot_s)
-            self._next_boot_s = at_s + self._boot_s
-            await asyncio.sleep(at_s - now_s)
-
 
 class Booking:
     """EpisodeSlots that were booked together. As a context it uses one and gives it back, for several episodes at once;
@@ -90,11 +77,6 @@ class Booking:
         assert self._num_free > 0, "more episodes than slots"
         self._num_free -= 1
         self._slots.num_open += 1
-        try:
-            await self._slots.wait_for_pace()
-        except BaseException:
-            await self.__aexit__()
-            raise
 
     async def __aexit__(self, *_: object) -> None:
         self._slots.num_open -= 1

@@ -33,6 +33,7 @@ from grmpipe.types import (
 log = logging.getLogger(__name__)
 
 HealthState = Literal["closed", "open", "half-open", "stopped"]
+VERDICTS_WINDOW = 256  # the latest verdicts that a judge's rate of failures is measured over: two steps of the defaults
 
 
 class Unfit(Exception):

@@ -68,6 +68,7 @@ class ServedRole(ResolvedRole):
     return_routed_experts: whether its engines return the experts of each token, for router replay.
     sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
     speculation:  where its engines take drafts of tokens from.
+    batch_invariant: whether a request's tokens must not depend on those beside it.
     """
 
     model: ModelEntry
@@ -78,6 +79,7 @@ class ServedRole(ResolvedRole):
     return_routed_experts: bool
     sync: SyncConfig
     speculation: str
+    batch_invariant: bool
 
     @property
     def sleeps(self) -> bool:
@@ -123,6 +125,7 @@ class ServedRole(ResolvedRole):
             return_routed_experts=self.return_routed_experts,
             speculation=self.speculation,
             sleeps=self.takes_turns and self.frees_device,
+            batch_invariant=self.batch_invariant,
         )
 
     def check_speculation(self) -> None:
@@ -287,6 +290,7 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
             return_routed_experts=config.algorithm.router_replay == "rollout" and name == POLICY,
             sync=resolve_sync(engine, config.sync),
             speculation="none" if name == POLICY else config.engine.speculation,
+            batch_invariant=config.train.deterministic and engine.batch_invariant,
         )
     for name in (name for name in placement.seats if name not in served):
         others[name] = ResolvedRole(**find_place(name, placement), name=name)
@@ -319,14 +323,12 @@ def make_option_key(model: ModelEntry, engine: AnyEngine) -> Callable[[str], str
 
 
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
-    """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
-    deterministic run it is batch-invariant."""
+    """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it."""
     model, kind = config.models[role], config.find_engine_kind(role)
     shared = kind.read_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{model.key}.engine: the options of {model.engine} are no dataclass")
-    engine = kind(overlaid(shared, model.engine_options, f"{model.key}.engine_options."))
-    return engine.make_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
+    return kind(overlaid(shared, model.engine_options, f"{model.key}.engine_options."))
 
 
 class SeatFacts(TypedDict):

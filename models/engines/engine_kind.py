@@ -40,6 +40,8 @@ class EngineSpec:
     return_routed_experts: whether its completions have the experts of their tokens; for mixtures of experts only.
     speculation:   where drafts of tokens come from that it verifies together: none or ngram.
     sleeps:        whether it frees its GPU's memory at times, for a learner or another engine.
+    batch_invariant: whether a request's tokens and log-probs must be the same to the last bit, whatever other requests
+                   decode; only for kinds that can.
     """
 
     path: str
@@ -54,6 +56,7 @@ class EngineSpec:
     return_routed_experts: bool = False
     speculation: str = "none"
     sleeps: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,7 @@ class EngineKind(ABC, Generic[Options]):
     reads_model_files: it takes the weights of a model's folder (ModelFiles).
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
-    batch_invariant:   it can make a request's tokens independent of those beside it, by `make_batch_invariant`.
+    batch_invariant:   it can make a request's tokens independent of those beside it, where EngineSpec asks for that.
     scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
     """
 
@@ -180,10 +183,6 @@ class EngineKind(ABC, Generic[Options]):
     def quantizes(self) -> bool:
         """Whether its options make weights or cache coarser than what it is sent."""
         return False
-
-    def make_batch_invariant(self) -> EngineKind[Options]:
-        """The kind with options that make a request's tokens independent of other requests."""
-        raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")
 
     @property
     def memory(self) -> EngineMemory:

@@ -13,19 +13,10 @@ throughput of overlapping steps, which thin batches on many slots waste).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.models.bounds import Bounded, above
 from grmpipe.scheduler.routing.load import RoleBacklog
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
 HYSTERESIS = 1.0  # a move must gain this many times its cost, in addition to its cost
-
-
-@dataclass(frozen=True)
-class BalanceConfig(Bounded):
-    """When slots of elastic pools change their role. Other pools ignore it."""
-
-    every_s: float = above(0, 0.2)  # Longest time between two decisions.
-    switch_s: float = above(0, 0.5)  # Assumed time of a move until moves are measured.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

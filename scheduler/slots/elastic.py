@@ -20,7 +20,7 @@ from grmpipe.scheduler.clock import Standstill
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.routing.load import NEVER_S
 from grmpipe.scheduler.routing.router import Router
-from grmpipe.scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
+from grmpipe.scheduler.slots.balance import Move, Pool, Slot, decide
 from grmpipe.scheduler.slots.engine_replacement import BringCurrent, need_no_weights
 from grmpipe.scheduler.slots.sleep import SleepingEngine, sleep_engine
 from grmpipe.scheduler.weights.weight_push import SyncReport
@@ -28,6 +28,8 @@ from grmpipe.scheduler.weights.weight_push import SyncReport
 log = logging.getLogger(__name__)
 
 LEAVE_DEADLINE_S = 60.0  # for an engine to let its requests go, to fall asleep, to wake
+CHECK_EVERY_S = 0.2  # the longest wait between two decisions: news interrupts it, so it bounds only what brings none
+ASSUMED_SWITCH_S = 0.5  # of a move, until some were measured
 LEAST_COST_S = 0.05  # migrated requests are prefilled again, which isn't measured
 COST_MEMORY = 0.7  # weight of earlier switches in the estimate of the next one
 
@@ -69,7 +71,6 @@ class ElasticPool:
         name: str,
         slots: Mapping[str, Mapping[str, str]],
         roles: Mapping[str, ElasticRole],
-        config: BalanceConfig,
         events: EventSink | None = None,
     ) -> None:
         """slots: slot -> role -> the name of its engine. roles: in the order of the flow; all slots begin with the
@@ -79,7 +80,6 @@ class ElasticPool:
         self.moves: Counter[str] = Counter()  # "policy->grm" -> number
         self._engines = slots
         self._roles = roles
-        self._config = config
         self._events = events or NoEvents()
         first = next(iter(roles))
         self._serves = dict.fromkeys(slots, first)  # or will serve, once its move is done
@@ -160,7 +160,7 @@ class ElasticPool:
         )
 
     def _cost_s(self, source: str, target: str) -> float:
-        cost_s = max(self._switch_s.get((source, target), self._config.switch_s), LEAST_COST_S)
+        cost_s = max(self._switch_s.get((source, target), ASSUMED_SWITCH_S), LEAST_COST_S)
         if self._roles[target].bring_current is need_no_weights:
             return cost_s
         # New engines catch up one after another, and the learner's push waits for them.
@@ -295,7 +295,7 @@ class ElasticPool:
     async def _until_news(self) -> None:
         """Wait until a request waits for an engine, an engine is idle, or it is time to check."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.every_s):
+            async with asyncio.timeout(CHECK_EVERY_S):
                 await self._news.wait()
         self._news.clear()
 

@@ -30,6 +30,7 @@ from grmpipe.scheduler.weights.weight_checks import (
 T = TypeVar("T")
 LEARNER = "learner"
 JOIN_S = 120.0  # limit for a new process group of broadcasts to connect
+MIN_BYTES_PER_S = 1e8  # slowest acceptable speed of weights, below any disk or network that a model is trained over
 # [nats] Tolerances of the probe, by what is sent and how the engine keeps it.
 TOLERANCE, TOLERANCE_16BIT, TOLERANCE_QUANTIZED = 1e-3, 0.25, 1.0
 
@@ -44,10 +45,8 @@ class SyncConfig(Bounded):
     transport: str = "auto"
     # Weights sent at once; at most two such buckets are held. 0: by the size of the model.
     bucket_mb: int = at_least(0, 0, "0 (by the model's size) or more")
-    # Limit of a push, besides the time for its bytes and for a new process group.
+    # Limit of a push, besides the time for its bytes (at 100 MB/s) and for a new process group.
     deadline_s: float = above(0, 60.0)
-    # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
-    min_mb_per_s: float = above(0, 100.0)
     # [nats] Largest median difference of log-probs over the likelier half of the probe; null: 0.001 if float32 is sent,
     # 0.25 if bfloat16 or float16 is, 1 if the engine's options quantize its weights or cache.
     probe_tolerance: float | None = above(0, None)
@@ -238,7 +237,7 @@ class Push:
         self.num_bytes += size
         # Copies to engines share the learner's links; a broadcast goes over each of them once.
         copies = 1 if is_broadcast else len(takers)
-        self.allow(size * copies / (self.config.min_mb_per_s * 1e6))
+        self.allow(size * copies / MIN_BYTES_PER_S)
         what = f"bucket {index} ({describe_span(bucket)})"
         work: dict[str, Coroutine[object, object, object]] = {}
         if is_broadcast:

@@ -9,19 +9,18 @@ from collections.abc import Callable
 import pytest
 
 from grmpipe.run.errors import RunFailed
+from grmpipe.run.features.judge_monitor import NUM_CANARIES
 
 
 def test_frozen_judge_does_not_drift_during_a_run(small_run: Callable) -> None:
-    files = small_run(
-        "judge_monitor.every=1", "judge_monitor.canaries=6", "judge_monitor.adversarial_prompts=1", "train.num_steps=2"
-    )
+    files = small_run("judge_monitor.every=1", "train.num_steps=2")
     start, *_, last = files.lines("metrics")
     assert start["judge_monitor/canary_drift_abs"] == last["judge_monitor/canary_drift_abs"] == 0.0
     assert start["judge_monitor/attack_success_share"] <= 0.2
     assert last["alarm/canary_drift"] == last["alarm/fooled"] == 0.0
     assert files.summary["alarms"] == []
     canaries = files.lines("canaries")
-    assert len(canaries) == 6 and all(line["prompt"]["messages"] for line in canaries)
+    assert len(canaries) == NUM_CANARIES and all(line["prompt"]["messages"] for line in canaries)
 
 
 def test_a_limit_stops_the_run_and_says_which(small_run: Callable) -> None:

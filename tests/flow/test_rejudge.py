@@ -195,7 +195,8 @@ def test_a_judge_that_fails_half_way_stops_it_and_a_resume_judges_what_failed(
         return await judge_in_time(judge, prompt, rollouts, *more)
 
     judged = judged_by(monkeypatch, dies_after_two)
-    typed = ("judge=rule", "judge.limits.failure_window=16", "judge.limits.max_concurrency=4")
+    typed = ("judge=rule", "judge.limits.max_concurrency=4")
+    monkeypatch.setattr("grmpipe.run.build.compose_pipeline.VERDICTS_WINDOW", 16)
     with pytest.raises(Exception, match="died"):
         rejudge("broken", *typed)
     broken = type(recorded)(recorded.run_dir / "rejudged" / "broken")

@@ -131,7 +131,7 @@ def test_remote_judge_is_billed_as_it_reports_and_no_file_holds_a_secret(
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
     body = "{gateway: {api_key: '${oc.env:GATEWAY}', note: '${oc.env:GATEWAY}'}, auth: Bearer-planted-as-typed}"
     tracked = ("tracking=wandb", "tracking.wandb.mode=offline")
-    monitor = ("judge_monitor.every=1", "judge_monitor.canaries=2", "tracking.console=true")
+    monitor = ("judge_monitor.every=1", "tracking.console=true")
     files = small_run(*outside, "train.num_steps=2", *monitor, f"+engine.openai.extra_body={body}", *tracked)
     summary, judging = files.summary, files.summary["judging"]
     assert (summary["status"], summary["versions"]) == ("completed", {"policy": 2, "grm": 0})
@@ -182,8 +182,9 @@ def test_an_endpoint_that_refuses_later_stops_the_run_with_its_words(
 ) -> None:
     monkeypatch.setenv("THE_KEY", "key-of-a-filter")
     bill.declines_after = 8
+    monkeypatch.setattr("grmpipe.run.build.compose_pipeline.VERDICTS_WINDOW", 8)
     with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*declined"):
-        small_run(*outside, "judge.limits.failure_window=8", "rollout.pause_s=0.1", "data.num_eval_prompts=1")
+        small_run(*outside, "rollout.pause_s=0.1", "data.num_eval_prompts=1")
 
 
 def test_an_endpoint_at_which_nobody_listens_fails_the_run_before_it_starts(

@@ -21,8 +21,9 @@ def test_two_ranks_on_ray_train_as_one_in_this_process(small_run: Callable) -> N
 
 
 @pytest.mark.long  # tests/flow/test_elastic.py moves them in this process
-def test_slots_move_between_processes(small_run: Callable) -> None:
-    run = small_run("placement=elastic", "slots.balance.switch_s=0.05", "train.num_steps=4", "cluster=ray")
+def test_slots_move_between_processes(small_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.scheduler.slots.elastic.ASSUMED_SWITCH_S", 0.05)
+    run = small_run("placement=elastic", "train.num_steps=4", "cluster=ray")
     run.check_complete(16)
     assert set(run.summary["moves"]) == {"policy->grm", "grm->policy"}
     assert 0 < run.steps()[-1]["moves/total"] <= sum(run.summary["moves"].values())

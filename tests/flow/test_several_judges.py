@@ -109,10 +109,11 @@ def test_a_member_that_a_jury_does_without_raises_an_alarm_by_its_name(
 ) -> None:
     (tmp_path / "silent_judges.py").write_text(SILENT)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("grmpipe.run.features.failing_judges.VERDICTS_WINDOW", 16)
     files = small_run(
         "judge=rule", "+judge@judges.far=rule", "judges.far.kind=custom",
         "judges.far.custom.target=silent_judges.Silent",
-        "reward=jury", "reward.members=[judge,far]", "reward.quorum=1", "judges.far.limits.failure_window=16",
+        "reward=jury", "reward.members=[judge,far]", "reward.quorum=1",
         "train.num_steps=1", "data.num_eval_prompts=1",
     )  # fmt: skip
     assert files.summary["status"] == "completed"

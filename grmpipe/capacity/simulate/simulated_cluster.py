@@ -181,7 +181,7 @@ class Simulation:
         for name in self._placement.pools:
             if slots := self._placement.elastic_slots(name):
                 roles = {role: self._elastic_role(role, routers[role], sync) for role in next(iter(slots.values()))}
-                pools.append(ElasticPool(name, slots, roles, self._config.slots.balance, self._events))
+                pools.append(ElasticPool(name, slots, roles, self._events))
         return pools
 
     def _elastic_role(self, role: str, router: Router, sync: WeightSync) -> ElasticRole:

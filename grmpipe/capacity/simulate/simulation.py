@@ -28,6 +28,10 @@ from grmpipe.observe.timeline import Timeline
 from grmpipe.pipeline.health import Unfit
 from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
 
+# Standard deviation of the logarithm of a rollout's length, and twice that of a judgement's: the longest of 100 is 4
+# times the median, as of models that reason.
+LENGTH_SIGMA = 0.6
+
 
 def run_simulation(config: RunConfig) -> tuple[str, float]:
     """Simulate as placed, write simulation.json and timeline.json. Returns what to print, and the seconds of a step.
@@ -44,8 +48,7 @@ def run_simulation(config: RunConfig) -> tuple[str, float]:
             "type a longer rollout.group_deadline_s (and judge.limits.timeout_s), fewer judgements "
             "(judge.num_judgements), or more engines for the judge (placement)"
             if re.search(r"\d timeout", str(error))
-            else "type judges that decide more of its rollouts, another composition of them, or a lower "
-            "simulate.unparseable_share if you set that"
+            else "type judges that decide more of its rollouts, or another composition of them"
         )
         raise ConfigError(f"reward: the simulated run stops, as a real one would: {error}; {way_out}") from error
     timeline.close()
@@ -63,10 +66,8 @@ def make_workload(facts: RunFacts) -> Workload:
         raise ConfigError(f"{key}.engine: a model behind an endpoint can't be simulated; type {key}.engine=vllm")
     settings = config.simulate
     means = {name: judge_lengths(name, facts).new_tokens for name in config.judging.generative}
-    lengths = {
-        name: choose_lengths(name, mean, settings.length_sigma / 2, settings.lengths) for name, mean in means.items()
-    }
-    played = choose_lengths(POLICY, policy_lengths(facts).new_tokens, settings.length_sigma, settings.lengths)
+    lengths = {name: choose_lengths(name, mean, LENGTH_SIGMA / 2, settings.lengths) for name, mean in means.items()}
+    played = choose_lengths(POLICY, policy_lengths(facts).new_tokens, LENGTH_SIGMA, settings.lengths)
     return Workload(
         config=config,
         prompts=PromptStream(facts.data.train, seed=config.seed, shuffle=config.data.shuffle),

@@ -31,7 +31,7 @@ class Workload:
     """The workload, independent of the placement.
 
     chars_per_token: of each model, by its role. lengths: of the policy's turns, and of each judge's judgements.
-    sibling_correlation: of the lengths of siblings' turns.
+    sibling_correlation: of the lengths of siblings' turns. unparseable_share: of the judgements.
     """
 
     config: RunConfig
@@ -39,6 +39,7 @@ class Workload:
     chars_per_token: Mapping[str, float]
     lengths: Mapping[str, Lengths]
     sibling_correlation: float = 0.0
+    unparseable_share: float = 0.0
 
 
 def make_flow(config: RunConfig, num_steps: int) -> FlowConfig:
@@ -63,7 +64,7 @@ def make_writer(workload: Workload, role: str) -> ModelWriter:
                 scale=judge.scale,
                 boxed=with_writable_form(judge).parser == "boxed",
                 num_scores=judge.responses_shown(config.train.group_size),
-                unparseable_share=config.simulate.unparseable_share,
+                unparseable_share=workload.unparseable_share,
             )
             for name, judge in config.judging.select_asking(role).items()
         },

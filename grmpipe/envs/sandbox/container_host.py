@@ -14,6 +14,7 @@ from grmpipe.config.isolation import IsolationConfig
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.process_group import last_bytes
+from grmpipe.envs.sandbox.confinement import MOST_FILES
 from grmpipe.envs.sandbox.crash_cleanup import LABEL, CleanupRecord
 from grmpipe.envs.sandbox.hosted_env import WorkerHost
 from grmpipe.envs.sandbox.messages import Ended
@@ -40,7 +41,7 @@ def docker_options(config: IsolationConfig, token: str, name: str) -> list[str]:
         "--rm", "--interactive", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
         f"--user={NO_USER}", f"--name={name}", f"--label={LABEL}={token}",
         f"--memory={config.memory_mb}m", f"--memory-swap={config.memory_mb}m", f"--pids-limit={config.max_processes}",
-        f"--ulimit=cpu={config.cpu_s}:{config.cpu_s}", f"--ulimit=nofile={config.max_files}:{config.max_files}",
+        f"--ulimit=cpu={config.cpu_s}:{config.cpu_s}", f"--ulimit=nofile={MOST_FILES}:{MOST_FILES}",
         f"--tmpfs=/tmp:size={config.file_mb}m", "--workdir=/tmp", "--env=HOME=/tmp",
     ]  # fmt: skip
     options += [] if config.network else ["--network=none"]

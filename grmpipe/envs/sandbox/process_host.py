@@ -234,7 +234,6 @@ def make_bounds(config: IsolationConfig, folder: Path, without: tuple[str, ...])
         memory_mb=config.memory_mb,
         cpu_s=config.cpu_s,
         max_processes=config.max_processes,
-        max_files=config.max_files,
         file_mb=config.file_mb,
         network=config.network,
         without=without,

@@ -115,8 +115,8 @@ class PairwiseSession(GroupSession):
 
     def _stop(self, lower: int) -> Stop:
         """The exact early stop: the remaining judgements can't change who wins the pair."""
-        rules, num_judgements = self._context.config.early_stop, self._context.config.num_judgements
-        if rules.kind != "exact":
+        num_judgements = self._context.config.num_judgements
+        if self._context.config.early_stop.kind != "exact":
             return IN_FULL
 
         def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
@@ -128,7 +128,7 @@ class PairwiseSession(GroupSession):
             ]
             return winner_is_fixed(*counts)
 
-        return Stop(first=fewest_for_a_winner(num_judgements), wave=rules.wave, enough=enough)
+        return Stop(first=fewest_for_a_winner(num_judgements), enough=enough)
 
     def _report(self, sibling: int) -> JudgeReport:
         """The report over the sibling's judged pairs. The judgements of a pair are in its lower sibling's report."""

@@ -120,7 +120,7 @@ class PointwiseSession(GroupSession):
             self._means[rollout.sibling] = mean(scores)
             return is_sure(scores, list(self._means.values()), self._context.noise, rules.max_error)
 
-        return Stop(first=rules.first, wave=rules.wave, enough=enough, auditing=self._is_audited(rollout))
+        return Stop(first=rules.first, enough=enough, auditing=self._is_audited(rollout))
 
     def _is_audited(self, rollout: Rollout) -> bool:
         name = first_name(f"audit {rollout.group_id}/{rollout.sibling}")

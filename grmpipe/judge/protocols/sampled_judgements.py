@@ -16,6 +16,7 @@ from grmpipe.judge.votes import TIED
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Failed, Judgement
 
+WAVE = 2  # judgements asked at a time after the first ones: fewer save more and take longer, and engines batch a pair
 Enough = Callable[[Sequence[Judgement], int], bool]  # (the first judgements, how many are still to come)
 
 
@@ -23,13 +24,12 @@ Enough = Callable[[Sequence[Judgement], int], bool]  # (the first judgements, ho
 class Stop:
     """The rule of an early stop.
 
-    first: judgements to ask at once, the fewest after which it may stop; then `wave` more at a time.
+    first: judgements to ask at once, the fewest after which it may stop; then WAVE more at a time.
 
     auditing: whether to judge in full and record where it would have stopped.
     """
 
     first: int
-    wave: int
     enough: Enough
     auditing: bool = False
 
@@ -116,7 +116,7 @@ def is_sure(scores: Sequence[float], means_of_group: Sequence[float], noise: Noi
 
 Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
 
-IN_FULL = Stop(first=1 << 30, wave=1, enough=lambda judgements, num_left: False)
+IN_FULL = Stop(first=1 << 30, enough=lambda judgements, num_left: False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ async def sample_judgements(
     async with raise_first_failure() as group:
         while len(results) < num_judgements and (stopped_after is None or stop.auditing):
             if len(results) == len(tasks):
-                wave = num_judgements if stop.auditing else stop.wave if tasks else stop.first
+                wave = num_judgements if stop.auditing else WAVE if tasks else stop.first
                 indices = range(len(tasks), min(num_judgements, len(tasks) + wave))
                 tasks += [group.create_task(ask_one(ask, index)) for index in indices]
             results.append(await tasks[len(results)])

@@ -15,6 +15,8 @@ from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_openin
 from grmpipe.models.types import UNKNOWN_ID
 from grmpipe.types import Failed, RewardSpan, Rollout
 
+MOST_STEPS = 32  # of a turn: a judge that shall score more in one list loses count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseStep:
@@ -27,7 +29,7 @@ class ResponseStep:
 
 
 def split_steps(
-    rollout: Rollout, step_end: str, max_steps: int, decode: Decode, *, thoughts: bool = False
+    rollout: Rollout, step_end: str, decode: Decode, *, max_steps: int = MOST_STEPS, thoughts: bool = False
 ) -> tuple[ResponseStep, ...]:
     """The steps of a rollout: at least one per turn that has tokens; `max_steps` counts within a turn.
 
@@ -78,9 +80,7 @@ class StepwiseSession(PointwiseSession):
         context = self._context
         assert context.decode is not None
         config = context.config
-        steps = split_steps(
-            rollout, config.split.step_end, config.split.max_steps, context.decode, thoughts=config.format.show_thoughts
-        )
+        steps = split_steps(rollout, config.split.step_end, context.decode, thoughts=config.format.show_thoughts)
         share = 1 / len(steps)
         return ScoredParts(
             shown=tuple(self._shown(rollout, steps)),

@@ -16,7 +16,7 @@ from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.play import Play
 from grmpipe.judge.teaching import Teacher, TeachingJudge
 from grmpipe.models.request_gates import PrioritySemaphore
-from grmpipe.pipeline.health import JudgeHealth, ServiceHealth
+from grmpipe.pipeline.health import VERDICTS_WINDOW, JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
 from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running
@@ -88,7 +88,7 @@ def compose_health(config: RunConfig) -> ServiceHealth:
     return ServiceHealth(
         "judging",
         max_failure_rate=judge.max_failure_rate,
-        window=judge.limits.failure_window,
+        window=VERDICTS_WINDOW,
         pause_s=config.rollout.pause_s,
         counted="verdicts",
         key=f"{judge.key}.max_failure_rate",
@@ -113,13 +113,14 @@ def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:
     """The health of the teachers, by their scores; None without any."""
     if not config.teachers:
         return None
+    judge = config.main_judge
     return ServiceHealth(
         "judging",
-        max_failure_rate=config.algorithm.distill.max_failure_rate,
-        window=config.main_judge.limits.failure_window,
+        max_failure_rate=judge.max_failure_rate,
+        window=VERDICTS_WINDOW,
         pause_s=config.rollout.pause_s,
         counted="scores of teachers",
-        key="algorithm.distill.max_failure_rate",
+        key=f"{judge.key}.max_failure_rate",
     )
 
 

@@ -101,7 +101,6 @@ def make_elastic_pools(
             name,
             slots,
             {role: make_role(role, name) for role in next(iter(slots.values()))},
-            prepared.config.slots.balance,
             events,
         )
         for name, slots in pools.items()

@@ -56,7 +56,7 @@ def evaluator_on(
         play_greedy=in_own_slot(play(0.0), envs.slots),
         judge=judge,
         is_right=prepared.is_right,
-        seed=config.seed if config.evaluate.seed is None else config.evaluate.seed,
+        seed=config.seed,
         counting=sampling,
         greedy=config.evaluate.greedy,
         deadline_s=config.rollout.group_deadline_s,

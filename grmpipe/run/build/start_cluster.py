@@ -41,7 +41,7 @@ def runs_on_cores(config: RunConfig) -> bool:
 
 def choose_kernels(config: RunConfig) -> None:
     """Before any process multiplies, in the environment of all."""
-    if config.train.deterministic or config.engine.embedded.batch_invariant:
+    if config.train.deterministic:
         choose_repeatable_kernels()
 
 

@@ -55,7 +55,7 @@ async def start_envs(cluster: Cluster, config: RunConfig, run_dir: Path, events:
     env = config.env
     if env.env_kind.is_single:
         return Envs(make=env_factory(env), slots=EpisodeSlots())
-    slots = EpisodeSlots(env.capacity, env.boots_per_minute)
+    slots = EpisodeSlots(env.capacity)
     async with AsyncExitStack() as opening:
         with section("env."):
             if env.env_kind.is_workflow:

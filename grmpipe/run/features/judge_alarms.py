@@ -8,6 +8,7 @@ from typing import Any
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.composition.cascade_counts import CascadeCounts, alarm_text, exceeds, is_known
 from grmpipe.pipeline.counters import JudgeCounts
+from grmpipe.pipeline.health import VERDICTS_WINDOW
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.types import Metrics
 
@@ -16,7 +17,7 @@ class FailingJudges(RunFeature):
     """Says once that a judge fails, when more than its `max_failure_rate` of its latest verdicts have failed; says it
     again only after the rate was lower. An abstention is no failure: cascades ask another judge then.
 
-    The latest verdicts are those of whole steps, at least `failure_window` if there are as many. A quarter of it is
+    The latest verdicts are those of whole steps, at least VERDICTS_WINDOW if there are as many. A quarter of it is
     enough for an alarm.
     """
 
@@ -34,7 +35,7 @@ class FailingJudges(RunFeature):
         failing = set()
         for name, recent in self._recent.items():
             recent.append(step.get(name, JudgeCounts()))
-            while sum(map(num_verdicts, recent)) - num_verdicts(recent[0]) >= self._judges[name].limits.failure_window:
+            while sum(map(num_verdicts, recent)) - num_verdicts(recent[0]) >= VERDICTS_WINDOW:
                 recent.popleft()
             if self._exceeds(name):
                 failing.add(name)
@@ -51,9 +52,7 @@ class FailingJudges(RunFeature):
     def _exceeds(self, name: str) -> bool:
         judge, latest = self._judges[name], self._latest(name)
         seen = num_verdicts(latest)
-        return (
-            seen >= max(1, judge.limits.failure_window // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
-        )
+        return seen >= max(1, VERDICTS_WINDOW // 4) and latest.failed_verdicts > judge.max_failure_rate * seen
 
     def _text(self, name: str) -> str:
         judge, latest = self._judges[name], self._latest(name)

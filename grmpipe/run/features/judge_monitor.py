@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 CANARIES = "canaries.jsonl"
 DRIFT = "canary_drift"
+# Of one check: a drift of half a score shows in 16 responses, and a trick that works on two prompts is no accident.
+NUM_CANARIES, ADVERSARIAL_PROMPTS = 16, 2
 NO_CHECKS = (
     "there are no held-out rollouts to take canaries and adversarial replies from; set data.eval_path, or "
     "judge_monitor.canaries_path to labelled responses"
@@ -187,16 +189,15 @@ class JudgeMonitor(RunFeature):
 
     def _probes(self) -> list[AdversarialProbe]:
         """The first prompts; a comparing judge gets a real response next to the reply."""
-        canaries = self._canaries[: self._config.adversarial_prompts]
+        canaries = self._canaries[:ADVERSARIAL_PROMPTS]
         return [
             AdversarialProbe(prompt=one.prompt, rival=one.texts[0] if self._monitored.compares else None)
             for one in canaries
         ]
 
     def _find_canaries(self, seen: Sequence[tuple[Prompt, Rollout]]) -> tuple[Canary, ...]:
-        count = self._config.canaries
         if (path := self._config.canaries_path) is not None:
-            items = load_labelled(path, scale=self._monitored.scale, num_tiny=2 * count)
+            items = load_labelled(path, scale=self._monitored.scale, num_tiny=2 * NUM_CANARIES)
             found = [
                 Canary(prompt=item.prompt, texts=item.responses) for item in items if isinstance(item, RankedResponses)
             ]
@@ -204,11 +205,11 @@ class JudgeMonitor(RunFeature):
             found = []
         else:
             found = [canary_of_rollout(*one, thoughts=self._monitored.show_thoughts) for one in seen]
-        if count and not found:
+        if not found:
             self._why_unchecked = NO_CHECKS_COMPARING if self._monitored.compares else NO_CHECKS
             log.info("%s", self._why_unchecked)
             self._note(f"the judge is not checked for drift and attacks: {self._why_unchecked}")
-        return tuple(found[:count])
+        return tuple(found[:NUM_CANARIES])
 
 
 def canary_of_rollout(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Canary:

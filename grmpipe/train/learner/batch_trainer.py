@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,36 +28,28 @@ from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import BatchTotals, JudgedGroup, Metrics, OldPass, TrainingSample
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    group: JudgedGroup
-    times: int  # how often it may still be trained
-
-
 class ReplayBuffer:
-    """Replays at most `groups_per_batch` groups per batch: those replayed least first, of these the youngest."""
+    """Replays at most `groups_per_batch` groups per batch, the youngest first, and each once: a group that is trained
+    often is soon older than any bound on staleness, and what it has to teach was learned the first time.
+    """
 
-    def __init__(self, *, groups_per_batch: int, max_age: int, times: int = 1) -> None:
-        """max_age: versions between a group's oldest token and the batch that replays it.
-        times: how often a group is replayed, at most.
-        """
+    def __init__(self, groups_per_batch: int, *, max_age: int) -> None:
+        """max_age: versions between a group's oldest token and the batch that replays it."""
         self._groups_per_batch = groups_per_batch
         self._max_age = max_age
-        self._times = times
-        self._kept: list[_Entry] = []
+        self._kept: list[JudgedGroup] = []
 
     def keep(self, groups: Sequence[JudgedGroup]) -> None:
         """Keep groups that were just trained."""
         if self._groups_per_batch > 0:
-            self._kept += [_Entry(group, self._times) for group in groups]
+            self._kept += groups
 
     def sample(self, version: int) -> list[JudgedGroup]:
         """Groups to replay in a batch that starts from this version. Drops those that are too old."""
-        young = [kept for kept in self._kept if not is_stale(kept.group.version, version, self._max_age)]
-        young.sort(key=lambda kept: (kept.times, kept.group.version), reverse=True)
-        drawn, left = young[: self._groups_per_batch], young[self._groups_per_batch :]
-        self._kept = left + [replace(kept, times=kept.times - 1) for kept in drawn if kept.times > 1]
-        return [kept.group for kept in drawn]
+        young = [group for group in self._kept if not is_stale(group.version, version, self._max_age)]
+        young.sort(key=lambda group: group.version, reverse=True)
+        self._kept = young[self._groups_per_batch :]
+        return young[: self._groups_per_batch]
 
 
 log = logging.getLogger(__name__)
@@ -97,11 +88,7 @@ class BatchTrainer:
         self._algorithm = algorithm
         self._seed = seed
         self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
-        self._replay = ReplayBuffer(
-            groups_per_batch=algorithm.replay_buffer.groups,
-            max_age=train.max_staleness,
-            times=algorithm.replay_buffer.uses,
-        )
+        self._replay = ReplayBuffer(algorithm.replay_buffer.groups, max_age=train.max_staleness)
         self._max_new_tokens, self._mask_truncated = max_new_tokens, mask_truncated
         self._demonstrations = demonstrations
         self._max_tokens = train.max_packed_tokens

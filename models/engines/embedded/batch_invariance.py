@@ -82,7 +82,7 @@ def open_batch_invariant_decoder(
     decoder = BatchInvariantDecoder(plain, slots)
     if not is_batch_invariant(decoder, slots, max_rows, max_tokens):
         raise ValueError(
-            f"engine.embedded.batch_invariant: on this machine the last bits of the logits of a {type(model).__name__} "
+            f"train.deterministic: on this machine the last bits of the logits of a {type(model).__name__} "
             f"depend on the other requests of the batch; set the environment variable {VARIABLE}={KERNELS} before "
             "Python (and Ray) starts, or type train.deterministic=false"
         )

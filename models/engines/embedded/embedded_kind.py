@@ -1,9 +1,5 @@
 """The embedded engine's kind. Imports torch only to make an engine."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 from grmpipe.models.engines.engine_kind import EngineKind, EngineSpec
 from grmpipe.models.engines.engine_memory import EngineMemory
 from grmpipe.models.settings import EmbeddedConfig, EngineConfig
@@ -44,9 +40,6 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     def memory(self) -> EngineMemory:
         remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
         return EngineMemory(frees_cache=True, grows_cache=True, remedy=remedy)
-
-    def make_batch_invariant(self) -> EmbeddedKind:
-        return EmbeddedKind(replace(self.options, batch_invariant=True))
 
     def why_no_drafts(self, device: str) -> str:
         return ""

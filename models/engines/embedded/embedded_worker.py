@@ -32,6 +32,10 @@ from grmpipe.models.types import (
 )
 from grmpipe.models.weights.receive_tensors import WeightInbox
 
+# Of one pass: enough for any processor to be busy, few enough for the activations and logits of a pass to fit. A slow
+# machine takes as many as it does in a second or two; a longer prompt takes several passes, between which others decode.
+MOST_PREFILL_TOKENS = 8192
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -63,18 +67,18 @@ class EmbeddedWorker:
         self._model = load_causal_lm(spec.path, spec.dtype, spec.device)
         if spec.lora.in_engines:
             add_adapters(self._model, spec.lora, spec.dtype)
-        opened = open_batch_invariant_decoder if config.batch_invariant else open_decoder
+        opened = open_batch_invariant_decoder if spec.batch_invariant else open_decoder
         probe = [renderer.encode_markup(text) for text in PROBE_TEXTS]
         decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts, probe)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
         self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
-        pace = PrefillPace(config.prefill_tokens_per_step)
+        pace = PrefillPace(MOST_PREFILL_TOKENS)
         # A score's last bits depend on where its sequence is cut, in contrast to those of a batch-invariant decoder.
-        score_pace = PrefillPace(config.prefill_tokens_per_step, is_fixed=config.batch_invariant)
+        score_pace = PrefillPace(MOST_PREFILL_TOKENS, is_fixed=spec.batch_invariant)
         # A batch-invariant decoder has a pass for each token.
-        ngrams = NgramTable() if spec.speculation == "ngram" and not config.batch_invariant else None
+        ngrams = NgramTable() if spec.speculation == "ngram" and not spec.batch_invariant else None
         self._batch = RunningBatch(
             decoder, slots, endings, spec.role, spec.seed, config.max_batch_rows, pace, score_pace, self.grammar,
             ngrams, score=partial(score_in_passes, self._model),

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from grmpipe.models.engines.sglang.http_client import as_json, make_headers, read_error
 from grmpipe.models.engines.typed_json import NoAnswer, read_as
-from grmpipe.models.settings import SglangConfig
 from grmpipe.models.terminal_text import replace_controls
 
 T = TypeVar("T")
 ANSWER_S = 10.0
 RELOAD_S = 600.0
+API_KEY = "SGLANG_API_KEY"  # the environment variable with the key of joined servers; started ones get a new key
 PROBE = "Hällo <|im_end|></s> <|endoftext|>\n\t 3 + 4 = 7; 你好, \\boxed{12}  def f(x): return x**2"
 
 
@@ -29,9 +29,9 @@ class Joined:
     model_path: str
 
 
-def read_api_key(config: SglangConfig) -> str:
+def read_api_key() -> str:
     """The key from the environment; empty if there is none: many servers need none."""
-    return os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+    return os.environ.get(API_KEY, "").strip()
 
 
 class ServerInfo(msgspec.Struct):
@@ -62,10 +62,10 @@ class Tokens(msgspec.Struct):
     tokens: list[int] | None = None
 
 
-def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_key_env: str = "") -> Joined:
+def check_joined(url: str, key: str, model_path: str, context_tokens: int) -> Joined:
     """Raises ValueError that names engine.sglang.urls for a server that isn't there, or has another model."""
     with httpx.Client(base_url=url, headers=make_headers(key), timeout=ANSWER_S, trust_env=False) as client:
-        server = _Server(client, url, api_key_env)
+        server = _Server(client, url)
         info, now = server.get("/server_info", ServerInfo), server.get("/model_info", ModelInfo)
         server.refuse_another_model(model_path, info.model_path, now)
         server.refuse_a_shorter_window(context_tokens)
@@ -83,8 +83,8 @@ def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_k
 
 
 class _Server:
-    def __init__(self, client: httpx.Client, url: str, api_key_env: str) -> None:
-        self._client, self._url, self._api_key_env = client, url, api_key_env
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self._client, self._url = client, url
 
     def get(self, path: str, kind: type[T]) -> T:
         return self._read(path, kind, self._call("GET", path, None, ANSWER_S))
@@ -131,7 +131,7 @@ class _Server:
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise self._error(f"doesn't answer ({type(error).__name__}: {error})") from None
         if response.status_code == 401:
-            raise self._error(f"expects another key than the one in the environment variable {self._api_key_env}")
+            raise self._error(f"expects another key than the one in the environment variable {API_KEY}")
         if response.status_code != 200:
             raise self._error(f"answers {path} with HTTP {response.status_code}: {read_error(response)}")
         return as_json(response)

@@ -96,9 +96,9 @@ class SglangEngine:
         Raises ValueError that names engine.sglang.urls if it doesn't serve the model.
         """
         renderer = Renderer.load(spec.path, spec.chat_template)
-        key = read_api_key(config)
+        key = read_api_key()
         window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
-        joined = check_joined(url, key, spec.path, window.tokens, config.api_key_env)
+        joined = check_joined(url, key, spec.path, window.tokens)
         return cls(
             SglangHttp(url, key),
             replace(spec, device="elsewhere"),

@@ -32,7 +32,6 @@ def test_every_shipped_template_says_its_parser_and_protocol() -> None:
         ("num_judgements", 0),
         ("max_new_tokens", 0),
         ("max_concurrency", 0),
-        ("failure_window", 0),
         ("max_retries", -1),
         ("temperature", -0.1),
         ("temperature", float("nan")),
@@ -45,7 +44,6 @@ def test_every_shipped_template_says_its_parser_and_protocol() -> None:
         ("pairs", "some"),
         ("principles", "later"),
         ("truncation", "left"),
-        ("max_steps", 0),
         ("k_meta", -1),
         ("k_meta", 2),
         ("abstain_above_std", -1.0),
@@ -126,9 +124,7 @@ def test_only_a_judge_that_reads_whole_responses_is_told_of_a_truncation(keys: d
         JudgeConfig(format=FormatConfig(show_truncation=True), **keys)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("kind", "soon"), ("first", 0), ("wave", 0), ("max_error", 0.0), ("audit_share", 0.0)]
-)
+@pytest.mark.parametrize(("key", "value"), [("kind", "soon"), ("first", 0), ("max_error", 0.0), ("audit_share", 0.0)])
 def test_a_bad_early_stop_names_its_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{key}"):
         EarlyStopConfig(**{key: value})

@@ -33,7 +33,6 @@ from grmpipe.config.train import (
         ("rejections", ["geometric", "veto", "unlucky"]),
         ("clip_low", 0.0),
         ("gamma", 1.5),
-        ("negative_weight", -0.1),
         ("weight_half_std", 0.0),
         ("dynamic_sampling_batches", -1.0),
         ("updates_per_batch", 0),
@@ -51,7 +50,6 @@ from grmpipe.config.train import (
         ("overlong_buffer.share", 1.1),
         ("overlong_buffer.penalty", -1.0),
         ("replay_buffer.groups", -1),
-        ("replay_buffer.uses", 0),
     ],
 )
 def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:

@@ -165,13 +165,13 @@ def test_too_many_failed_scores_stop_the_run_and_leave_the_judge_fit() -> None:
     async def main() -> None:
         settings = {"max_failure_rate": 0.5, "window": 4, "pause_s": 0.0, "counted": "x", "now": lambda: 0.0}
         judge = ServiceHealth("judging", key="judge.max_failure_rate", **settings)
-        teaching = ServiceHealth("judging", key="algorithm.distill.max_failure_rate", **settings)
+        teaching = ServiceHealth("judging", key="a key of teachers", **settings)
         health = JudgeHealth(judge, teaching)
         (report,) = [
             JudgeReport(verdict=failed, taught=failed)
             for failed in [Failed(stage="teacher", cause="died", attempts=1, detail="t: gone")]
         ]
-        with pytest.raises(Unfit, match=r"algorithm\.distill\.max_failure_rate.*t: gone"):
+        with pytest.raises(Unfit, match="a key of teachers.*t: gone"):
             for _ in range(12):
                 health.verdict(report)
         assert judge.state == "closed"

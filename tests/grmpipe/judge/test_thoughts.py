@@ -140,12 +140,12 @@ def test_a_rule_reads_the_answer_only(bench: Any, text: str, score: int) -> None
 
 def test_a_thought_belongs_to_the_first_step_of_its_answer(bench: Any) -> None:
     text = "<think>\na\nb\n</think>\n\nfirst\nsecond"
-    steps = split_steps(thinking_rollout(bench, text), "\n", 9, characters)
+    steps = split_steps(thinking_rollout(bench, text), "\n", characters)
     assert [(step.start, step.end, step.text) for step in steps] == [
         (0, text.index("second"), "first\n"),
         (text.index("second"), len(text), "second"),
     ]
-    with_thoughts = split_steps(thinking_rollout(bench, text), "\n", 9, characters, thoughts=True)
+    with_thoughts = split_steps(thinking_rollout(bench, text), "\n", characters, thoughts=True)
     assert [step.text for step in with_thoughts] == ["<think>\n", "a\n", "b\n", "</think>\n\n", "first\n", "second"]
 
 

@@ -43,8 +43,8 @@ from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.run_together import run_until
-from grmpipe.scheduler.slots.balance import BalanceConfig, Pool, Slot
-from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole, spare
+from grmpipe.scheduler.slots.balance import Pool, Slot
+from grmpipe.scheduler.slots.elastic import CHECK_EVERY_S, ElasticPool, ElasticRole, spare
 from grmpipe.scheduler.slots.engine_replacement import HealthConfig, RoleHealth, need_no_weights, push_to_living
 from grmpipe.scheduler.slots.time_share import SharedRole, TimeShare
 from grmpipe.scheduler.weights.weight_checks import WeightMismatch
@@ -55,7 +55,7 @@ from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Prompt, RewardSpan
 
 TOKENS_PER_S, HUNG = 10, 20_000
 LONGEST = 400  # tokens of what ends: in time for the longer deadline, a rollout and then its judgement
-LOOK_S, SAMPLED_EVERY_S = 0.2, 0.1
+SAMPLED_EVERY_S = 0.1
 ROUNDING_S = 1e-6
 WORTH_SWITCHES = 2.5  # the balancer asks for 2: what it expects at its own moments isn't what is expected between them
 PROMPT_IDS = (1, 2, 3)
@@ -276,7 +276,6 @@ class Run:
             "all",
             self.slots,
             {"policy": policy, "grm": ElasticRole(router=self.routers["grm"], sleeps=sleeps)},
-            BalanceConfig(every_s=LOOK_S),
         )
 
     def engines_of(self, role: str) -> dict[str, Engine]:
@@ -419,7 +418,7 @@ class Run:
                     continue
                 idle_s[slot.name] = min(idle_s[slot.name] + SAMPLED_EVERY_S, slot.idle_s)  # busy between two looks
                 dearest_s[slot.name] = max(dearest_s[slot.name], cost_s)  # it is slower while others switch too
-                limit_s = dearest_s[slot.name] + LOOK_S + 2 * SAMPLED_EVERY_S
+                limit_s = dearest_s[slot.name] + CHECK_EVERY_S + 2 * SAMPLED_EVERY_S
                 assert idle_s[slot.name] <= limit_s, f"{slot} idles and there is work: {view}"
         await asyncio.Event().wait()
 

@@ -10,7 +10,6 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
-from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Roles
 
@@ -51,8 +50,7 @@ def test_deterministic_training_refuses_settings_that_depend_on_arrival(override
 
 def test_engines_of_a_deterministic_run_are_batch_invariant() -> None:
     for role in seated("meta_rm=tiny", "meta_rm.max_batch_tokens=1", "judge.vote=weighted").served.values():
-        assert isinstance(role.engine.options, EmbeddedConfig)
-        assert role.engine.options.batch_invariant
+        assert role.engine_spec("m", 0).batch_invariant
 
 
 def test_a_task_that_trains_nothing_ignores_the_key() -> None:

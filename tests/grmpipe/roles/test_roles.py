@@ -155,7 +155,7 @@ def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
         ({"kv_cach_mb": 1}, r"^unknown key 'policy.engine_options.kv_cach_mb'; did you mean policy.engine_options.kv_"),
         ({"kv_cache_mb": "many"}, r"^policy\.engine_options\.kv_cache_mb: .*Integer"),
         ({"kv_cache_mb": -1}, r"^policy\.engine_options\.kv_cache_mb: must be 0 or more"),
-        ({"prefill_tokens_per_step": 8}, r"^unknown key 'policy.engine_options.prefill_tokens_per_step'"),
+        ({"quantize": "int4"}, r"^unknown key 'policy.engine_options.quantize'"),
     ],
 )
 def test_an_option_of_a_role_is_checked_like_any_other(options: dict, message: str) -> None:

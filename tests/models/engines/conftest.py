@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from grmpipe.models.engines.embedded import embedded_worker
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.seeds import derive_seed
@@ -61,12 +62,23 @@ OpenEngine = Callable[..., EmbeddedEngine]
 
 
 @pytest.fixture
-def open_engine(model_path: str) -> Iterator[OpenEngine]:
-    """Opens engines by their speculation and the fields of EmbeddedConfig; closes them after the test."""
+def open_engine(model_path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenEngine]:
+    """Opens engines by fields of EngineSpec and of EmbeddedConfig; closes them after the test.
+
+    prefill_tokens: of one pass, at most.
+    """
     opened: list[EmbeddedEngine] = []
 
-    def open_one(path: str | Path = model_path, speculation: str = "none", **options: int) -> EmbeddedEngine:
-        spec = EngineSpec(path=str(path), role="policy", speculation=speculation)
+    def open_one(
+        path: str | Path = model_path,
+        *,
+        speculation: str = "none",
+        batch_invariant: bool = False,
+        prefill_tokens: int = embedded_worker.MOST_PREFILL_TOKENS,
+        **options: int,
+    ) -> EmbeddedEngine:
+        monkeypatch.setattr(embedded_worker, "MOST_PREFILL_TOKENS", prefill_tokens)
+        spec = EngineSpec(path=str(path), role="policy", speculation=speculation, batch_invariant=batch_invariant)
         opened.append(EmbeddedEngine(spec, EmbeddedConfig(**options)))
         return opened[-1]
 

@@ -30,7 +30,6 @@ from grmpipe.models.types import (
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.run_together import run_until
-from grmpipe.scheduler.slots.balance import BalanceConfig
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
 from grmpipe.scheduler.slots.engine_replacement import (
     BringCurrent,
@@ -146,7 +145,6 @@ class Bench:
                 )
                 for role in roles
             },
-            BalanceConfig(),
             self.spans,
         )
         for router in self.routers.values():

@@ -443,17 +443,21 @@ def test_a_sweep_of_simulations_gets_the_seconds_of_a_step(tmp_path: Path) -> No
     assert step_s == json.loads((tmp_path / "simulated" / "simulation.json").read_text())["step_s"] > 0
 
 
-def test_a_simulation_in_which_no_judgement_counts_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^reward: the simulated run stops.*unparseable.*another composition"):
-        run_task(tmp_path, "simulate.unparseable_share=1")
-
-
-def test_a_simulation_whose_judge_is_too_slow_names_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cause", "way_out"),
+    [
+        ("timeout", r"type a longer rollout\.group_deadline_s"),
+        ("unparseable", "type judges that decide more of its rollouts, or another composition of them$"),
+    ],
+)
+def test_a_simulation_whose_judge_fails_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str, way_out: str
+) -> None:
     def stops(*parts: object) -> SimulatedRun:
-        raise Unfit("60 of the last 64 verdicts failed (94%; judge.max_failure_rate=0.2): 60 timeout")
+        raise Unfit(f"60 of the last 64 verdicts failed (94%; judge.max_failure_rate=0.2): 60 {cause}")
 
     monkeypatch.setattr("grmpipe.capacity.simulate.simulation.simulate", stops)
-    with pytest.raises(ConfigError, match=r"60 timeout; type a longer rollout\.group_deadline_s"):
+    with pytest.raises(ConfigError, match=rf"^reward: the simulated run stops.*60 {cause}; {way_out}"):
         run_task(tmp_path)
 
 

@@ -24,8 +24,7 @@ from grmpipe.trackers.wandb_tracker import WandbConfig
 
 FREE = (
     "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.limits.timeout_s",
-    "judge.max_failure_rate", "judge.limits.failure_window", "rollout.pause_s", "judge.limits.max_retries",
-    "rollout.group_deadline_s",
+    "judge.max_failure_rate", "rollout.pause_s", "judge.limits.max_retries", "rollout.group_deadline_s",
     "judge_monitor.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "grm.train.lr",
     "train.parallel.cp", "grm.train.parallel.ep", "models.safety.train.parallel.cp", "critic.parallel.dp_replicate",
 )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
+from grmpipe.config.judge_monitor import LimitConfig
 from grmpipe.judge.monitor.limits import Limits
 
 
@@ -60,8 +60,3 @@ def test_limit_on_an_unknown_metric_is_reported_with_the_nearest_name() -> None:
 def test_senseless_limit_is_refused(values: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         LimitConfig(**values)
-
-
-def test_number_of_canaries_may_not_be_negative() -> None:
-    with pytest.raises(ValueError, match="canaries: must be 0"):
-        JudgeMonitorConfig(canaries=-1)

@@ -157,7 +157,7 @@ def test_a_pair_that_failed_leaves_the_others_and_no_pair_at_all_is_a_failure(be
 @pytest.mark.parametrize("worse", ["bad", "fair"])
 def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
     judge, engine = bench.generative(
-        by_worth(bench), num_judgements=8, early_stop=EarlyStopConfig(kind="exact", wave=1), **PAIRWISE
+        by_worth(bench), num_judgements=8, early_stop=EarlyStopConfig(kind="exact"), **PAIRWISE
     )
     reports = hear(bench, judge, ["good", worse])
     assert [reports[sibling].verdict.score for sibling in (0, 1)] == [10, 1]
@@ -167,8 +167,8 @@ def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10**6), wave=st.integers(1, 3), num_judgements=st.sampled_from([4, 8]))
-def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wave: int, num_judgements: int) -> None:
+@given(seed=st.integers(0, 10**6), num_judgements=st.sampled_from([4, 8]))
+def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, num_judgements: int) -> None:
     """For any judgements in any order, and also if some fail."""
 
     def author(prompt: str, context: Any) -> Any:
@@ -180,7 +180,7 @@ def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wa
         return report.verdict.cause if isinstance(report.verdict, Failed) else report.verdict.score
 
     found = []
-    for stop in (EarlyStopConfig(), EarlyStopConfig(kind="exact", wave=wave)):
+    for stop in (EarlyStopConfig(), EarlyStopConfig(kind="exact")):
         judge, _ = bench.generative(author, num_judgements=num_judgements, max_retries=0, early_stop=stop, **PAIRWISE)
         reports = hear(bench, judge, ["good", "bad"])
         found.append([told(reports[sibling]) for sibling in (0, 1)])

@@ -134,7 +134,7 @@ def test_steps_cover_every_token_once_and_none_but_an_only_one_is_blank(
     span = VersionSpan(model="policy", version=0, start=0, end=len(ids))
     sampled = Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop", versions=(span,))
     rollout = Rollout(group_id="g", sibling=0, turns=(Turn(new_ids=(1,), completion=sampled),), status="finished")
-    steps = split_steps(rollout, step_end, max_steps, characters)
+    steps = split_steps(rollout, step_end, characters, max_steps=max_steps)
     assert 1 <= len(steps) <= max_steps
     assert "".join(step.text for step in steps) == text
     assert [steps[0].start, *(step.end for step in steps)] == [0, *(step.start for step in steps[1:]), len(ids)]
@@ -145,7 +145,7 @@ def test_a_turn_whose_ids_were_dropped_is_one_step() -> None:
     completion = Completion(token_ids=(UNKNOWN_ID,) * 4, logprobs=(-1.0,) * 4, text="a\nb\n", finish_reason="stop",
                             versions=(VersionSpan(model="policy", version=0, start=0, end=4),))  # fmt: skip
     rollout = Rollout(group_id="g", sibling=0, turns=(Turn(new_ids=(1,), completion=completion),), status="finished")
-    (step,) = split_steps(rollout, "\n", 4, characters)
+    (step,) = split_steps(rollout, "\n", characters)
     assert (step.start, step.end, step.text) == (0, 4, "a\nb\n")
 
 

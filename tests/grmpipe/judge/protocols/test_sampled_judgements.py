@@ -151,8 +151,8 @@ def test_audit_judges_in_full_and_reports_where_it_would_have_stopped(bench: Any
 
 
 def test_what_is_in_flight_when_it_is_enough_is_cancelled_at_the_engine(bench: Any) -> None:
-    """A wave of two, of which the first is enough."""
-    reports, engine = group(bench, CLEAR, audit_share=1e-9, first=1, wave=2)
+    """Two at a time, of which the first is enough."""
+    reports, engine = group(bench, CLEAR, audit_share=1e-9, first=1)
     assert engine.in_flight == 0
     assert engine.cancelled
     assert len(engine.asked) == len(engine.cancelled) + sum(len(report.judgements) for report in reports)
@@ -168,7 +168,7 @@ def test_audited_list_notes_where_it_would_have_stopped_and_is_judged_in_full(be
     def scores(judgements: Sequence[Judgement]) -> list[float]:
         return [one.scores[0] for one in judgements]
 
-    stop = Stop(first=2, wave=2, enough=lambda judgements, num_left: scores(judgements) == [0, 1, 2])
+    stop = Stop(first=2, enough=lambda judgements, num_left: scores(judgements) == [0, 1, 2])
     stopped = bench.run(sample_judgements(ask, 8, stop))
     assert (scores(stopped.judgements), stopped.stopped_after) == ([0, 1, 2], 3)
     audited = bench.run(sample_judgements(ask, 8, replace(stop, auditing=True)))

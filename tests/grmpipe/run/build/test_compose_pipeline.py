@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import pytest
 from configs import judge_config, run_config
 
 from grmpipe.config.reward import RewardConfig
@@ -65,8 +66,9 @@ def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
     assert parts.play == ("recorded", PLAY)
 
 
-def test_the_judges_health_has_the_settings_of_the_only_judge() -> None:
-    exact = judge_config(kind="rule", max_failure_rate=0.5, failure_window=2)
+def test_the_judges_health_has_the_settings_of_the_only_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.run.build.compose_pipeline.VERDICTS_WINDOW", 2)
+    exact = judge_config(kind="rule", max_failure_rate=0.5)
     health = compose_health(run_config(judges={"exact": exact}, reward=RewardConfig(judge="exact")))
 
     async def fail() -> None:

@@ -12,7 +12,12 @@ from grmpipe.pipeline.counters import JudgeCounts
 from grmpipe.run.features.judge_alarms import FailingJudges
 from grmpipe.types import Failed, JudgeReport
 
-FAR = JudgeEntry.of(judge_config(max_failure_rate=0.5, failure_window=16), "far")
+FAR = JudgeEntry.of(judge_config(max_failure_rate=0.5), "far")
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.run.features.failing_judges.VERDICTS_WINDOW", 16)
 
 
 def step(verdicts: int, failed: int) -> dict[str, JudgeCounts]:

@@ -20,6 +20,7 @@ from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Message
 from grmpipe.pipeline.health import JudgeHealth, ServiceHealth, Unfit
 from grmpipe.run.features.judge_monitor import (
+    NUM_CANARIES,
     JudgeMonitor,
     MonitoredJudge,
     canary_of_rollout,
@@ -54,7 +55,7 @@ class Scene:
     """A judge monitor over a judge that can change."""
 
     folder: Path
-    config: JudgeMonitorConfig = field(default_factory=lambda: JudgeMonitorConfig(every=2, adversarial_prompts=1))
+    config: JudgeMonitorConfig = field(default_factory=lambda: JudgeMonitorConfig(every=2))
     judge: ByLength = field(default_factory=ByLength)
     frozen: Collection[str] = ("",)
     second: ByLength | None = None  # composed with the judge
@@ -180,7 +181,7 @@ def test_a_judge_that_learns_may_drift(tmp_path: Path) -> None:
 
 def test_the_drift_of_one_judge_is_found_and_named_also_after_a_resume(tmp_path: Path) -> None:
     limits = {"second": LimitConfig(metric="judge_monitor/second/canary_drift", below=-1.0)}
-    config = JudgeMonitorConfig(every=2, adversarial_prompts=1, limits=limits)
+    config = JudgeMonitorConfig(every=2, limits=limits)
     scene = Scene(tmp_path, config, frozen=("judge", "second"), second=ByLength())
 
     async def begin(judge_monitor: JudgeMonitor) -> None:
@@ -289,7 +290,7 @@ def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path
 
 
 def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: Path) -> None:
-    config = JudgeMonitorConfig(every=1, canaries=3, adversarial_prompts=1, canaries_path="tiny://judgements_held_out")
+    config = JudgeMonitorConfig(every=1, canaries_path="tiny://judgements_held_out")
     scene = Scene(tmp_path, config, compares=True)
 
     async def watch(judge_monitor: JudgeMonitor) -> Metrics:
@@ -298,12 +299,12 @@ def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: P
     metrics = scene.run(watch)
     assert isinstance(metrics, dict) and metrics["judge_monitor/canary_drift"] == 0.0
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
-    assert len(lines) == 3 and all(len(line["texts"]) >= 2 for line in lines)
+    assert len(lines) == NUM_CANARIES and all(len(line["texts"]) >= 2 for line in lines)
 
 
 def test_fooled_judge_is_reported_before_the_first_step(tmp_path: Path) -> None:
     limits = {"fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1)}
-    scene = Scene(tmp_path, JudgeMonitorConfig(every=2, adversarial_prompts=1, limits=limits))
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=2, limits=limits))
 
     async def watch(judge_monitor: JudgeMonitor) -> Metrics:
         metrics = await judge_monitor.first(0, SEEN)

@@ -20,27 +20,27 @@ def drawn(buffer: ReplayBuffer, version: int) -> list[str]:
 
 
 def test_a_batch_gets_the_youngest_first_and_each_once() -> None:
-    buffer = ReplayBuffer(groups_per_batch=2, max_age=9)
+    buffer = ReplayBuffer(2, max_age=9)
     buffer.keep([group("a", 0), group("b", 2), group("c", 1)])
     assert [drawn(buffer, 3) for _ in range(3)] == [["b", "c"], ["a"], []]
 
 
 def test_groups_that_are_too_old_leave_the_replay_buffer() -> None:
-    buffer = ReplayBuffer(groups_per_batch=9, max_age=2)
+    buffer = ReplayBuffer(9, max_age=2)
     buffer.keep([group("a", 0), group("b", 1)])
     assert drawn(buffer, 3) == ["b"]
     assert drawn(buffer, 1) == []
 
 
 def test_nothing_is_kept_where_nothing_is_replayed() -> None:
-    buffer = ReplayBuffer(groups_per_batch=0, max_age=9)
+    buffer = ReplayBuffer(0, max_age=9)
     buffer.keep([group("a", 0)])
     assert drawn(buffer, 0) == [] == buffer._kept
 
 
-def test_a_group_is_trained_again_so_often_and_newcomers_go_first() -> None:
-    buffer = ReplayBuffer(groups_per_batch=2, max_age=9, times=2)
+def test_newcomers_go_first() -> None:
+    buffer = ReplayBuffer(1, max_age=9)
     buffer.keep([group("a", 0), group("b", 1)])
-    assert drawn(buffer, 2) == ["b", "a"]
+    assert drawn(buffer, 2) == ["b"]
     buffer.keep([group("c", 2)])
-    assert [drawn(buffer, 3) for _ in range(4)] == [["c", "b"], ["c", "a"], [], []]
+    assert [drawn(buffer, 3) for _ in range(3)] == [["c"], ["a"], []]

@@ -1,4 +1,4 @@
-"""With batch_invariant a request's tokens and log-probs are the same bits, whatever other requests decode."""
+"""Of a batch-invariant engine a request's tokens and log-probs are the same bits, whatever other requests decode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = KvShape(num_layers=1, num_kv_heads=1, head_dim=2, dtype=torch.float32, d
 
 def test_a_request_gets_the_same_bits_alone_and_in_any_company(open_engine: Any, ask: Any, prompt_of: Any) -> None:
     torch.set_num_threads(2)  # which the engine does not use: two threads divide products by their rows
-    engine = open_engine(batch_invariant=True, max_batch_rows=21, prefill_tokens_per_step=20)  # prompts are cut
+    engine = open_engine(batch_invariant=True, max_batch_rows=21, prefill_tokens=20)  # prompts are cut
     mine = [(prompt_of(3 + 17 * i), i) for i in range(4)]
 
     async def run() -> tuple[list[Completion], list[Completion]]:
@@ -82,6 +82,6 @@ def test_an_engine_refuses_to_start_where_sums_depend_on_the_batch(
     open_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_invariance, "is_batch_invariant", lambda *_: False)
-    with pytest.raises(ValueError, match=r"^engine\.embedded\.batch_invariant: .*MKL_CBWR=.* or type train\.deter"):
+    with pytest.raises(ValueError, match=r"^train\.deterministic: .*MKL_CBWR=.* or type train\.deter"):
         open_engine(batch_invariant=True)
     open_engine()

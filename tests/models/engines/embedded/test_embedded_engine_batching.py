@@ -18,7 +18,7 @@ def test_logprobs_equal_a_plain_forward_over_joins_leaves_and_siblings(
     open_engine: Any, ask: Any, prompt_of: Any, plain: Any
 ) -> None:
     """Few rows and a small budget: joins and leaves all the time. Every fourth request is a sibling of another."""
-    engine = open_engine(max_batch_rows=6, prefill_tokens_per_step=50)
+    engine = open_engine(max_batch_rows=6, prefill_tokens=50)
     variety = [(1.0, 1.0), (0.7, 1.0), (1.3, 0.8), (0.0, 1.0), (1.0, 0.5)]
     requests = [
         (prompt_of(1 + (7 * i) % 45, seed=i % 4), 1 + (11 * i) % 40, *variety[i % len(variety)]) for i in range(30)
@@ -116,7 +116,7 @@ def test_waiting_requests_go_by_priority_then_arrival(open_engine: Any, ask: Any
 
 
 def test_prompts_join_whole_unless_they_are_longer_than_a_piece(open_engine: Any, ask: Any, prompt_of: Any) -> None:
-    engine = open_engine(prefill_tokens_per_step=50)
+    engine = open_engine(prefill_tokens=50)
     engine._worker._batch._clock = lambda: 0.0  # however busy the machine is
     step, prefilled = engine._worker._batch.step, [0]
 

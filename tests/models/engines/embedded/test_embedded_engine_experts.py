@@ -125,12 +125,13 @@ def test_a_dense_model_has_none_to_note(model_path: str) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
-    recompute: bool, open_mixture, mixtures, ask, prompt_of
+    recompute: bool, open_mixture, mixtures, ask, prompt_of, monkeypatch
 ) -> None:
     """Prefilled again or not: a token's experts are those with which its successor was sampled. One request is
     prefilled again before the other.
     """
-    engine = open_mixture(recompute_kv_on_sync=recompute, prefill_tokens_per_step=4)
+    monkeypatch.setattr("grmpipe.models.engines.embedded.embedded_worker.MOST_PREFILL_TOKENS", 4)
+    engine = open_mixture(recompute_kv_on_sync=recompute)
     prompts, next_path = [prompt_of(4), prompt_of(12)], mixtures("qwen 3", 1)
 
     async def push_in_the_middle() -> list[Completion]:

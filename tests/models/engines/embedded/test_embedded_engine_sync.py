@@ -228,7 +228,7 @@ def test_kept_requests_continue_under_the_new_version(
     open_engine: Any, ask: Any, prompt_of: Any, plain: Any, next_plain: Any, next_version_path: str, recompute: bool
 ) -> None:
     """Five tokens with version 0, the rest with version 1; recomputed keys and values are all of version 1."""
-    engine = open_engine(recompute_kv_on_sync=recompute, prefill_tokens_per_step=60)
+    engine = open_engine(recompute_kv_on_sync=recompute, prefill_tokens=60)
     prompts = [prompt_of(20), prompt_of(35), prompt_of(35), prompt_of(50)]
     pause_after(engine, num_tokens=5 * len(prompts))
 
@@ -256,7 +256,7 @@ def test_kept_requests_continue_under_the_new_version(
 def test_a_prompt_that_is_not_complete_at_a_push_begins_again_under_the_new_version(
     open_engine: Any, ask: Any, prompt_of: Any, next_plain: Any, next_version_path: str
 ) -> None:
-    engine = open_engine(prefill_tokens_per_step=30)
+    engine = open_engine(prefill_tokens=30)
     batch, begun = engine._worker._batch, 0
 
     def step_and_pause() -> Any:

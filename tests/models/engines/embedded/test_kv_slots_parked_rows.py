@@ -68,7 +68,7 @@ def test_parked_and_unparked_trajectories_sample_the_same(
     open_engine: Any, ask: Any, prompt_of: Any, rows: int
 ) -> None:
     """Twelve trajectories and few slots or many: rows are parked, moved, continued and dropped all the time."""
-    engine = open_engine(max_batch_rows=rows, prefill_tokens_per_step=60)
+    engine = open_engine(max_batch_rows=rows, prefill_tokens=60)
     parked = played(ask, prompt_of, engine, 12, 9, True)
     unparked = played(ask, prompt_of, open_engine(), 12, 9, False)
     stats = engine.stats()

@@ -56,7 +56,7 @@ def test_prompts_in_pieces_give_the_same_tokens_and_log_probs(open_with: Any, as
         asked = (ask(engine, ids, i, max_new_tokens=5 + i, temperature=0.0) for i, ids in enumerate(prompts))
         return await asyncio.gather(*asked)
 
-    whole, in_pieces = open_with(), open_with(prefill_tokens_per_step=7, speculation="ngram")
+    whole, in_pieces = open_with(), open_with(prefill_tokens=7, speculation="ngram")
     for one, other in zip(asyncio.run(run(whole)), asyncio.run(run(in_pieces)), strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -72,7 +72,7 @@ def test_pieces_get_smaller_when_the_clock_says_that_one_took_long(open_engine: 
 
 
 def test_rows_go_on_decoding_between_the_pieces_of_another_prompt(open_engine: Any, ask: Any, prompt_of: Any) -> None:
-    engine = open_engine(prefill_tokens_per_step=10)
+    engine = open_engine(prefill_tokens=10)
 
     async def run() -> None:
         begun = asyncio.Event()
@@ -91,7 +91,7 @@ def test_rows_go_on_decoding_between_the_pieces_of_another_prompt(open_engine: A
 
 
 def test_an_engine_answers_between_the_pieces_of_a_prompt(open_engine: Any, ask: Any, prompt_of: Any) -> None:
-    engine = open_engine(prefill_tokens_per_step=10)
+    engine = open_engine(prefill_tokens=10)
 
     async def run() -> None:
         asked = asyncio.create_task(ask(engine, prompt_of(101)))
@@ -110,7 +110,7 @@ def test_an_engine_answers_between_the_pieces_of_a_prompt(open_engine: Any, ask:
 def test_a_request_that_is_aborted_between_its_pieces_leaves_the_others_as_they_are(
     open_engine: Any, ask: Any, prompt_of: Any, plain: Any
 ) -> None:
-    engine = open_engine(prefill_tokens_per_step=10)
+    engine = open_engine(prefill_tokens=10)
 
     async def run() -> None:
         gone = asyncio.create_task(ask(engine, prompt_of(101), "gone"))
@@ -129,7 +129,7 @@ def test_a_request_that_is_aborted_between_its_pieces_leaves_the_others_as_they_
 def test_scores_in_passes_are_the_same_and_the_engine_answers_between_them(
     open_engine: Any, ask: Any, prompt_of: Any
 ) -> None:
-    whole, in_passes = open_engine(), open_engine(prefill_tokens_per_step=10)
+    whole, in_passes = open_engine(), open_engine(prefill_tokens=10)
 
     def score(engine: EmbeddedEngine, length: int) -> asyncio.Task[Completion]:
         scoring = PromptScoring(start=30, top_k=3)

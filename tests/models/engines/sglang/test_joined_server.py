@@ -78,7 +78,7 @@ def theirs(model_path: str) -> Iterator[Theirs]:
 
 
 def join(url: str, model_path: str, **options: Any) -> SglangEngine:
-    config = SglangConfig(urls=[url], api_key_env="THEIR_KEY", **options)
+    config = SglangConfig(urls=[url], **options)
     return SglangEngine.join(url, EngineSpec(path=model_path, role="policy"), config)
 
 
@@ -96,9 +96,9 @@ def test_the_key_comes_from_the_environment_and_a_wrong_one_names_its_variable(
     theirs: Theirs, model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs.key = "theirs"
-    with pytest.raises(ValueError, match=r"engine\.sglang\.urls: .*THEIR_KEY"):
+    with pytest.raises(ValueError, match=r"engine\.sglang\.urls: .*SGLANG_API_KEY"):
         join(theirs.url, model_path)
-    monkeypatch.setenv("THEIR_KEY", "theirs")
+    monkeypatch.setenv("SGLANG_API_KEY", "theirs")
     join(theirs.url, model_path).close()
 
 

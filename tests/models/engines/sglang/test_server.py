@@ -60,7 +60,7 @@ def python(tmp_path: Path) -> str:
 
 
 def start_of(python: str = "", device: str = "cpu", *, sleeps: bool = False, **options: Any) -> SglangStart:
-    config = {"python": python, "max_batch_rows": 8, "start_timeout_s": 30.0, **options}
+    config = {"python": python, "max_batch_rows": 8, **options}
     spec = EngineSpec(path="/models/m", role="policy", device=device, seed=3, sleeps=sleeps)
     return SglangStart(spec=spec, config=SglangConfig(**config), context_tokens=128)
 
@@ -169,9 +169,10 @@ def test_a_flag_that_sglang_does_not_know_is_shown_in_its_own_words(python: str)
         SglangServer(start_of(python, options={"odd": 1}))
 
 
-def test_a_server_that_never_answers_names_the_limit_and_is_ended(python: str) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)engine\.sglang\.start_timeout_s: .* within 2 s.*child") as caught:
-        SglangServer(start_of(python, start_timeout_s=2.0, options={"mute": True}))
+def test_a_server_that_never_answers_names_the_limit_and_is_ended(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.models.engines.sglang.server.START_S", 2.0)
+    with pytest.raises(RuntimeError, match=r"(?s)SGLang didn't answer within 2 s of its start.*child") as caught:
+        SglangServer(start_of(python, options={"mute": True}))
     wait_until(lambda: not alive(child_in(str(caught.value))))
 
 
@@ -193,15 +194,16 @@ def test_flags_follow_from_the_typed_options() -> None:
     assert "attention-backend" not in flags_of(start_of(device="cuda"))
 
 
+FLAG = "enable-deterministic-inference"
+
+
 @pytest.mark.parametrize(
-    ("device", "deterministic", "expected"),
-    [("cpu", None, True), ("cuda", None, False), ("cuda", True, True), ("cpu", False, False)],
+    ("device", "typed", "expected"), [("cpu", {}, True), ("cuda", {}, False), ("cuda", {FLAG: True}, True)]
 )
 def test_sampling_by_the_requests_own_seeds_is_asked_for_on_gpus(
-    device: str, deterministic: bool | None, expected: bool
+    device: str, typed: dict[str, bool], expected: bool
 ) -> None:
-    flags = flags_of(start_of(device=device, deterministic=deterministic))
-    assert ("enable-deterministic-inference" in flags) == expected
+    assert (FLAG in flags_of(start_of(device=device, options=typed))) == expected
 
 
 def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
