@@ -108,7 +108,7 @@ def test_a_check_of_a_dead_judge_has_no_figures_and_pauses_judging(tmp_path: Pat
     scene.judge.fails = True
     metrics = scene.run(lambda monitor: monitor.measure(2, {}))
     assert not [name for name in metrics if "canar" in name or "attack" in name]  # type: ignore[attr-defined]
-    assert scene.service.cause.startswith("the check of the judge at step 2 has no figures: 10 of 10 verdicts failed")
+    assert scene.service.cause.startswith("the check of the judge at step 2 has no figures: 20 of 20 verdicts failed")
 
 
 def test_monitor_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
