@@ -57,7 +57,7 @@ class Turn:
     tool_calls: calls in the completion, as the environment got them.
     replies:    messages of the environment after it. Those at the end of an episode are only judged and shown. Before
                 a rewritten history: what is new in it, with the assistant's messages that the policy didn't write so.
-    rewards:    of the environment, for this turn, by name.
+    rewards:    the environment's, for this turn, by name.
     state_key:  names the state in which the policy acted; equal for siblings in the same state; empty: unknown.
     faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool.
     env_s:      time in the environment after the completion.
@@ -175,7 +175,7 @@ class BegunRollout:
 class Judgement:
     """One sample of the GRM that parsed. `siblings` and `scores` are in the order shown, on the judge's scale.
 
-    turn: of the rollout, that it is about; None: all of it.
+    turn: the turn of the rollout that it is about; None: all of it.
     """
 
     group_id: str
@@ -197,7 +197,7 @@ class Judgement:
 class Failed:
     """A failure: something without a result. Never a number. Infrastructure causes: timeout, refused, died.
 
-    turn: of the rollout, for a judgement of one turn.
+    turn: the turn of the rollout, for a judgement of one turn.
     """
 
     stage: FailureStage
@@ -257,7 +257,7 @@ class Verdict:
                scale, and 0 for a response without siblings. Empty: training uses `rewards`.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting; of a scalar reward model also its `raw_score`.
-    score_std: of the votes: their population standard deviation in score units (0 for a single vote).
+    score_std: the population standard deviation of the votes, in score units (0 for a single vote).
     grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
     absent:    members of a jury that gave no verdict, although enough others did.
     teacher:   the log-probs of the policy's teacher, where one teaches.
@@ -298,11 +298,11 @@ class CascadeEvent:
     """What a cascade did with some siblings of a group. Told once, in the report of one of them.
 
     rollouts:  siblings on which it decided, by asking the second judge or not.
-    unsure:    of these, the siblings of which the first judge was unsure.
+    unsure:    those of them of which the first judge was unsure.
     escalated: siblings that the second judge saw because of that.
     audited:   siblings with verdicts of both judges, although the first one was sure.
-    error:     of the audited, the sum of the absolute differences of both rewards.
-    flipped:   of the audited, those that only one of the judges passes.
+    error:     the sum of the absolute differences of both rewards, over the audited.
+    flipped:   the audited that only one of the judges passes.
     """
 
     cascade: str
@@ -452,7 +452,7 @@ class TrainingSample:
     num_turns:        turns of the rollout that it holds.
     experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
                       None if unknown for all tokens.
-    teacher:          of a rollout that a teacher scored, its log-probs; zeros where loss_mask is 0.
+    teacher:          a teacher's log-probs, if one scored the rollout; zeros where loss_mask is 0.
     """
 
     group_id: str
@@ -544,10 +544,10 @@ class JudgeTask:
     """One unit of a judge's work: the siblings it judges together, in sibling order.
 
     members:   the siblings whose verdicts it brings nearer; none for work that needs no rollout.
-    turn:      the turn that it judges, of a judge that judges them one by one, maybe before the rollout has ended.
-    judge:     of several judges, the one that does it.
-    part:      of several judges, that judge's own task. It may have fewer members: if the reward of a sibling depends
-               on the verdicts of others, their verdicts do on its judgement.
+    turn:      the turn that it judges, for a judge of single turns; the rollout may still go on.
+    judge:     the one that does it, where there are several.
+    part:      that judge's own task, where there are several. It may have fewer members than this one: where the reward
+               of a sibling depends on the verdicts of others, those siblings are members here, too.
     """
 
     members: tuple[int, ...]

@@ -47,8 +47,8 @@ class ParsedTurn:
 class Message:
     """One message of a conversation. `role` is system, user, assistant or tool.
 
-    tool_calls: of an assistant.
-    name, tool_call_id: of a tool's result: the tool, and the call that it answers.
+    tool_calls: an assistant's.
+    name, tool_call_id: the tool, and the call that it answers, in a tool's result.
     """
 
     role: str
@@ -150,7 +150,7 @@ class Completion:
     drafted_tokens, accepted_tokens: by speculative decoding, as far as the engine says; accepted ones are in token_ids.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
-    scores:    of the prompt, for a request that asked for them and wasn't aborted.
+    scores:    the prompt's, for a request that asked for them and wasn't aborted.
     """
 
     token_ids: tuple[int, ...]
@@ -188,8 +188,8 @@ class RequestContext:
     """The caller's context of a request. `request_id` is idempotent: the first answer counts, a retry reuses its
     seed.
 
-    trajectory_id: of an episode of several turns, each of whose prompts begins with the turn before: its requests go to
-        one engine, which keeps their keys and values in between. Set in all of its turns; empty for a single turn.
+    trajectory_id: names an episode of several turns, each of whose prompts begins with the turn before: its requests go
+        to one engine, which keeps their keys and values in between. Set in all of its turns; empty for a single turn.
     """
 
     request_id: str
@@ -206,7 +206,7 @@ class RequestContext:
 class WeightTensor:
     """The description of one unsharded tensor under its Hugging Face name; its bytes are in the payload.
 
-    checksum: of its raw little-endian bytes: xxh3-64 hex, or a sum computed on the device.
+    checksum: xxh3-64 (hex) of its raw little-endian bytes, or a sum computed on the device.
     """
 
     name: str
@@ -247,7 +247,7 @@ class Broadcast(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CudaHandle:
     """A contiguous tensor in a GPU's memory, in a form that another process on that GPU can open (CUDA IPC).
 
-    offset:             of the tensor in its storage, in elements.
+    offset:             where the tensor begins in its storage, in elements.
     memory:             handle of the allocation with the storage; empty if the storage is empty.
     storage_bytes, storage_offset_bytes: the storage within the allocation.
     ref_counter, event: torch's own, which keep the allocation alive for its readers.
@@ -494,7 +494,7 @@ class SendLimits(Protocol):
 class Usage:
     """The tokens of one request, as its server counts them.
 
-    cached:  of the prompt's, those that the server had from before.
+    cached:  prompt tokens that the server had from before.
     sampled: thoughts included.
     """
 

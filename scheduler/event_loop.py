@@ -65,7 +65,7 @@ async def within(limit_s: float, doing: Awaitable[T], name: str) -> T:
     """The result of something that a user wrote. Raises what it raises, and TimeIsUp after limit_s, also if it ignores
     its cancellation: then it is left behind.
 
-    name: of its task, for logs.
+    name: its task's, for logs.
     """
     task = asyncio.create_task(_caught(doing), name=name)
     try:

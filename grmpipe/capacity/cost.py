@@ -218,8 +218,9 @@ def learner_speed(
     to be hidden; copies to the host are not, because they run on the stream of the computation.
 
     checkpointing: layers are computed again in the backward pass, their attention too unless `keeps_attention`.
-    copies: of the model, each sharded over an equal part of the ranks. token_bytes_to_host: of a token's activations
-    that wait there for the backward pass; step_bytes_to_host: of the moments of one copy of the model. Both come back.
+    copies: how many copies of the model there are, each sharded over an equal part of the ranks. token_bytes_to_host:
+    a token's activations that wait there for the backward pass; step_bytes_to_host: the moments of one copy of the
+    model. Both come back.
     """
     flops = token_flops(
         model.num_active or model.num_parameters, num_adapters=model.num_adapters, checkpointing=checkpointing

@@ -86,8 +86,8 @@ class McpServerConfig:
     command: the program, and its arguments; it speaks over stdin and stdout.
     env:     further environment variables of the program.
     shared:  one program, or one session at the URL, for all episodes of the run; false: one for each episode.
-    url:     of a server that runs already, over HTTP.
-    headers: of every request to the URL.
+    url:     where a server runs already, over HTTP.
+    headers: sent with every request to the URL.
     tools:   those that the policy may call, by name; empty: all.
     """
 

@@ -186,7 +186,7 @@ class RewardTree:
     def judges(self, source: str | None = None) -> tuple[str, ...]:
         """The judges that the reward may ask, each once, in the order in which they are named.
 
-        source: of a prompt, of which the judges are wanted; None: of any.
+        source: the prompt's; None: the judges of any source.
         """
         found: dict[str, None] = {}
         for name in self.reward.names if source is None else self.reward.names_for(source):

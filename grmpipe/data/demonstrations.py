@@ -28,7 +28,7 @@ ANY_REPLY = (Message(role="user", content="-"),)
 class Demonstrations:
     """Conversations in the order in which optimizer steps imitate them: each epoch shuffled anew.
 
-    renderer: of the policy, which samples what assistants say here.
+    renderer: the policy's, which samples what assistants say here.
     """
 
     conversations: Sequence[Conversation]

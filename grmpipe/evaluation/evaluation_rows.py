@@ -16,9 +16,12 @@ from grmpipe.observe.run_files import JUDGED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedLine:
-    """A line of judged.jsonl: labelled work, and what the judge said. question: the prompt's last message. labels: of
-    the responses, their true scores, or 1 for the best and 0 for the others. outcome: right, wrong, tied or failed.
-    scores: of the responses, on the judge's scale. failed: the causes. Both by the place of the response, from 0.
+    """A line of judged.jsonl: labelled work, and what the judge said.
+
+    question: the prompt's last message.
+    labels: the responses' true scores, or 1 for the best and 0 for the others.
+    outcome: right, wrong, tied or failed.
+    scores: on the judge's scale; failed: the causes. Both by the place of the response, from 0.
     """
 
     item_id: str

@@ -105,8 +105,8 @@ class Evaluator:
     greedy:     whether a greedy answer is played, too; judges_greedy: and judged.
     places:     most answers in flight; None: no limit.
     journal:    gets each answer when it is there, and each verdict.
-    first:      of several judges, the one whose verdicts are the GRM's: it judges every answer. None: the verdicts that
-                make the reward are, whose scores are on the first judge's scale.
+    first:      the judge that judges every answer, where there are several: its verdicts count as the GRM's. None: the
+                verdicts that make the reward do; their scores are on the first judge's scale.
     pass_reward: lowest reward with which a judge passes an answer; None if there is none.
     by_model:   whether a model judges, so that there is an accuracy of the GRM.
     compares:   whether one of the judges compares, so that an answer is also judged beside that in `start`.

@@ -196,7 +196,7 @@ class JudgeEvaluation:
 
     num_judgements, num_tokens, num_prompt_tokens, failed_judgements: of one of several judges also those on items about
     which it was asked in part, which are in none of its accuracies.
-    num_prompt_tokens: of all judgements, without shared principles; None for a model that returns no token ids.
+    num_prompt_tokens: summed over judgements, without shared principles; None for a model that returns no token ids.
     """
 
     overall: SubsetResult  # the leaderboard's mean over sections, if all of its subsets are here, else that over items
@@ -220,7 +220,7 @@ class JudgeEvaluation:
 def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
     """Evaluate at least one item; of several judges also each, on the items about which it was asked.
 
-    scale: of the labels; verdicts on another one are compared on this.
+    scale: the labels'; verdicts on another one are compared on this.
     """
     whole = evaluate_judgements(judged, [report for one in judged for report in one.reports], scale, recount)
     by_judge = {

@@ -21,7 +21,7 @@ Split = Literal["train", "held_out"]
 class LabelledJudgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parsed judgement, and whether it agrees with the label of what it judged.
 
-    label: of the item, in the format of grmpipe/judge/kinds/labels.py.
+    label: the item's, in the format of grmpipe/judge/kinds/labels.py.
     """
 
     split: Split

@@ -47,7 +47,7 @@ class CheckedRolloutJudge:
     """A judge of single rollouts. One that raises has failed on that rollout, with the cause `broken`. Raises
     ValueError for what is no report: every other report would be none either.
 
-    key: of its class in the configuration.
+    key: where the configuration names its class.
     """
 
     def __init__(self, judge: RolloutJudge, key: str) -> None:

@@ -131,7 +131,7 @@ class LocalGrm(MeteredGrm):
     """A GRM on an engine of this run, which may be a router of many. Token ids are made here.
 
     clock:    times its answers; stands still while all its engines are being replaced.
-    thinking: of a model whose engine marks the thoughts in its completions.
+    thinking: the markers of thoughts, for a model whose engine marks them in its completions.
     requests: told of each request.
     """
 

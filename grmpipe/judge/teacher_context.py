@@ -42,7 +42,7 @@ NO_INSERTION = Insertion(0, 0, ())
 class TeacherContext:
     """A text with fields, after the last message of the prompt. Texts of models are fenced: they are no instructions.
 
-    renderer: of the policy, whose prompts these are.
+    renderer: the policy's, whose prompts these are.
     """
 
     def __init__(self, distill: DistillConfig, renderer: PromptRenderer) -> None:

@@ -125,7 +125,7 @@ class TeachingJudge:
     """A judge whose verdicts have the scores of a teacher too.
 
     find_teacher: source of a prompt -> its teacher; None: none teaches it.
-    places:       of the judge's tasks at once: those of teachers take none.
+    places:       limits the judge's tasks at once: those of teachers take none.
     required:     whether a rollout without scores has no verdict.
     """
 

@@ -115,9 +115,9 @@ def count_votes(
 ) -> Verdict:
     """The verdict of a judge called `name` over the judgements in the vote (at least one).
 
-    scores: of each judgement, one score per part. weights: one per part. places: the tokens that get the rewards, one
-    place per part or one for all; their values are ignored. Each part is voted on by itself: a judgement that is an
-    outlier on one step still counts on the others.
+    scores: one per judgement and part. weights: one per part. places: the tokens that get the rewards, one place per
+    part or one for all; their values are ignored. Each part is voted on by itself: a judgement that is an outlier on
+    one step still counts on the others.
     """
     votes = [vote(given) for given in zip(*scores, strict=True)]
     rewards = [scale.to_reward(score) for score in votes]

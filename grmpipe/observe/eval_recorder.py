@@ -33,7 +33,7 @@ class EvalRollout:
     """A line of eval_rollouts.jsonl.
 
     prompts: the name of the evaluation: that of its prompts.
-    step:    of the run, after which it took place; None: of task=evaluate.
+    step:    the run's step after which it took place; None in task=evaluate.
     sample:  which of the answers to the prompt; None: the greedy one.
     right:   how right the answer is by the rule, from 0 to 1; None without a reference that the rule can use.
     """

@@ -79,7 +79,7 @@ class ShownTurn:
     """A turn of an episode, and the environment's answer to it.
 
     history: what is new before a branch, as the agent wrote it.
-    calls:   of tools, as the environment got them.
+    calls:   the tool calls, as the environment got them.
     facts:   what else is known of it, in words: rewards, faults, time.
     """
 

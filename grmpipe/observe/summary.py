@@ -20,7 +20,7 @@ Status = Literal["completed", "failed", "interrupted"]
 class EvalSummary:
     """Held-out metrics before the first and after the last step; empty without an evaluation.
 
-    by_prompts: of task=evaluate, those of a policy, by the name of its prompts: in the file they stand beside `initial`
+    by_prompts: a policy's metrics in task=evaluate, by the name of its prompts: in the file they stand beside `initial`
                 and `final`.
     """
 

@@ -21,7 +21,7 @@ class EnvCounts(Counts):
     """Counts of episodes in an environment that takes time or may fail; all zero in a run of single turns.
 
     rewritten:     turns after a history that a workflow rewrote, or of a parallel one.
-    faults:        of the environment, by cause: one for each episode that it failed.
+    faults:        failures of the environment, by cause: one for each episode that it failed.
     failed:        siblings whose episodes all failed.
     policy_faults: what the policy did wrong, by kind.
     truncated:     episodes by what truncated them; of single turns too.

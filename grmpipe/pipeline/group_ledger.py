@@ -15,10 +15,10 @@ class GroupLedger:
     """The history of the groups, from any number of processes. It holds none that is in flight.
 
     version:           completed optimizer steps.
-    next_prompt_index: of the first prompt whose group was never opened.
+    next_prompt_index: the index of the first prompt whose group was never opened.
     recovered:         prompt index -> work from before a resume, of groups that aren't open again yet.
     ends:              the latest.
-    max_staleness_trained: of any group, in steps.
+    max_staleness_trained: the largest staleness of a trained group, in steps.
     """
 
     def __init__(

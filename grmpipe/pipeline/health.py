@@ -59,7 +59,7 @@ class ServiceHealth:
 
     work:    what pauses, for the log.
     counted: what is counted, in the plural.
-    key:     of the configuration, that sets the rate.
+    key:     the configuration key that sets the rate.
     now:     seconds of a clock; by default the running loop's.
     """
 
@@ -107,7 +107,7 @@ class ServiceHealth:
         """Count a result: a Failed is a failure, anything else a success. Results during a pause are ignored: their
         work began before it. Raises Unfit when it stops.
 
-        of: of several judges, those whose failure it is.
+        of: the judges whose failure it is, where there are several.
         """
         self.count(result)
         if self.state in ("closed", "half-open"):

@@ -25,9 +25,9 @@ class RunModel:
     found:        its files, tokenizer and window; None: only its endpoint has them.
     engines:      that generate its tokens, and score them, here.
     scorer:       gives one number for a text, here or behind an endpoint; `scorer_pool`: its processes here.
-    clients:      of its endpoint.
+    clients:      the connections to its endpoint.
     learner_role: the role of its ranks, and their folder in a checkpoint.
-    ranks:        of its learner.
+    ranks:        all ranks of its learner.
     sync:         brings other weights to its engines than those they started with: its learner's, or the policy's.
     grm:          the model as generative judges ask it.
     teacher:      the model as it scores the policy's tokens.

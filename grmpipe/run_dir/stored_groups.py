@@ -17,7 +17,7 @@ class StoredGroups:
     """Groups of a run that are to be judged again, those of the first steps first.
 
     steps:   group_id -> the step that trained it; None: none did.
-    prompts: of these groups, each once.
+    prompts: those of these groups, each once.
     num_without_text: further groups, whose text was dropped: they can't be judged again.
     run:     the groups with the run's own verdicts.
     """

@@ -20,7 +20,7 @@ Graph = Mapping[str, tuple[Entry, ...]]  # the entries of each name, in the orde
 class Walk:
     """A question that begins at the first name of `path`; the last one has the answer.
 
-    pronoun: of the names to follow: "She" or "He".
+    pronoun: for the names to follow: "She" or "He".
     """
 
     question: str

@@ -12,8 +12,8 @@ from grmpipe.types import Metrics
 class SampleRow:
     """One rollout with its judgements, for people. If judging failed there is no score, and the critique says why.
 
-    answer: of an episode all of it, in the judge's fences: lines of the policy begin with "> ", of the environment
-            with "| ".
+    answer: the whole episode, in the judge's fences: lines of the policy begin with "> ", those of the environment with
+            "| ".
     """
 
     group_id: str

@@ -103,7 +103,7 @@ class Filter:
     """What the table of rollouts shows, as it stands in its URL. None and "": everything.
 
     evaluation: the name of held-out prompts; "": the rollouts of training.
-    judge: of several, the one whose score, reward, spread and failure are meant.
+    judge: whose score, reward, spread and failure are meant, where several judge.
     truth: where the judge and the truth part or agree.
     """
 

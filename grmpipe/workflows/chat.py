@@ -50,7 +50,7 @@ class ChatReply(Message):
     """The policy's message.
 
     completion_id:     names the turn, in rewards by turn.
-    logprobs:          of all its tokens, those that end it too, if the call asked for them.
+    logprobs:          one per token, those that end it too, if the call asked for them.
     finish_reason:     "length": it was cut, and calls in it aren't read.
     prompt_tokens, completion_tokens: their numbers.
     """

@@ -42,7 +42,7 @@ class EndpointUse:
     option_key: an option -> its key, for errors.
     limits:     asked before each try; waiting for them counts only towards the caller's deadline.
     requests:   told of each try.
-    run_id:     of the run, the same after a resume.
+    run_id:     the same after a resume.
     """
 
     model_key: str = "grm"

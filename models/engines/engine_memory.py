@@ -21,10 +21,10 @@ class EngineMemory:
     frees_gpu:       it can free a GPU's memory while others need it, if it is started for that (EngineSpec.sleeps).
     frees_cache:     it can free its keys and values, on any device.
     grows_cache:     its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
-    bytes_in_layers: of each weight of a linear layer, if it holds them in fewer than its dtype has.
+    bytes_in_layers: per weight of a linear layer, if it holds them in fewer than its dtype has.
     share_option:    the option of `engine.<section>` that holds its share of a GPU's memory.
-    share:           of a whole GPU that its options ask for; None: not set, or it has no such option.
-    lone_share:      of a GPU that it has alone, weights included; None: unknown.
+    share:           the share of a whole GPU that its options ask for; None: not set, or it has no such option.
+    lone_share:      its share of a GPU that it has alone, weights included; None: unknown.
     shares_leftover: on a shared GPU it takes what the others leave.
     share_has_activations: the share also holds what it computes with, so less is left for keys and values.
     cache_option:    the option that holds the bytes for keys and values, if it has one.

@@ -120,7 +120,7 @@ def export_hf(
     A collective while weights are gathered; then rank 0 writes, without others waiting in a process group. Adapters are
     merged into the weights, and also written to `adapter_dir` in peft's format.
 
-    dtype: of the files; None: as in `source`. exact: submodules that keep their type.
+    dtype: the files'; None: as in `source`. exact: submodules that keep their type.
     """
     kind = getattr(torch, dtype) if dtype is not None else _dtype_of(source, model)
     merges = lora is not None and lora.learns

@@ -49,8 +49,8 @@ def _pairs_before(end: int, window: int) -> int:
 class ModelFlops:
     """The weights and widths of one model that decide the operations of its passes.
 
-    layer_weights: of the layers' matrices that multiply a token, so only of the experts it is sent to.
-    head_weights: of the output head. adapter_weights: trained instead of both; 0: both are trained.
+    layer_weights: those of the layers' matrices that multiply a token, so only of the experts it is sent to.
+    head_weights: those of the output head. adapter_weights: trained instead of both; 0: both are trained.
     attention: window (FULL: none) -> operations for each pair of query and key, over all layers with this window.
     """
 

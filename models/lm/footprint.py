@@ -52,11 +52,11 @@ class Working:
 class Footprint:
     """The sizes of one copy of a decoder.
 
-    num_root_parameters: of the embedding and the output head, outside of all layers. intermediate_size: of a
-    feed-forward layer as one token passes it: in a mixture of all its experts together. linear_widths,
+    num_root_parameters: the embedding and the output head, outside of all layers. intermediate_size: the width of a
+    feed-forward layer as one token passes it: in a mixture, all its experts together. linear_widths,
     linear_weights: name of the blocks' linear layers -> sum of inputs and outputs, and weights, over all blocks.
-    active_layer_weights: of the layers' matrices, with only as many experts as a token is sent to.
-    num_expert_parameters: of the experts of all layers, and experts_per_token: those that a token is sent to; 0 in a
+    active_layer_weights: weights of the layers' matrices, with only as many experts as a token is sent to.
+    num_expert_parameters: the experts of all layers. experts_per_token: how many a token is sent to. Both are 0 in a
     dense model. attention_flops: as in ModelFlops. whole_logits: its forward pass changes the output of its head, so
     all logits exist at once.
     """

@@ -53,7 +53,7 @@ class WeightStream:
         names: CheckpointNames | None = None,
     ) -> None:
         """bucket_bytes: 0: by the size of the model. outgoing: the tensors to send; None: all of the model, unchanged.
-        names: of checkpoints, for engines that need them; None: the model's own.
+        names: tensor names as in checkpoints, for engines that need them; None: the model's own.
         """
         pieces = outgoing or Outgoing(changing=list(list_pieces(model, dtype)))
         itemsize = getattr(torch, dtype).itemsize

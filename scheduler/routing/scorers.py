@@ -33,7 +33,7 @@ class ScorerPool:
     A dead member's batch goes to the others, or waits for its replacement.
 
     restart, max_replacements: how dead members are replaced, and how many tries the run has.
-    max_batch_tokens: of one call; a longer sequence is sent alone.
+    max_batch_tokens: most in one call; a longer sequence is sent alone.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class ElasticRole:
 
     router:         sends its requests; begins with the engines of all slots, all serving.
     bring_current:  brings a new engine up to date before its first request.
-    max_rows:       of one engine.
+    max_rows:       most that one engine runs at once.
     sleeps:         its engines share a device's memory: an inactive engine frees it.
     block_pushes: context in which no engine of the role is pushed to.
     memory_still:   context in which no learner on these devices takes memory: vLLM's sleep fails if less is free after

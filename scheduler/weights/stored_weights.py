@@ -20,7 +20,7 @@ class StoredWeights:
     """A WeightSource whose weights never change.
 
     path:     the model's folder, on the machine of every engine.
-    logprobs: of the tokens `probe_ids`, from an engine started from these files; empty: unknown.
+    logprobs: one per token of `probe_ids`, from an engine started from these files; empty: unknown.
     """
 
     path: str

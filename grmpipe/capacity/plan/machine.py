@@ -32,8 +32,8 @@ CORES = "driver and Ray"
 class MachineMemory:
     """Bytes of this machine, and of a run's processes on it.
 
-    certain: in weights, gradients and moments. uses: of one process of each role on cores.
-    by_role: of all processes of each role, though some may alternate; of the driver and of Ray.
+    certain: in weights, gradients and moments. uses: what one process of each role on cores takes.
+    by_role: sums over all processes of each role, though some may alternate; the driver and Ray have an entry.
     """
 
     limit: float

@@ -95,8 +95,8 @@ class Writer:
     """Writes the answers of one kind: turns of the policy, or judgements of one judge. An answer depends only on the
     request's id: a migrated or retried request gets the same answer.
 
-    scale: of a judge's scores; None for turns.
-    sibling_correlation: of the lengths of answers to the same prompt, as normal scores.
+    scale: a judge's, for its scores; None for turns.
+    sibling_correlation: how far the lengths of answers to the same prompt correlate, as normal scores.
     boxed: format of the scores; num_scores: number of equal scores.
     """
 
@@ -178,7 +178,7 @@ class CountingRenderer:
     """A tokenizer that makes token ids by the number of characters. Equal texts get equal ids, others don't. Sampled
     text keeps its number of tokens.
 
-    chars_per_token: of prose with the model's tokenizer and chat template.
+    chars_per_token: the mean in prose, with the model's tokenizer and chat template.
     """
 
     def __init__(self, chars_per_token: float) -> None:

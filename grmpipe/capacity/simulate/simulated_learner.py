@@ -16,7 +16,7 @@ from grmpipe.types import MicroBatch, OldPass
 class SimulatedRanks(SimulatedProcess):
     """An ActorGroup: all ranks take part in every call, one call at a time. Pushes of weights are work too.
 
-    device: of rank 0, if others share it; the other ranks behave the same. cp: the ranks that share each sample.
+    device: rank 0's, if others share it; the other ranks behave the same. cp: the ranks that share each sample.
     reference_in_loss: `accumulate` has a pass of the reference.
     """
 

@@ -136,7 +136,7 @@ def under_key(path: str, text: str) -> str:
     """An error of a section with its key in front. What it says to type names the section's own keys: a further judge
     is checked by the same code as the first one.
 
-    path: of the section, with a dot at its end, as in `judges.safety.`; empty for none.
+    path: the section's, with a dot at its end, as in `judges.safety.`; empty for none.
     """
     section, _, rest = path.partition(".")
     if rest and (first := FIRST.get(section)):

@@ -36,7 +36,7 @@ class Bounds:
     """What a worker may do at most. The units are those of `IsolationConfig`.
 
     folder: the worker's own, the only one in which it may write.
-    memory_mb: of each process's address space, and of what all processes hold together.
+    memory_mb: most of each process's address space, and of what all processes hold together.
     read: files and folders. listed: folders of which the names of files may be read, though not the files.
     mapped_bytes: address space that the environment's code takes before the episode; `memory_mb` is beyond it.
     without: steps to leave out, so that tests see what remains on a kernel that lacks them.

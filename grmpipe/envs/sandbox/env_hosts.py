@@ -35,7 +35,7 @@ class EnvHosts:
     """All hosts of a role.
 
     counts: what became of all environments. What a host held when it died counts as killed.
-    members:  of HostMember, one per seat of the role.
+    members: actors of HostMember, one per seat of the role.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """All processes of the worker have ended.
 
-    signal: of the environment's process; 0: it exited with `exit_code`.
+    signal: the one that ended the environment's process; 0: it exited with `exit_code`.
     cpu_s:  CPU time of that process, with its children that it waited for; 0: unknown.
     limit:  which limit ended it, in words, or empty.
     output: the end of what they wrote to stdout and stderr.

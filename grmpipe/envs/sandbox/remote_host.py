@@ -45,7 +45,7 @@ class RemoteHost:
     """A host: one process after another, on the same seat of its role.
 
     serve:   asks the present process. Raises ActorDied.
-    counts:  of all hosts together.
+    counts:  those of all hosts together.
     on_end:  called once for each process that ended before the run did.
     """
 

@@ -32,10 +32,10 @@ class ComposedJudge:
 
     judges:    by name, in the order in which the composition names them.
     comparing: those of them that see siblings next to each other: they get the whole group.
-    scale:     of the scores that the verdicts show: the first judge's.
+    scale:     the first judge's, on which the verdicts show their scores.
     waits:     whether a sibling's reward may depend on its siblings' verdicts.
     skill:     measured by evaluations, for juries that are weighted by it.
-    bounds:    of cascades, over all groups.
+    bounds:    keep the shares of cascades, over all groups.
     """
 
     root: RewardPart

@@ -53,7 +53,7 @@ class KnownGroup:
     comparing: judges that see siblings next to each other: they have reported on a sibling once they have reported on
                all.
     skill:     weights of judges by their measured accuracy; they stay the same for the whole group.
-    bounds:    of cascades, which this group shares with others.
+    bounds:    keep the shares of cascades; other groups have the same object.
     """
 
     def __init__(

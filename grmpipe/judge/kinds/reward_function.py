@@ -43,7 +43,7 @@ class RewardFunction:
 
     owner:    its key, name, file and line.
     is_batch: whether it takes and returns lists.
-    names:    of its parameters. required: those without a default. takes_all: whether it takes any further one.
+    names:    its parameters. required: those without a default. takes_all: whether it takes any further one.
     """
 
     function: Callable[..., object]

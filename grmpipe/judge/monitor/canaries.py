@@ -18,7 +18,7 @@ Scores = tuple[float | None, ...]  # of the texts of a canary, in their order; N
 class Canary:
     """Responses to one prompt that are judged together, with the scores that they got first.
 
-    by_judge: of several judges, the scores that each gave first.
+    by_judge: the scores that each judge gave first, where there are several.
     episode:  instead of texts: the roles and contents of an episode's messages after the prompt.
     """
 
@@ -95,8 +95,8 @@ def drifts(canaries: Sequence[Canary], found: CanaryScores) -> dict[str, CanaryD
 async def judge_canaries(judge: Judge, members: Mapping[str, Judge], canaries: Sequence[Canary]) -> CanaryScores:
     """Scores sampled under names that never change.
 
-    members: of several judges, each one's own, by name. Those that the composition didn't ask are asked as well: what a
-    cascade or a gate leaves out would hide their drift.
+    members: the judges by name, where there are several. Those that the composition didn't ask are asked as well: what
+    a cascade or a gate leaves out would hide their drift.
     """
     judged = await asyncio.gather(
         *(judge_canary(judge, members, f"canary-{i}", canary) for i, canary in enumerate(canaries))

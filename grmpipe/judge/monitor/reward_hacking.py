@@ -23,7 +23,7 @@ class AnchorReading:
     """An evaluation as the alarm reads it.
 
     right:   how right the answers to each anchor are, from 0 to 1.
-    rewards: of each anchor, as composed (REWARD) and by each judge that judged every answer.
+    rewards: each anchor's, as composed (REWARD) and by each judge that judged every answer.
     sources: anchor -> its source.
     """
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Learning:
     """A served role that is trained: the settings of its training, and the device of its engines.
 
-    prefix: of its folders in the run's directory.
+    prefix: begins the names of its folders in the run's directory.
     """
 
     role: ServedRole

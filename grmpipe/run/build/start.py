@@ -48,8 +48,8 @@ class Running:
     """The running parts of a run.
 
     models:   by role.
-    teachers: of the policy, by role.
-    updates:  of models that judge as the policy was; None: nothing learns.
+    teachers: the policy's, by role.
+    updates:  brings the policy's weights to models that judge as the policy was; None: nothing learns.
     critic:   for estimators that need values.
     """
 

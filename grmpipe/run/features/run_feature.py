@@ -14,8 +14,8 @@ from grmpipe.types import Metrics
 class StepEnd:
     """A step of the policy at its end.
 
-    counts:  of the step.
-    metrics: of the step, with those of the features before this one.
+    counts:  what was counted in the step.
+    metrics: the step's, with those of the features before this one.
     """
 
     report: StepReport
@@ -32,7 +32,7 @@ class StepEnd:
 class RunFeature:
     """A feature overrides what it needs.
 
-    name:       of its state in a checkpoint.
+    name:       under which a checkpoint holds its state.
     new_alarms: not reported yet.
     stopped:    why it interrupted the pipeline, which then fails with this text after a checkpoint; empty: it didn't.
     """

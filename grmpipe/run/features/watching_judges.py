@@ -41,7 +41,7 @@ class WatchCounts:
     drawn:       groups that were meant for it; some of them are dropped, or still wait.
     failed:      rollouts without a verdict, by cause.
     correlation: sum of the rank correlations with the trained reward, of `correlated` groups.
-    pairs:       of siblings that both order; `flipped`: of these, in opposite ways.
+    pairs:       pairs of siblings that both order; `flipped`: those that they order in opposite ways.
     """
 
     drawn: int = 0
@@ -111,10 +111,10 @@ def ratio(total: float, count: int) -> float | None:
 class Watcher:
     """A judge that watches.
 
-    share:      of the groups.
+    share:      the share of groups that it judges.
     num_queued: groups that may wait.
     at_once:    groups that it judges at the same time.
-    deadline_s: of a group, from its first request on.
+    deadline_s: for a group, from its first request on.
     """
 
     name: str

@@ -33,7 +33,7 @@ def to_samples(
     """One or more samples per trained sibling. A sibling without a verdict has none and enters no average.
 
     groups:         groups whose advantages are estimated together: one, or the batch if the estimator needs it.
-    max_new_tokens: of a turn; the length penalty is measured from it.
+    max_new_tokens: a turn's limit; the length penalty is measured from it.
     kl:             KL to the reference, if it is subtracted from the rewards.
     values:         values of the critic, if there is one.
     mask_truncated: a truncated rollout has no sample; its verdict stays in its group's baseline.

@@ -10,13 +10,13 @@ from grmpipe.models.settings import LoraConfig
 class LearnerSpec:
     """What a rank needs to build its learner.
 
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's must be too.
+    temperature: the rollouts'. The sampler's log-probs are after temperature, so the learner's must be too.
     transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
     sync_dir: folder for a transport that needs one; every engine must be able to read it.
     checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
     first_version: version of the first batch that it trains on; earlier ones train only the critic.
     lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
-    seed: of new adapters; the same on all ranks.
+    seed: for new adapters; the same on all ranks.
     """
 
     model_path: str

@@ -41,7 +41,7 @@ MOST_PREFILL_TOKENS = 8192
 class EngineStats:
     """What an engine did since it started. Waiting, running and parked are numbers of the moment.
 
-    cached_tokens: of prompts: those that weren't prefilled, because a sibling or a parked row had them.
+    cached_tokens: tokens of prompts that weren't prefilled, because a sibling or a parked row had them.
     parked:        ended requests whose keys and values are kept for the next turn.
     """
 

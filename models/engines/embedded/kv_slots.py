@@ -26,7 +26,7 @@ from grmpipe.models.lm.moe.expert_routing import RoutingShape
 class KvShape:
     """The cache entry of one token: `num_layers` times a key and a value for each of `num_kv_heads`.
 
-    routing: of a mixture whose experts are recorded, next to keys and values.
+    routing: what is kept next to keys and values, for a mixture whose experts are recorded.
     """
 
     num_layers: int

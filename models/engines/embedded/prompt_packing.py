@@ -95,7 +95,7 @@ LEAST_TOKENS = 32  # of a piece: fewer would be little faster, since each pass r
 class PrefillPace:
     """The size of the next piece.
 
-    tokens: of the next pass, at most `most_tokens`. is_fixed: always that many, however long they take.
+    tokens: how many the next pass takes, at most `most_tokens`. is_fixed: always that many, however long they take.
     """
 
     def __init__(self, most_tokens: int, *, is_fixed: bool = False) -> None:

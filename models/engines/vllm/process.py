@@ -22,7 +22,7 @@ LIVENESS_PERIOD_S = 0.2  # interval at which a waiting call checks whether vLLM 
 class VllmProcess:
     """AsyncLLM and its processes. Blocks while vLLM starts.
 
-    ids: of vLLM's engine core, which holds the model or starts the workers that do.
+    ids: process ids of vLLM's engine core, which holds the model or starts the workers that do.
     """
 
     def __init__(self, start: VllmStart) -> None:

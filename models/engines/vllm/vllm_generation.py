@@ -36,7 +36,7 @@ FIRST_OF_ALL = -(1 << 62)  # a priority before all others
 class VllmGeneration:
     """The requests of one AsyncLLM.
 
-    version:       of the weights, for tokens whose version vLLM doesn't say.
+    version:       the weights' version, for tokens of which vLLM doesn't say it.
     window:        the most tokens of a request.
     expert_layers: layers whose experts completions have.
     """

@@ -53,7 +53,7 @@ class Applied(TypedDict):
     """One worker's report on a push, as it is sent to the engine's process.
 
     taken: tensors that went into a parameter of this worker.
-    still: of these, tensors that changed since the last push while none of their parameters did.
+    still: those of them that changed since the last push while none of their parameters did.
     moved: tensors with a parameter that changed.
     """
 

@@ -20,7 +20,7 @@ from grmpipe.models.weights.process_group import BroadcastLink
 class WorkerInbox(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not read
     """The receiving end of pushes, one per worker.
 
-    checksums: of the tensors received since the push began; applied: their effect on this worker, once it ended.
+    checksums: one per tensor received since the push began; applied: their effect on this worker, once it ended.
     """
 
     init_info_cls = GroupLink

@@ -22,8 +22,8 @@ class LoadBalance:
 
     max_violation: largest load / mean load - 1 (MaxVio, arXiv 2408.15664), 0 if all are equal: the mean over layers.
     worst_max_violation: that of the worst layer.
-    unused_share: of the experts of all layers, those without a token.
-    router_entropy: of the routers' distributions over experts, mean over tokens and layers, in nats.
+    unused_share: the share of experts without a token, over all layers.
+    router_entropy: the entropy of a token's distribution over experts, mean over tokens and layers, in nats.
     """
 
     max_violation: float
