@@ -330,7 +330,7 @@ class JudgeReport:
 
     verdict: Verdict | Failed
     judgements: tuple[Judgement, ...] = ()
-    failures: tuple[Failed, ...] = ()  # of single judgements, including those retried
+    failures: tuple[Failed, ...] = ()  # single judgements that failed, including those retried
     principles: Completion | None = None
     saved_tokens: int = 0
     audit: StopAudit | None = None

@@ -15,7 +15,7 @@ THREADS = 8  # files read at the same time; xxhash releases the GIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """name: within its directory, with slashes. xxh3: of its bytes, 64 bits in hex."""
+    """name: within its directory, with slashes. xxh3: the hash of its bytes, 64 bits in hex."""
 
     name: str
     num_bytes: int

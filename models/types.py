@@ -332,7 +332,7 @@ class GroupLink:
     port: int
     rank: int  # first rank of the receiver; an engine on several GPUs takes as many
     world_size: int
-    timeout_s: float  # of one tensor's broadcast
+    timeout_s: float  # for one tensor's broadcast
     join_timeout_s: float = 0.0  # for all to join, and for the first broadcast, which connects them; 0: timeout_s
 
     @property

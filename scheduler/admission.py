@@ -76,7 +76,7 @@ class AdmissionPace:
 
     def __init__(self, groups_per_batch: int, max_staleness: int) -> None:
         self._groups_per_batch = groups_per_batch
-        self._batches = max_staleness + 1  # of a cycle, in which each of them is trained once
+        self._batches = max_staleness + 1  # in a cycle, in which each of them is trained once
         self._steps_s: deque[float] = deque(maxlen=CYCLES * self._batches)
         self._ended_s = self._opens_s = -math.inf  # the last step, and when the batch opens that it made room for
         self._num_waited = 0  # batches that may be ready because the learner was away

@@ -12,7 +12,7 @@ GROUP_FILES = {
 
 
 def read_memory_bytes(root: Path = Path("/")) -> int:
-    """The smaller of the machine's memory and the limits of this process's control groups. root: of the files."""
+    """The smaller of the machine's memory and the limits of this process's control groups. root: the files'."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits(root)])
 
 

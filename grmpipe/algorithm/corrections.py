@@ -52,9 +52,9 @@ class TokenLogprobs:
 
     current_T: Tensor  # with gradient
     entropy_T: Tensor
-    old_T: Tensor  # of the weights at the start of the update
+    old_T: Tensor  # under the weights at the start of the update
     sampler_T: Tensor  # as the engine reported them
-    reference_T: Tensor | None  # of the frozen reference, if there is one
+    reference_T: Tensor | None  # under the frozen reference, if there is one
     ages_T: Tensor  # batches trained since the token was sampled
     taught: Taught | None = None  # by teachers, if any scored these tokens
 

@@ -84,7 +84,7 @@ Term = tuple[float, Tensor, dict[str, Tensor]]  # its coefficient, its value by 
 
 
 def distill(logprobs: TokenLogprobs, weight_T: Tensor, config: DistillConfig) -> Term:
-    """The divergence from the teachers, if any scored these tokens. weight_T: of the policy loss of each token."""
+    """The divergence from the teachers, if any scored these tokens. weight_T: each token's in the policy loss."""
     current_T, taught = logprobs.current_T, logprobs.taught
     if taught is None:
         return 0.0, current_T, {}

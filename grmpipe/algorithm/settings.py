@@ -52,8 +52,8 @@ class DualClip(Bounded):
 class Sapo(Bounded):
     """Settings of `algorithm.loss=sapo` (arXiv 2511.20347): how fast the weight of a token falls off as r leaves 1."""
 
-    temperature_pos: float = above(0, 1.0)  # Of tokens of positive advantage.
-    temperature_neg: float = above(0, 1.05)  # Of all others: more, since their gradients spread over the vocabulary.
+    temperature_pos: float = above(0, 1.0)  # For tokens of positive advantage.
+    temperature_neg: float = above(0, 1.05)  # For all others: higher, since their gradients spread over the vocabulary.
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ class EngineRates:
     (benchmarks/plan_rates.md).
     """
 
-    bandwidth: float = 0.9  # of memory bandwidth: weights, keys and values
-    flops: float = 0.7  # of arithmetic: the rows of a decoding step
-    prefill_flops: float = 0.5  # of arithmetic: prompts (vLLM, Qwen3-14B on an A100: 0.57; docs.gpustack.ai 2.3)
+    bandwidth: float = 0.9  # share of memory bandwidth: weights, keys and values
+    flops: float = 0.7  # share of arithmetic: the rows of a decoding step
+    prefill_flops: float = 0.5  # the same: prompts (vLLM, Qwen3-14B on an A100: 0.57; docs.gpustack.ai 2.3)
     row_s: float = 5.6e-5  # the host's part of each row of a decoding step: sampling, its new token
     parallel: float = 0.9  # kept per doubling of the GPUs of an engine: two all-reduces a layer wait for the slowest
 
@@ -46,13 +46,13 @@ class LearnerRates:
     transformers' own modules (benchmarks/plan_rates.md).
     """
 
-    flops: float = 0.7  # of arithmetic: matrix products of a dense model
-    expert_flops: float = 0.31  # of a mixture: many small products, and tokens on their way to experts
-    attention: float = 0.55  # of arithmetic: FlashAttention, forward and backward
+    flops: float = 0.7  # share of arithmetic: matrix products of a dense model
+    expert_flops: float = 0.31  # the same in a mixture: many small products, and tokens on their way to experts
+    attention: float = 0.55  # share of arithmetic: FlashAttention, forward and backward
     # Reads and writes of each activation in memory, for each pass over it: norms, rotations, sums are kernels of their
     # own. They keep small models far from the peak.
     traffic: float = 9.0
-    bandwidth: float = 0.9  # of memory bandwidth: streaming kernels
+    bandwidth: float = 0.9  # share of memory bandwidth: streaming kernels
 
 
 ENGINE_RATES = EngineRates()
@@ -65,7 +65,7 @@ class LearnerSpeed:
 
     token_s: float  # forward and backward of one packed token
     step_s: float  # one optimizer step
-    forward_share: float = 1 / 3  # of token_s: a pass without gradients
+    forward_share: float = 1 / 3  # share of token_s: a pass without gradients
 
     @property
     def forward_s(self) -> float:
@@ -84,7 +84,7 @@ class Costs:
     driver_request_s: float = 0.0  # time of the driver process for each request to an engine; these don't overlap
     critic: LearnerSpeed | None = None  # if advantages need one
     scorer_token_s: Mapping[str, float] = field(default_factory=dict)  # by role: a token that a scorer reads
-    grm_learners: Mapping[str, LearnerSpeed] = field(default_factory=dict)  # of judging models, by the learner's role
+    grm_learners: Mapping[str, LearnerSpeed] = field(default_factory=dict)  # by the learner's role
     grm_sync_s: Mapping[str, float] = field(default_factory=dict)  # a push of each of them
     cores: int = 0  # cores of the processes on CPU slots and of the driver; 0: each slot has its own core
 

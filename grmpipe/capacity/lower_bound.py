@@ -63,7 +63,7 @@ class StepWork:
     learner_tokens: float
     groups: int
     max_staleness: int
-    learner_forward_tokens: float = 0.0  # of passes without gradients: by a reference, for pi_old
+    learner_forward_tokens: float = 0.0  # in passes without gradients: by a reference, for pi_old
     learner_updates: int = 1  # optimizer steps
     starts_early: bool = True  # the learner trains groups while others roll out, not the whole batch at its end
     critic_tokens: float = 0.0  # 0: no critic

@@ -71,7 +71,7 @@ WAYS_OUT = {
 class ToolCallLimits:
     """Limits on the calls of tools in a turn.
 
-    call_s: [seconds] of each, from its start. turn_s: of all of them together.
+    call_s: [seconds] for each, from its start. turn_s: for all of them together.
     """
 
     call_s: float = 27.0

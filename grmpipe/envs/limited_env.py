@@ -52,7 +52,7 @@ class LimitedEnv:
         self._lane = lane
         self._limits = limits
         self._events = events or NoEvents()
-        self._name = ""  # of the episode, in events
+        self._name = ""  # the episode's, in events
 
     async def open(self, episode: Episode) -> Opening:
         self._name = f"{episode.group_id}/{episode.sibling}"

@@ -236,8 +236,8 @@ class _Episode:
             return await off_loop_if_long(count_chars(turn.replies), extend)
 
     async def _go_on_from(self, begun: BegunRollout, new_ids: tuple[int, ...]) -> None:
-        """Take over the turns before a resume: by the environment's state, or by repeating the actions. new_ids: of the
-        opening. Raises NotAsBefore.
+        """Take over the turns before a resume: by the environment's state, or by repeating the actions. new_ids: the
+        opening's. Raises NotAsBefore.
         """
         before = begun.so_far
         if (self.opening, new_ids) != (before.opening, before.turns[0].new_ids):

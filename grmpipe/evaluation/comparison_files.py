@@ -41,7 +41,7 @@ def list_metrics(result: VerdictComparison) -> Metrics:
 
 
 def show_comparison(run_dir: Path, result: VerdictComparison, failed: Mapping[str, int], cost: str) -> None:
-    """Print the tables. failed: rollouts without a new verdict, by cause. cost: of the new verdicts, in words."""
+    """Print the tables. failed: rollouts without a new verdict, by cause. cost: the new verdicts', in words."""
     (run_dir / FIGURES).unlink(missing_ok=True)  # of a comparison here before
     figures = [(words, estimate_cells(getattr(result.overall, name))) for name, words in FIGURES_SHOWN.items()]
     tables = [table("figure", "the new verdicts next to the run's own", ("mean", "95 %", "groups"), figures)]

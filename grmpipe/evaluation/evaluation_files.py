@@ -26,7 +26,7 @@ TableRow = tuple[str, Iterable[str]]  # its name, and its cells
 def write_files(
     run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale, scales: Mapping[str, Scale]
 ) -> None:
-    """Write the files. scale: of the labels. scales: of the judges' own scores, by name."""
+    """Write the files. scale: the labels'. scales: those of the judges' own scores, by name."""
     (run_dir / JUDGE_RESULTS).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(to_line(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / JUDGED).write_text("".join(lines), "utf-8")
@@ -34,8 +34,8 @@ def write_files(
 
 def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
     """With several judges every judgement and failure says whose it is, and `by_judge` has the scores of each on its
-    own scale. labels: of the responses; of ranked ones 1 for the best, 0 for the others. What a server said of a
-    failure may hold a secret.
+    own scale. labels: one per response; where responses are ranked, 1 for the best, 0 for the others. What a server
+    said of a failure may hold a secret.
     """
     secrets = environment_secrets()
     reports = [

@@ -39,9 +39,9 @@ class JudgedLine:
 class EvaluationFigure:
     """A figure of an evaluation, with its 95 % interval.
 
-    about: `policy` or `judge`. name: of the prompts, or of one of several judges; empty: of all judges. part: the
-    source of prompts, or the subset of labelled work; empty: all. count: of prompts or items; without one the values
-    are None.
+    about: `policy` or `judge`. name: the prompts', or that of one of several judges; empty: all judges. part: the
+    source of prompts, or the subset of labelled work; empty: all. count: how many prompts or items; without one the
+    values are None.
     """
 
     about: str

@@ -202,7 +202,7 @@ class JudgeEvaluation:
     overall: SubsetResult  # the leaderboard's mean over sections, if all of its subsets are here, else that over items
     mean_over: str  # what `overall` is the mean of, in words
     over_items: SubsetResult
-    sections: Mapping[str, SubsetResult]  # of a leaderboard; empty without one
+    sections: Mapping[str, SubsetResult]  # a leaderboard's; empty without one
     subsets: Mapping[str, SubsetResult]
     tokens_by_k: Mapping[int, float]  # sampled
     prompt_tokens_by_k: Mapping[int, float]

@@ -86,7 +86,7 @@ class VerdictComparison:
     """
 
     num_rollouts: int
-    num_compared: int  # of these, rollouts with a verdict of both
+    num_compared: int  # those of them with a verdict of both judges
     overall: Agreement
     steps: tuple[StepComparison, ...]
     parts_from_truth: int | None

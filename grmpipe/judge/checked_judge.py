@@ -72,7 +72,7 @@ class CheckedJudge:
     """A judge of groups: `open` of the user's object, or his class of a session. What it raises stays what it is, with
     a note of where it was raised: nobody knows which siblings it fails.
 
-    owner: what `opens` calls. key: of it in the configuration.
+    owner: what `opens` calls. key: where the configuration names it.
     """
 
     def __init__(self, opens: Callable[[Prompt, str, int], JudgeSession], owner: object, key: str) -> None:

@@ -145,7 +145,7 @@ def check_scalar_judge(
     judge: JudgeConfig, key: str, model: Model, data: Data, *, response_tokens: int, in_episodes: bool
 ) -> None:
     """Check that a reward model's chat template accepts the prompts, and its window at least one of them with a full
-    answer, or with an episode and what its environment showed. key: of the model's section.
+    answer, or with an episode and what its environment showed. key: the model's section.
     """
 
     def length(prompt: Prompt) -> int:

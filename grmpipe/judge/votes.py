@@ -101,7 +101,7 @@ def best_indices(weights: Sequence[float], count: int) -> list[int]:
 
 
 def weigh(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """The score of a response whose parts have these scores. weights: of the parts; they sum to 1."""
+    """The score of a response whose parts have these scores. weights: one per part; they sum to 1."""
     return math.fsum(weight * score for weight, score in zip(weights, scores, strict=True))
 
 

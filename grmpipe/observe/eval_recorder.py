@@ -75,7 +75,7 @@ class EvalRecorder:
     """
 
     def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False, guard: Guard | None = None) -> None:
-        """compact: pack the numbers of answers and judgements. guard: of all journals of the run."""
+        """compact: pack the numbers of answers and judgements. guard: shared by all journals of the run."""
         self._compact = compact
         self._rollouts = Journal(run_dir / EVAL_ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / EVAL_JUDGEMENTS, run_id=run_id)

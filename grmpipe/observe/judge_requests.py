@@ -27,9 +27,9 @@ class RequestCounts(Counts):
     """
 
     requests: int = 0
-    retries: int = 0  # of these
+    retries: int = 0  # those of them that repeat an earlier one
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts', as far as the server says
+    cached_tokens: int = 0  # prompt tokens from its cache, as far as the server says
     sampled_tokens: int = 0
     unknown: int = 0
 

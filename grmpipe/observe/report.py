@@ -61,7 +61,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bar. share: of the whole, 0 to 1."""
+    """A bar. share: its part of the whole, 0 to 1."""
 
     name: str
     share: float

@@ -101,7 +101,7 @@ class RunFiles:
     bottleneck: str | None
     alarms: Sequence[str]
     restarts: Sequence[str]  # the cause of each
-    changes: Sequence[str]  # of the configuration, by resumes
+    changes: Sequence[str]  # what resumes changed in the configuration
     wall_s: float | None
     steps: int
     metrics: Sequence[Metrics]
@@ -111,7 +111,7 @@ class RunFiles:
     judge: JudgeKind
     judging: JudgingSummary
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
-    figures: str  # of task=evaluate
+    figures: str  # for task=evaluate
     shown: Sequence[ShownRollout]
     config: str
     log_end: str

@@ -38,7 +38,7 @@ class JudgementTotals:
 
     asked: int = 0
     counted: int = 0  # in a vote
-    forced_verdicts: int = 0  # of these, judgements whose thought the budget ended (judge.thinking.budget_tokens)
+    forced_verdicts: int = 0  # judgements whose thought the budget ended (judge.thinking.budget_tokens)
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
     saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length
@@ -62,7 +62,7 @@ class CascadeSummary:
     audited: int = 0  # rollouts that both judges saw although the first one was sure
     audit_error: float | None = None  # reward units, mean absolute difference of both; None without an audit
     audit_error_se: float | None = None  # its standard error
-    flipped_share: float | None = None  # of the audited: only one of the judges passes the response
+    flipped_share: float | None = None  # share of the audited that only one of the judges passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class JudgingSummary(JudgementTotals):
     """Judgements of the whole run, resumes included: of training, those that `VoidedWork` lists excepted."""
 
     aborted_tasks: int = 0  # aborted by a new version of a GRM in training
-    voided_verdicts: int = 0  # of groups that it judged again
+    voided_verdicts: int = 0  # in groups that it judged again
     by_judge: Mapping[str, JudgeSummary] = field(default_factory=dict)  # empty with a single judge
     cascades: Mapping[str, CascadeSummary] = field(default_factory=dict)
     # All requests to the models that judge, by purpose: training, held_out, preflight, monitoring, evaluation. Those of
@@ -89,7 +89,7 @@ class HeldOutEpisodes:
 
     episodes: int = 0  # played to their end
     turns: int = 0
-    faults: Mapping[str, int] = field(default_factory=dict)  # of the environment, by cause; each cost one episode
+    faults: Mapping[str, int] = field(default_factory=dict)  # environment failures by cause; each cost an episode
     failed_episodes: int = 0  # prompts whose episodes all failed
 
 
@@ -111,7 +111,7 @@ class TeachingSummary:
     """What teachers scored; all zero in a run without any."""
 
     scored: int = 0  # rollouts
-    tokens: int = 0  # of their completions
+    tokens: int = 0  # in their completions
     failed: Mapping[str, int] = field(default_factory=dict)  # rollouts, by cause
 
 
@@ -128,7 +128,7 @@ class EnvSummary:
     killed: int = 0
     episodes: int = 0  # played to their end
     turns: int = 0
-    faults: Mapping[str, int] = field(default_factory=dict)  # of the environment, by cause; each cost one episode
+    faults: Mapping[str, int] = field(default_factory=dict)  # environment failures by cause; each cost an episode
     failed_episodes: int = 0  # siblings whose episodes all failed; their groups are dropped as env_<cause>
     policy_faults: Mapping[str, int] = field(default_factory=dict)  # what the policy did wrong, by kind
     truncated: Mapping[str, int] = field(default_factory=dict)  # episodes, by what truncated them
@@ -169,7 +169,7 @@ class Summary:
     status: Status = "completed"
     steps: int
     versions: Mapping[str, int]  # by model name
-    wall_s: float = 0.0  # of all processes of the run; of a killed one up to its last checkpoint
+    wall_s: float = 0.0  # all processes of the run; a killed one counts up to its last checkpoint
     objective: float | None = None
     eval: EvalSummary = field(default_factory=EvalSummary)
     busy_s: Mapping[str, float] = field(default_factory=dict)  # by role, of the processes of wall_s
@@ -183,10 +183,10 @@ class Summary:
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     # Why the run began again at its last checkpoint ("step 7: learner-0 died: .."), resumes included.
     restarts: tuple[str, ...] = ()
-    moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots, by "policy->grm"
+    moves: Mapping[str, int] = field(default_factory=dict)  # moves of elastic slots, by "policy->grm"
     bottleneck: str | None = None  # None if nothing dominated
     alarms: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()  # of the configuration, by resumes
+    changes: tuple[str, ...] = ()  # what resumes changed in the configuration
     # By file: lines that the last process could not write.
     journal_failures: Mapping[str, int] = field(default_factory=dict)
     run_id: str = ""  # also in run.json, checkpoints, run.log, report, timeline, and each line of a journal

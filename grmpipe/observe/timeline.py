@@ -106,7 +106,7 @@ class LaneRow:
 
     tid: int
     title: str
-    end_s: float  # of its last span
+    end_s: float  # its last span's
     num_spans: int = 1
 
 

@@ -108,11 +108,11 @@ class JudgeCounts(Counts):
 
     asked: int = 0  # judgements requested, retries included
     counted: int = 0  # judgements that entered a vote
-    forced: int = 0  # of these, judgements whose thought the budget ended
+    forced: int = 0  # judgements whose thought the budget ended
     judge_tokens: int = 0
-    kept_tokens: int = 0  # of these, tokens from before a resume
+    kept_tokens: int = 0  # those of them from before a resume
     drafted_tokens: int = 0  # by speculative decoding
-    accepted_tokens: int = 0  # of these, tokens of a judgement
+    accepted_tokens: int = 0  # those of them that judgements contain
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
     saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
     audits: int = 0  # rollouts judged in full to check the early stop
@@ -190,7 +190,7 @@ class TeacherCounts(Counts):
     """Counts of one teacher."""
 
     scored: int = 0  # rollouts
-    tokens: int = 0  # of their completions
+    tokens: int = 0  # in their completions
     failed: Counter[str] = field(default_factory=Counter)  # rollouts by cause
 
     def count(self, taught: TeacherScores | Failed) -> None:
@@ -209,14 +209,14 @@ class Counters(Counts):
     truncated: int = 0
     forced: int = 0  # rollouts in which the thinking budget ended a thought
     policy_tokens: int = 0
-    kept_policy_tokens: int = 0  # of these, tokens from before a resume
+    kept_policy_tokens: int = 0  # those of them from before a resume
     aborted: int = 0  # judge tasks aborted because a new version of the judge came
     voided: int = 0  # verdicts that a new version of the judge had to give again
     void_rollouts: int = 0  # finished after a checkpoint and made void by a resume from it; in no other count
     void_policy_tokens: int = 0
     void_asked: int = 0
     void_judge_tokens: int = 0
-    judging: JudgeCounts = field(default_factory=JudgeCounts)  # of all judges
+    judging: JudgeCounts = field(default_factory=JudgeCounts)  # all judges together
     by_judge: dict[str, JudgeCounts] = field(default_factory=dict)  # empty with a single one
     cascades: dict[str, CascadeCounts] = field(default_factory=dict)
     teaching: TeacherCounts = field(default_factory=TeacherCounts)  # by all teachers

@@ -42,7 +42,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentResult:
-    """A result that is remembered. cause: of a failure; None: a success. of: whose failure it is, if known."""
+    """A result that is remembered. cause: why it failed; None: a success. of: whose failure it is, if known."""
 
     cause: Cause | None
     of: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class ServiceHealth:
         self._pause_s = pause_s
         self._now = now
         self._recent: deque[RecentResult] = deque(maxlen=window)
-        self._total = Counter[Cause | None]()  # of all results, those in pauses too
+        self._total = Counter[Cause | None]()  # all results, those in pauses too
         self._last_detail = ""
         self._state: HealthState = "closed"
         self._paused_until_s = 0.0
@@ -217,7 +217,7 @@ class FlowHealth:
             counted="episodes",
             key="env.max_failure_rate",
         )
-        self._num_broken = 0  # of the first episodes; -1: some episode did not fail so
+        self._num_broken = 0  # how many first episodes failed so; -1: one did not
 
     async def until_fit(self, clock: ActiveClock) -> None:
         await self._engines.until_fit(clock)

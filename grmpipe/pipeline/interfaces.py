@@ -25,8 +25,9 @@ RolloutKey = tuple[str, int]  # group_id, sibling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBatch:
-    """What the learner reports of a batch. advantages: of each rollout that has some, the mean over its trained
-    tokens.
+    """What the learner reports of a batch.
+
+    advantages: the mean over a rollout's trained tokens; rollouts without advantages are left out.
     """
 
     metrics: Metrics = field(default_factory=dict)
@@ -119,9 +120,9 @@ class FlowConfig:
     rollout_concurrency: int
     judge_concurrency: int
     seed: int
-    group_prefix: str = "g"  # of group_ids; each of two flows in one run has its own
-    rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: no limit
-    env_max_failure_rate: float = 1.0  # of episodes that the environment fails; 1: no limit
+    group_prefix: str = "g"  # begins every group_id; each of two flows in one run has its own
+    rollout_max_failure_rate: float = 1.0  # share of groups that the policy's engines fail; 1: no limit
+    env_max_failure_rate: float = 1.0  # share of episodes that the environment fails; 1: no limit
     pause_s: float = 30.0  # after too many of either
     truncated: str = "train"  # what becomes of a truncated rollout: rollout.truncated
     max_skipped_steps: int = 0  # batches that may be dropped because their numbers aren't finite
@@ -226,7 +227,7 @@ class StepReport:
     stalls: StallTimes  # with the duration of the step
     policy_idle_s: float  # time without a rollout in flight: admission was closed, the learner was behind
     advantages: Mapping[RolloutKey, float] = field(default_factory=dict)  # as in TrainedBatch
-    times: Mapping[RolloutKey, RolloutTimes] = field(default_factory=dict)  # of the rollouts that this process played
+    times: Mapping[RolloutKey, RolloutTimes] = field(default_factory=dict)  # for rollouts that this process played
 
     @property
     def learner_busy_s(self) -> float:

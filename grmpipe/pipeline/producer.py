@@ -106,7 +106,7 @@ class Producer:
         )
         self.expiring: Stage[Group] = Stage("expire", self._expire, attrgetter("group_id"), width=UNBOUNDED, bound=0)
         self._health = FlowHealth(config)
-        self._slots: dict[str, Booking] = {}  # of open groups, by group_id
+        self._slots: dict[str, Booking] = {}  # open groups', by group_id
         self._components = components
         self._config = config
         self._buffer = buffer

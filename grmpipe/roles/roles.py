@@ -28,7 +28,7 @@ class Model:
     context_tokens: limit on prompt and new tokens together: the model's window, or the engine's if that is smaller.
     """
 
-    name: str  # of the role: policy, grm, a name in models
+    name: str  # the role's: policy, grm, a name in models
     path: str
     renderer: Renderer
     context_tokens: int
@@ -111,7 +111,7 @@ class ServedRole(ResolvedRole):
         return make_option_key(self.model, self.engine)(name)
 
     def engine_spec(self, path: str, seed: int) -> EngineSpec:
-        """The specification of each of its engines. path: of its model, as the engine's process finds it."""
+        """The specification of each of its engines. path: its model's, as the engine's process finds it."""
         return EngineSpec(
             path=path,
             role=self.name,

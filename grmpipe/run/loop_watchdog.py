@@ -36,7 +36,7 @@ def watch_loop() -> Iterator[None]:
 
 
 class _Watchdog:
-    """Asks the loop for a sign of life again and again. thread_id: of the thread that the loop runs in."""
+    """Asks the loop for a sign of life again and again. thread_id: the thread that the loop runs in."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
         self._loop = loop

@@ -23,7 +23,7 @@ class RunModel:
 
     entry:        its section of the configuration. A critic has the policy's: it is exported under its chat template.
     found:        its files, tokenizer and window; None: only its endpoint has them.
-    engines:      that generate its tokens, and score them, here.
+    engines:      generate its tokens, and score them, here.
     scorer:       gives one number for a text, here or behind an endpoint; `scorer_pool`: its processes here.
     clients:      the connections to its endpoint.
     learner_role: the role of its ranks, and their folder in a checkpoint.

@@ -33,7 +33,7 @@ class BegunRollouts:
     """
 
     def __init__(self, run_dir: Path, run_id: str = "", *, compact: bool = False, guard: Guard | None = None) -> None:
-        """compact: pack the numbers. guard: of all journals of the run."""
+        """compact: pack the numbers. guard: shared by all journals of the run."""
         self._folder = run_dir / IN_FLIGHT
         self._run_id = run_id
         self._compact = compact

@@ -216,7 +216,7 @@ def sum_uncounted_work(
     reports: Reports,
     judge_version: int,
 ) -> UncountedWork:
-    """lines: all rollouts of a prompt. kept: sibling -> the line that the resume keeps. reports: of these and others.
+    """lines: all rollouts of a prompt. kept: sibling -> the line that the resume keeps. reports: on these and others.
     judge_version: at the checkpoint.
 
     Kept work that was written again under a new group_id is neither uncounted nor void: the first line counts.

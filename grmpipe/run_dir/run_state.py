@@ -25,7 +25,7 @@ class RunState:
     alarms: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()  # the cause of each
     run_id: str = ""
-    grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # of GRMs in training, by role
+    grm_pipeline_states: Mapping[str, PipelineState] = field(default_factory=dict)  # GRMs in training, by role
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
     open_counts: Mapping[str, object] = field(default_factory=dict)  # counts of the step after these
     features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # states of the run's features, by name

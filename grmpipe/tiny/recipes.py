@@ -120,7 +120,7 @@ def recipe(
 
 
 def make_judge_mixture(name: str, /, **shares: float) -> dict[str, float]:
-    """A judge's mixture of examples, by the kinds of texts that it judges. name: of a kind, with the text's place."""
+    """A judge's mixture of examples, by the kinds of texts that it judges. name: a kind's, with the text's place."""
     return {name.format(kind): share for kind, share in shares.items()}
 
 

@@ -24,8 +24,8 @@ HALF_PAIR = re.compile(rb"(?i)\\ud[89ab]..(?!\\ud[c-f]..)|(?<!\\ud[89ab]..)\\ud[
 
 
 class Line(msgspec.Struct, frozen=True):
-    """run: that wrote it. step: of training, or after which an evaluation was. prompts: those of an evaluation, whose
-    name is never that of training (empty) or of labelled work (with a space).
+    """run: the one that wrote it. step: a step of training, or the one after which an evaluation was. prompts: those of
+    an evaluation, whose name is never that of training (empty) or of labelled work (with a space).
     """
 
     run: str = ""

@@ -60,8 +60,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRow:
-    """A rollout as the index knows it. None: not known, or not there. failure: of its verdict, which then has no
-    number.
+    """A rollout as the index knows it. None: not known, or not there. failure: why its verdict failed, which
+    then has no number.
     """
 
     evaluation: str

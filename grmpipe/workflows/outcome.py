@@ -11,7 +11,7 @@ Rewards = dict[str, dict[str, float]]  # completion id -> rewards by name
 
 
 def read_rewards(returned: object, completion_ids: Sequence[str], owner: str = "the workflow") -> Rewards:
-    """The rewards by turn. completion_ids: of all turns, in their order in the rollout. owner: the user's code.
+    """The rewards by turn. completion_ids: one per turn, in their order in the rollout. owner: the user's code.
 
     None: no reward; a number: the last turn's `outcome`. A mapping holds, in any mixture, name -> number: rewards of
     the last turn; completion id -> number: a turn's `outcome`; completion id -> {name: number}: its rewards. Raises

@@ -38,8 +38,8 @@ class Returned(msgspec.Struct, kw_only=True, tag=True):
 
 
 class Raised(msgspec.Struct, kw_only=True, tag=True):
-    """The workflow raised. word: kind of a PolicyFault, cause of an EnvFault, code of a ChatRefused. types: of any
-    other exception, with its bases and causes.
+    """The workflow raised. word: kind of a PolicyFault, cause of an EnvFault, code of a ChatRefused. types: those of
+    any other exception, with its bases and causes.
     """
 
     error: Literal["PolicyFault", "EnvFault", "ChatRefused", "other"]

@@ -149,7 +149,7 @@ class EngineKind(ABC, Generic[Options]):
     # -- construction ----------------------------------------------------------------------------------------------
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
-        """Make an engine, in its own process: here the kind's library is imported. rank: of the replica, from 0."""
+        """Make an engine, in its own process: here the kind's library is imported. rank: the replica's, from 0."""
         raise NotImplementedError(f"{type(self).__name__} makes no engine here")
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:

@@ -96,7 +96,7 @@ class Footprint:
         )
 
     def weight_bytes(self, dtype: str, bytes_in_layers: int | None = None) -> int:
-        """The bytes of all weights; bytes_in_layers: of each one outside of embedding and head, if rounded."""
+        """The bytes of all weights; bytes_in_layers: per weight outside of embedding and head, if rounded."""
         width = BYTES[dtype]
         in_layers = self.num_parameters - self.num_root_parameters
         return self.num_root_parameters * width + in_layers * (bytes_in_layers or width)

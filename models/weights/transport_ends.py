@@ -47,7 +47,7 @@ class WeightTransport(ABC):
     """
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
-        """dtype: of tensors as sent. device: of the learner's weights. folder: for transports that need one."""
+        """dtype: the one in which tensors are sent. device: the learner's. folder: for transports that need one."""
         self._dtype = dtype
         self._device = device
         self._folder = folder

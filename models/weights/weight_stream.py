@@ -19,7 +19,7 @@ SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
 class _Sent:
     """A piece as sent, or some of its experts: with the names of a checkpoint it may be several tensors."""
 
-    name: str  # of the piece
+    name: str  # the piece's
     shapes: dict[str, Shape]
     names: CheckpointNames | None
     unsharded: Callable[[], Tensor]

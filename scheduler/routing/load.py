@@ -31,7 +31,7 @@ class RateEstimator:
     _takeovers: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _sorted: list[int] = field(default_factory=list)
     _tails: list[int] = field(default_factory=list)
-    _line: tuple[float, float] | None = None  # of `step`, until the next measurement: a balancer asks often
+    _line: tuple[float, float] | None = None  # `step`'s, until the next measurement: a balancer asks often
     _step_now_s: float | None = None
 
     def record_end(self, num_tokens: int) -> None:
@@ -121,7 +121,7 @@ class InFlightRequest:
     num_before: int  # tokens sampled on other engines
     movable: bool
     taken_s: float
-    begun_s: float | None = None  # of its first token here
+    begun_s: float | None = None  # when its first token came here
     rows_s_at_begin: float = 0.0
     moving: bool = False
     tracked: TrackedRequest | None = None
@@ -219,7 +219,7 @@ class RoleLoad:
         self._idle_since_s[name] = asyncio.get_running_loop().time()
 
     def backlog(self, max_rows: int) -> RoleBacklog:
-        """The remaining work, estimated from recent requests. max_rows: of one engine."""
+        """The remaining work, estimated from recent requests. max_rows: most that one engine runs."""
         now_s, rates = asyncio.get_running_loop().time(), self.rates
         token_s = rates.step_now_s
         sampled = [0.0] * self.num_waiting
@@ -257,12 +257,12 @@ class RoleBacklog:
     role: str
     requests: int  # in flight, and waiting for an engine that serves
     tokens: float  # expected tokens still to sample, all requests together
-    longest: float  # of a single one
+    longest: float  # a single one's
     step_s: float
     row_s: float
-    max_rows: float = math.inf  # of one slot
+    max_rows: float = math.inf  # on one slot
     idle_s: float = 0.0
-    takeover_s: float = 0.0  # of a slot's time for a migrated request, which must be prefilled again
+    takeover_s: float = 0.0  # a slot's time for a migrated request, which must be prefilled again
 
     def finish_s(self, num_slots: int) -> float:
         """Seconds until all of it is done, if nothing comes and nothing moves."""

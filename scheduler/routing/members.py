@@ -22,7 +22,7 @@ def ignore_change() -> None:
 class Death:
     """A death. blamed: whether a request was refused for it."""
 
-    name: str  # of the engine
+    name: str  # the engine's
     cause: str
     blamed: bool = False
 
@@ -39,7 +39,7 @@ class Member:
     death: Death | None = None  # the last
     num_stays: int = 1  # how often it began to serve: what it had cached before, it may have lost
     heard_s: float = -math.inf  # when it last answered a request, or began to
-    waits: set[asyncio.Timeout] = field(default_factory=set)  # of answers that are waited for
+    waits: set[asyncio.Timeout] = field(default_factory=set)  # for answers that are still awaited
 
 
 class RequestMoved(Exception):
@@ -53,7 +53,7 @@ class TrackedRequest:
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._waits = member.waits  # of this engine, not of its replacement
+        self._waits = member.waits  # this engine's, not its replacement's
         self._wait = asyncio.timeout(None)
         self._is_taken_off = False
 

@@ -97,7 +97,7 @@ class SyncReport:
     version: int
     seconds: float
     pause_seconds: float
-    num_bytes: int  # of the buckets sent to at least one engine; each counts once
+    num_bytes: int  # in the buckets sent to at least one engine; each counts once
     probe_error: float
     transport: str = "object_store"
 

@@ -66,9 +66,9 @@ class WeightSync:
         self._arrivals: dict[str, _Arrival] = {}
         self._arrived = asyncio.Event()
         self._versions: dict[str, tuple[Engine, int]] = {}  # name -> (engine, its version)
-        self._members: list[Engine] = []  # of the group
+        self._members: list[Engine] = []  # the group's
         self._link: GroupLink | None = None
-        self._probe_error: float | None = None  # of the last push
+        self._probe_error: float | None = None  # the last push's
 
     async def push(self, engines: Engines, version: int) -> SyncReport:
         """Bring all engines, and those that wait to catch up, to `version`. `engines` is read after earlier pushes have

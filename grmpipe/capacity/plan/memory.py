@@ -36,7 +36,7 @@ class MemoryUse:
 
     what: str
     num_bytes: float
-    # state: gradients, a reference; moments: of the optimizer
+    # state: gradients, a reference; moments: the optimizer's
     kind: Literal["weights", "state", "moments", "kv", "other"] = "other"
 
 
@@ -163,7 +163,7 @@ def own_bytes(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolC
 def learner_memory(
     config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY, batch_tokens: int | None = None
 ) -> list[MemoryUse]:
-    """The uses of one rank of the learner of a served model. batch_tokens: of a whole batch at most; None: unknown."""
+    """The uses of one rank of the learner of a served model. batch_tokens: most in a whole batch; None: unknown."""
     lora = config.models[model].lora
     longest = config.rollout if model == POLICY else config.judging.find_training_judge(model)
     train = replace(config.train, parallel=config.parallel[config.learners[model]])

@@ -54,7 +54,7 @@ class SimulatedStep:
     step_s: float
     busy_s: Mapping[str, float]
     least_s: Mapping[str, float]
-    staleness: int  # of its oldest group
+    staleness: int  # its oldest group's
     stalls: StallTimes
 
 
@@ -74,7 +74,7 @@ class SimulatedRun:
     max_staleness: int
     dropped: Mapping[str, int]  # groups by cause
     failed_judgements: Mapping[str, int]
-    moves: Mapping[str, int]  # of elastic slots
+    moves: Mapping[str, int]  # moves of elastic slots
     stalls: StallTimes  # sum over `settled`
 
     @property
@@ -104,7 +104,7 @@ class Simulation:
         self._devices = find_shared_devices(placement, costs.cores)
         self._driver = SimulatedDriver(costs.driver_request_s, self._devices.get(DRIVER))
         self._engines: dict[str, list[SimulatedEngine]] = {}
-        self._ranks: dict[str, SimulatedRanks] = {}  # of the learner and a critic
+        self._ranks: dict[str, SimulatedRanks] = {}  # the learner's and a critic's
         self._steps: list[SimulatedStep] = []
 
     async def run(self) -> SimulatedRun:

@@ -34,7 +34,7 @@ class SimulatedRanks(SimulatedProcess):
         self._cp = cp
         self._num_ranks = num_ranks
         self._speed = speed
-        self._accumulate_s = speed.token_s + (speed.forward_s if reference_in_loss else 0.0)  # of a packed token
+        self._accumulate_s = speed.token_s + (speed.forward_s if reference_in_loss else 0.0)  # per packed token
         self._sync_s = sync_s
         self._switch_s = switch_s
 

@@ -14,7 +14,7 @@ class ObjectTable(dict[str, T], Generic[T]):
     def __init__(
         self, key: str, rows: Mapping[str, T], *, arguments: tuple[str, ...] = (), kind: type[T] | None = None
     ) -> None:
-        """key: for example algorithm.correction. arguments: of functions. kind: of objects that are no functions."""
+        """key: for example algorithm.correction. arguments: what functions take. kind: for objects that are none."""
         super().__init__(rows)
         self.key, self.name = key, key.rpartition(".")[2]
         self._arguments, self._kind = arguments, kind
@@ -46,7 +46,7 @@ class PathTable(dict[str, str]):
     def __init__(
         self, key: str, arguments: tuple[str, ...], module: str, rows: Mapping[str, str], others: tuple[str, ...] = ()
     ) -> None:
-        """key: for example algorithm.correction. arguments: of the functions; empty: the objects are no functions.
+        """key: for example algorithm.correction. arguments: what the functions take; empty: they are no functions.
         rows: name -> its name in the module. others: further values of the key, without an object.
         """
         super().__init__({name: f"{module}.{place}" for name, place in rows.items()})

@@ -85,7 +85,7 @@ def find_readable_files(config: EnvConfig, data: Iterable[str], imported: Iterab
     hidden = tuple(os.path.realpath(path) for path in data)
     named = {path.partition(".")[0] for path in (config.path, config.functions)} - {"grmpipe"}
     folders = [path for path in list_import_paths() if os.access(path, os.F_OK)]
-    homes: list[str] = []  # of the environment's own code, which is the user's also where it is installed
+    homes: list[str] = []  # the environment's own code, which is the user's also where it is installed
     for name in named:
         files, packages = locate(name)
         homes += packages or [str(Path(file).parent) for file in files[:1] if Path(file).parent.name not in SITES]

@@ -52,7 +52,7 @@ class RemoteHost:
     def __init__(self, name: str, serve: Serve, counts: OpenedEnvs, on_end: Callable[[RemoteHost], None]) -> None:
         self.name = name
         self.num_envs = 0
-        self.last_number = -1  # of the environments that it was chosen for
+        self.last_number = -1  # the last environment that it was chosen for
         self.is_lost = False
         self._serve = serve
         self._counts = counts

@@ -40,7 +40,7 @@ class FunctionJudge:
         self._scale = config.scale
         self._timeout_s = config.limits.timeout_s
         self._has_failed = False
-        self._left_out: set[str] = set()  # of its dicts, named to the user
+        self._left_out: set[str] = set()  # unused entries of its dicts, named to the user
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
         return HandOver(lambda rollouts, priority: self._judge(prompt, rollouts), size if self._by_group else 1)

@@ -117,7 +117,7 @@ OWN_FIELDS = ("prompt_id", "source", "reference", "info")
 
 
 def reward_function(path: str, key: str, *, show_thoughts: bool = False) -> RewardFunction:
-    """What a dotted path names. key: of it in the configuration. Raises ValueError that begins with `function`."""
+    """What a dotted path names. key: where it is configured. Raises ValueError that begins with `function`."""
     function = find_at(path, "function")
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"function: {path} is no function; {WRITE}")

@@ -18,8 +18,8 @@ async def preflight_judgements(
 ) -> str | None:
     """Why one of the judges can't work, in words that begin with its own key. None if all work.
 
-    members: each of several judges; empty for a single one, which is `judge`. Each is tried on its own, because a
-    cascade or a gate may ask it late. configs: of the judges to try, by name.
+    members: the judges by name; empty for a single one, which is `judge`. Each is tried on its own, because a cascade
+    or a gate may ask it late. configs: those of the judges to try, by name.
     """
     for name, config in configs.items():
         if problem := await preflight_judgement(members.get(name, judge), config, prompts):

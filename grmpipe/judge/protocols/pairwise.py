@@ -26,7 +26,7 @@ Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A judged pair. votes: of each judgement for the lower sibling. sampled: the judgements behind them."""
+    """A judged pair. votes: each judgement's for the lower sibling. sampled: the judgements behind them."""
 
     votes: Votes
     sampled: SampledJudgements

@@ -69,7 +69,7 @@ class PointwiseSession(GroupSession):
         priority: int,
         mark: str = "",
     ) -> JudgeReport:
-        """The report on some parts of a rollout. mark: of these parts, in the ids of requests."""
+        """The report on some parts of a rollout. mark: tells these parts apart in the ids of requests."""
         if isinstance(principles, Failed):
             return report_failures(principles)
         if isinstance(parts, Failed):

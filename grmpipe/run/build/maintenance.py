@@ -19,8 +19,9 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maintenance:
-    """The maintenance of a run's engines. health: of roles with engines here. share: the time-shared pool of the
-    learner.
+    """The maintenance of a run's engines.
+
+    health: one per role with engines here. share: the time-shared pool of the learner.
     """
 
     health: tuple[RoleHealth, ...]

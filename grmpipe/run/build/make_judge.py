@@ -36,7 +36,7 @@ def make_judge(prepared: Prepared, models: Models) -> Judge:
 
 
 def make_teachers(config: RunConfig, engines: Mapping[str, Generates], renderer: PromptRenderer) -> dict[str, Teacher]:
-    """The models that teach the policy, by name. engines: that score its tokens. renderer: of the policy."""
+    """The models that teach the policy, by name. engines: those that score its tokens. renderer: the policy's."""
     distill = config.algorithm.distill
     context = None if distill.context is None else TeacherContext(distill, renderer)
     return {

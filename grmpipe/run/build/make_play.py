@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: float) -> Play:
-    """An episode without its request and prompt. engines: of the policy."""
+    """An episode without its request and prompt. engines: the policy's."""
     rollout, env = prepared.config.rollout, prepared.config.env
     sampler, renderer = ReasoningEngine(engines, prepared.policy.renderer), prepared.policy.renderer
     params = SamplingParams(

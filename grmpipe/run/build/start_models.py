@@ -157,7 +157,7 @@ async def start_scorers(
 async def start_scorer_pool(
     cluster: Cluster, prepared: Prepared, events: EventSink, model: Model, dtype: str, max_batch_tokens: int
 ) -> ScorerPool:
-    """Start a process on each seat of the role, as one scorer. max_batch_tokens: of one forward pass."""
+    """Start a process on each seat of the role, as one scorer. max_batch_tokens: most in one forward pass."""
     from grmpipe.models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
 
     device = prepared.roles[model.name].device

@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a run needs of every machine. versions: the driver's. models: role -> path. isolation: of its environments,
+    """What a run needs of every machine. versions: the driver's. models: role -> path. isolation: its environments',
     if they have hosts.
     """
 

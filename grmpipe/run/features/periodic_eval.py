@@ -54,7 +54,7 @@ class PeriodicEval(RunFeature):
         """note: receives what a user should know and what is no alarm."""
         self.initial: Metrics = {}
         self.final: Metrics = {}
-        self.rows: list[SampleRow] = []  # of the last evaluation, an answer per prompt
+        self.rows: list[SampleRow] = []  # the last evaluation's, an answer per prompt
         self.seen: list[tuple[Prompt, Rollout]] = []  # the same
         self._evaluator = evaluator
         self._alarm = alarm

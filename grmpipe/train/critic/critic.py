@@ -51,7 +51,7 @@ class Critic:
         self._updates = config.updates(algorithm, train)
         self._packer = ValuePacker(max_tokens, ranks.dp_size)
         self._samples: list[ValueSample] = []
-        self._passes: list[asyncio.Task[None]] = []  # of the open batch, in progress or done
+        self._passes: list[asyncio.Task[None]] = []  # the open batch's, in progress or done
         self._waited_s = 0.0
         self._num_ahead = 0  # groups of the open batch whose values were known when they were taken
         self._num_taken = 0

@@ -27,8 +27,8 @@ class ValueCache:
         self._critic = critic
         self._max_tokens = max_tokens
         self._groups_per_batch = groups_per_batch
-        self._rolled_out: Callable[[], Sequence[Sequence[Rollout]]] = tuple  # of groups not taken
-        self._known: dict[tuple[str, int], np.ndarray] = {}  # of the version at the beginning of the open batch
+        self._rolled_out: Callable[[], Sequence[Sequence[Rollout]]] = tuple  # from groups not taken
+        self._known: dict[tuple[str, int], np.ndarray] = {}  # under the version at the beginning of the open batch
         self._num_taken = 0  # groups of the open batch
         self._resting = False  # the critic is making the steps that end a batch
         self._asking = asyncio.Lock()

@@ -100,7 +100,7 @@ class BatchTrainer:
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
         self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
-        self._samples: list[TrainingSample] = []  # of the groups taken, or of the whole batch
+        self._samples: list[TrainingSample] = []  # from the groups taken, or from the whole batch
 
     @property
     def starts_early(self) -> bool:

@@ -115,7 +115,7 @@ class Learner(TrainingRank):
 
     def imitate(self, micro_batch: MicroBatch, totals: BatchTotals) -> None:
         """Add the gradient of algorithm.sft.coefficient times the negative log-likelihood of these demonstrations,
-        weighted by their advantages. totals: of the batch that the next step ends, whose denominator divides it.
+        weighted by their advantages. totals: those of the batch that the next step ends; their denominator divides it.
         """
         batch = DeviceBatch.of(micro_batch, self._device)
         with self._experts.count_load(idle=not micro_batch.loss_mask_E.any()):

@@ -22,7 +22,7 @@ class LearnerRanks(Ranks):
     def __init__(self, actors: ActorRanks, cp: int = 1) -> None:
         super().__init__(actors, cp)
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
-        self._work = RankWork()  # of the open batch
+        self._work = RankWork()  # the open batch's
         self._tokens = BatchTokens()
         self._computing = self._num_stills = 0  # running calls that take memory, and waiters for none
         self._none_computing, self._may_compute = asyncio.Event(), asyncio.Event()

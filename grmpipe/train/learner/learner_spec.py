@@ -24,8 +24,8 @@ class LearnerSpec:
     algorithm: AlgorithmConfig
     max_new_tokens: int
     device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
-    sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights sent at once; 0: chosen by the size of the model
+    sync_dtype: str = "float32"  # in which engines get weights
+    bucket_bytes: int = 0  # most weights sent at once; 0: chosen by the size of the model
     checkpoint_names: bool = False
     transport: str = "object_store"
     sync_dir: str = ""

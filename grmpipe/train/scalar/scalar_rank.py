@@ -55,7 +55,7 @@ class ScalarRank(TrainingRank):
         with without_gradient(model):
             probe_scores(model, self._device, train.dtype)
         self._begin_training(model)
-        self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
+        self._sums: dict[str, Tensor] = {}  # the open batch's, on this rank
 
     def scores(self, batch: PackedSequences) -> np.ndarray:
         """The head's output at each token, [T] float32."""

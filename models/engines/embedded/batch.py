@@ -71,10 +71,10 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     finish_reason: FinishReason | None = None
-    matcher: Matcher | None = None  # of the pattern that constrains it
+    matcher: Matcher | None = None  # for the pattern that constrains it
     draft: RowDraft | None = None
-    experts_TLK: np.ndarray | None = None  # of all fed tokens, once it has left; None if not recorded
-    scores: TokenScores | None = None  # of its prompt
+    experts_TLK: np.ndarray | None = None  # for all fed tokens, once it has left; None if not recorded
+    scores: TokenScores | None = None  # its prompt's
 
     @property
     def last_position(self) -> int:
@@ -206,7 +206,7 @@ class RunningBatch:
         self.version = 0
         self.num_sampled_tokens = 0
         self.num_prefilled_tokens = 0
-        self.num_cached_tokens = 0  # of prompts: those that weren't prefilled, because a slot had them
+        self.num_cached_tokens = 0  # tokens of prompts that weren't prefilled, because a slot had them
         self._decoder, self._slots, self._endings = decoder, slots, endings
         self._model_name, self._seed = model_name, seed
         self._grammar, self._ngrams = grammar, ngrams

@@ -113,7 +113,7 @@ class ModuleDecoder:
         seen_NHQT: Tensor,
         logits_to_keep: int = 1,
     ) -> Tensor:
-        """logits_to_keep: of each row's last tokens; 0: of all."""
+        """logits_to_keep: how many of each row's last tokens get logits; 0: all."""
         num_rows, num_queries = token_ids_NQ.shape
         seen_NHQT = seen_NHQT.expand(num_rows, 1, num_queries, -1)
         for layer in self._layers:

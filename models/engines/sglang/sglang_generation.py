@@ -60,7 +60,7 @@ class SglangGeneration:
         self._vocab_size = renderer.vocab_size
         self._seed, self._incremental = seed, incremental
         self._versions = {first_version: 0}  # server's name of a version -> ours, the newest last
-        self._namespace = uuid.uuid4().hex  # of the prefix cache
+        self._namespace = uuid.uuid4().hex  # the prefix cache's; under a new one no earlier prompt is found
         self.requests: SharedRequests[SglangRequest] = SharedRequests()
         self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token came
         self._errands: set[asyncio.Task[None]] = set()

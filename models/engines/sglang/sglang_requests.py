@@ -119,7 +119,7 @@ class SglangRequest(SharedRequest):
     rid: str = ""  # at the server, of the latest try; empty: not sent
     sampled: SglangSample = field(default_factory=SglangSample)
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # set: don't wait for the server's answer
-    on_begin: Callable[[], None] = ignore_first_token  # of the latest try
+    on_begin: Callable[[], None] = ignore_first_token  # the latest try's
 
     def renew(self, on_begin: Callable[[], None]) -> None:
         """Prepare a try. SGLang aborts by the prefix of an id: with ids of one length none is a prefix of another."""
@@ -143,7 +143,7 @@ def make_body(
     namespace: str,
     whole: bool,
 ) -> Json:
-    """The body for /generate. namespace: of the prefix cache. whole: each event repeats the answer from its
+    """The body for /generate. namespace: the prefix cache's. whole: each event repeats the answer from its
     beginning.
     """
     params = ticket.params

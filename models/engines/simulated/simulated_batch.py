@@ -28,7 +28,7 @@ WHOLE = 1e-9  # of a step: tolerance for rounding
 class SimulatedRow:
     """One request. `prompt` identifies its tokens: rows of one prompt share its keys and values.
 
-    trajectory_id: its prompt begins with the last turn of this trajectory; empty: of none.
+    trajectory_id: its prompt begins with the last turn of this trajectory; empty: with none.
     """
 
     prompt: int
@@ -36,8 +36,8 @@ class SimulatedRow:
     num_tokens: int  # that it will sample, at least 1
     priority: int = 0
     trajectory_id: str = ""
-    epoch: int = 0  # of the weights when it joined
-    cached_tokens: int = 0  # of its prompt, when it joined for the first time
+    epoch: int = 0  # the weights' when it joined
+    cached_tokens: int = 0  # prompt tokens from the cache, when it joined for the first time
     listens: bool = False  # whether it is listed in `SimulatedChange.begun`
     arrival: int = 0
     sampled: int = 0  # before it joined the batch for the last time
@@ -96,7 +96,7 @@ class SimulatedBatch:
     def __init__(self, speed: EngineSpeed, *, prefix_cache: bool = True) -> None:
         self._speed = speed
         self.num_prefilled_tokens = 0
-        self._num_prefilled_again = 0  # of these, of preempted requests
+        self._num_prefilled_again = 0  # those of preempted requests
         self.cache = SimulatedPrefixCache(enabled=prefix_cache)
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, SimulatedRow]] = []
@@ -111,7 +111,7 @@ class SimulatedBatch:
         self._steps_before = 0
         self._tokens_before = 0  # sampled in these steps
         self._began_s = 0.0
-        self._prefill_s = 0.0  # of its first step
+        self._prefill_s = 0.0  # its first step's
         self._num_steps = 0
 
     @property

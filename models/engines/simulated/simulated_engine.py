@@ -83,7 +83,7 @@ class SimulatedEngine:
         self._batch = SimulatedBatch(speed or rows_apart(tokens_per_s), prefix_cache=prefix_cache)
         self._rate = SimulatedRate()
         self._device = device
-        self._share = 1.0  # of the device
+        self._share = 1.0  # its share of the device
         self._occupies = False
         self._paused = False
         self._pending: dict[str, Pending] = {}

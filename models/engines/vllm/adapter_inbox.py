@@ -65,7 +65,7 @@ class AdapterInbox(WorkerInbox):
         self._manager: WorkerLoRAManager | None = None
         self._helper: PEFTHelper | None = None
         self._arrived: dict[str, Tensor] = {}
-        self._held: dict[str, Tensor] = {}  # of the last complete push: a later one may leave tensors out
+        self._held: dict[str, Tensor] = {}  # the last complete push's: a later one may leave tensors out
 
     def begin(self, manager: WorkerLoRAManager, rank: int, alpha: float) -> None:
         """Learn how the adapters' change is scaled, and install one that changes nothing."""

@@ -15,7 +15,7 @@ FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.flo
 
 
 def route_in_float32(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the routers alone, with weights that aren't rounded. Call before layers are sharded. mesh: of layers."""
+    """Shard the routers alone, with weights that aren't rounded. Call before layers are sharded. mesh: the layers'."""
     for router in find_routers(model).values():
         fully_shard(router, mesh=mesh, mp_policy=FLOAT32)
     for _, experts in find_experts(model):

@@ -72,7 +72,7 @@ class CoTraining:
         guard: Guard,
     ) -> None:
         """health: of all engines. pipeline_state: state to continue from; the learner is loaded already. kept: the
-        policy's rollouts that a resume found. guard: of all journals of the run.
+        policy's rollouts that a resume found. guard: shared by all journals of the run.
         """
         config, role = prepared.config, grm.name
         self.role, self.learner_role = role, grm.learner_role
@@ -97,7 +97,7 @@ class CoTraining:
         self._judging_tasks = make_judging_tasks(prepared, role)
         for prompt, rollout in kept:
             self._add(prompt, rollout)
-        self._judging_version = self._pipeline_state.version  # of its engines
+        self._judging_version = self._pipeline_state.version  # its engines'
         self._flow: Pipeline | None = None
         self._metrics: Metrics = {}
 
