@@ -240,6 +240,7 @@ def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
     held: dict[str, str] = {}  # pool -> resource, of pools that fit
     for name in sorted(placement.pools, key=lambda pool: not placement.pools[pool].strategy.startswith("STRICT")):
         pool = placement.pools[name]
+        # The largest piece first: the small ones find room in what it leaves.
         pieces = sorted((len(bundle) for bundle in placement.bundles(name)), reverse=True)
         if not _take(left[pool.resource], pieces, pool.strategy):
             raise ValueError(_shortage(placement, name, nodes, [p for p, r in held.items() if r == pool.resource]))
@@ -298,6 +299,7 @@ def _blocks(
             f"but pool {where.pool} has {pool.slots}; set placement.pools.{where.pool}.slots={wanted}"
         )
     occupants = _occupants(config, placed)
+    # Blocks begin at multiples of their width, so those of one role never overlap.
     free = [tuple(range(start, start + width)) for start in range(0, pool.slots - width + 1, width)]
     free.sort(key=lambda block: sum(len(occupants.get((where.pool, slot), ())) for slot in block))
     return sorted(free[: where.replicas])

@@ -76,6 +76,7 @@ def pair_result(*orders: Sequence[float]) -> float:
     So a failed judgement in one order doesn't give the other more weight: position bias stays balanced. Needs at least
     one vote in each order.
     """
+    # Exact: in floats, votes in thirds or sevenths would miss a tie by a rounding.
     share = sum(Fraction(math.fsum(votes)) / len(votes) for votes in orders) / len(orders)
     return WON if share > TIED else LOST if share < TIED else TIED
 

@@ -126,6 +126,7 @@ class Consumer:
         trained = await self._train_batch()
         await self._settle()
         sync = await self._learner.push()
+        # Read before `end_step`, which empties the open batch.
         times = {(group.group_id, n): of_one for group in self._buffer.taken for n, of_one in group.times.items()}
         step_s = self._now() - began
         if not self._config.deterministic:  # there the learner waits for every group that may be opened

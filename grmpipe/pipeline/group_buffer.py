@@ -159,6 +159,7 @@ class GroupBuffer:
             size=self._config.group_size,
             min_valid_siblings=self._config.min_valid_siblings,
             limit_s=self._config.group_deadline_s,
+            # By the oldest token that it already has: counted from now it would be due too late, and stale by then.
             opened_at=min([rollout.oldest_version for rollout in kept.rollouts] + begun, default=self.version),
         )
         self.groups[group.group_id] = group
@@ -175,6 +176,7 @@ class GroupBuffer:
         with self._moving(group):
             if not group.add_rollout(rollout):
                 return False
+            # Only what the group accepted: a late or repeated result must not have a line, which a resume would read.
             if not journalled:
                 self._journal.rollout(group.prompt_index, group.prompt, rollout)
         return True
@@ -230,12 +232,14 @@ class GroupBuffer:
 
         Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """
+        # Stale groups go first: they were opened earliest, so the loop below would take them.
         for ready in self.untaken.list_ready(lambda opened_at: self._admission.is_stale(opened_at, self.version)):
             if self.is_stale(ready):  # its tokens may be younger than its opening
                 self.drop(ready, "stale")
         first = self.untaken.first_of_prompts if self._config.deterministic else self.untaken.first_ready
         while (group := first()) is not None and self.may_take(group):
             with self._moving(group):
+                # In the order of prompts: a step may drop only so many, so in order of arrival time would decide which.
                 if not (self._config.deterministic and self._resample(group)):
                     group.take()
             if group.state is GroupState.TAKEN:

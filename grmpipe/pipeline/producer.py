@@ -121,6 +121,7 @@ class Producer:
 
     async def admit(self) -> None:
         """Open groups until the prompts are over."""
+        # Reopened groups come first: their tokens are the oldest. They need no room: they had it before the resume.
         for prompt_index in self._buffer.ledger.prompts_to_reopen:
             slots = await self._components.slots.book(self._config.group_size)
             await self._open(prompt_index, self._components.prompts.at(prompt_index), slots)
@@ -155,6 +156,7 @@ class Producer:
             self._fail(group, KILLED_ENGINES, "before the resume")
             return
         group.set_deadline(self._clock.now())
+        # Before its siblings, whose inbox is bounded: a group whose siblings wait for a place has a deadline, too.
         await self.expiring.put(group)
         await self._open_session(group, kept)
         missing = group.list_missing_rollouts()
@@ -186,6 +188,7 @@ class Producer:
         group, sibling = item
         if not group.is_open:
             return
+        # By the first name: a group that a resume renamed draws the same numbers as it did before.
         seed = derive_seed(self._config.seed, first_name(f"{group.group_id}/{sibling}"))
         request = RolloutRequest(
             group_id=group.group_id,
@@ -229,6 +232,8 @@ class Producer:
         """The priority of a group's rollouts where they wait, here or for a row of an engine: batches in their order,
         and in each the longest first, since it ends with the last one (LPT: Graham 1969, doi:10.1137/0117039).
         """
+        # By length alone a step took up to 1.12 times as long at staleness 1: the next batch overtook the one that is
+        # due (benchmarks/scheduling.md).
         return FIRST + group.opened_at * BATCH_TOKENS - round(self._lengths[group.prompt])
 
     def _turn_ended(self, group: Group, so_far: Rollout) -> None:
@@ -245,6 +250,7 @@ class Producer:
         await self.judging_gate.wait_until_free()
         if group.session is not session:  # the group ended, or is judged again
             return
+        # A session gives tasks for all rollouts that it gets; verdicts that a resume kept need none.
         if judge_task.members and not group.lacks_verdicts(judge_task.members):
             return
         group.judging_begun = True
@@ -254,6 +260,7 @@ class Producer:
         finally:
             self._num_judging -= 1
         for sibling, found in reports.items():
+            # Checked before the group has it: one nan in a baseline would reach the advantages of all siblings.
             report = with_version(only_finite(found), self.judge_version)
             if self._buffer.add_report(group, sibling, report):
                 if (times := group.times.get(sibling)) is not None:
@@ -268,6 +275,8 @@ class Producer:
         then those that lack fewer verdicts, then older ones. One more degree of urgency overtakes `groups_per_batch`
         groups. A turn of a rollout that still goes on comes after all verdicts of its batch.
         """
+        # Not by length: the longest judgement first took 1.17 times as long at staleness 1, because nearly complete
+        # groups had to wait (benchmarks/scheduling.md).
         goes_on = judge_task.turn is not None and not set(group.list_missing_rollouts()).isdisjoint(judge_task.members)
         batches_ahead = self._buffer.batches_ahead(group) + goes_on
         urgency = batches_ahead * group.size + len(group.list_missing_verdicts())
@@ -285,6 +294,7 @@ class Producer:
             report = await change()
             self.judge_version += steps
             voided = 0
+            # Listed anew: a group may have been dropped while the weights changed.
             for group in list_being_judged(self._buffer.groups.values()):
                 voided += group.void_verdicts()
                 await self._open_session(group, RecoveredGroup(group_id=group.group_id, rollouts=tuple(group.rollouts)))
@@ -306,6 +316,7 @@ class Producer:
         log.warning("group %s reached its deadline: %s", group.group_id, why)
         late = self._buffer.expire(group)
         self._ended(group)
+        # A judge that answers nothing at all fails by these alone.
         for timeout in late:
             self._components.judge_guard.verdict(JudgeReport(verdict=timeout))
 
@@ -316,6 +327,7 @@ class Producer:
 
     def _ended(self, group: Group) -> None:
         """Cancel all work on a group that is no longer open."""
+        # This ends what runs. What still waits in an inbox is recognised when its turn comes.
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
         self._slots.pop(group.group_id).end()

@@ -80,6 +80,7 @@ class BegunRollouts:
             def note(begun: BegunRollout) -> None:
                 nonlocal on_file
                 turns = begun.so_far.turns
+                # An episode that is played again begins with other turns: its lines replace those of the file.
                 self._note(path, begun, len(on_file) if turns[: len(on_file)] == on_file else 0)
                 on_file = turns
 
@@ -120,6 +121,7 @@ class BegunRollouts:
         except (OSError, ValueError) as error:
             log.warning("a rollout is played from its start: %s", error)
             return None
+        # Up to the first turn of a later version: what comes after it answers a turn that is void.
         kept = list(itertools.takewhile(lambda line: newest_version(line[1]) <= version, lines))
         if not kept:
             return None

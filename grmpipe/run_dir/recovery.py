@@ -65,6 +65,7 @@ def find_kept(
     recorded: dict[int, list[Counted[RecordedRollout]]] = {}
     rollouts = _counted(decode_recorded, run_dir / ROLLOUTS, run_id, marks, counted_marks)
     for line, is_counted in rollouts:
+        # All other groups are over: the checkpoint has them as trained or dropped.
         if line.prompt_index in pipeline_state.in_flight or line.prompt_index >= pipeline_state.next_prompt_index:
             recorded.setdefault(line.prompt_index, []).append((line, is_counted))
     wanted = {line.rollout.group_id for lines in recorded.values() for line, _ in lines}
@@ -171,6 +172,8 @@ def _kept(
 ) -> RecoveredGroup:
     valid: dict[int, RecordedRollout] = {}
     for line, _ in lines:
+        # Valid at the checkpoint: without tokens of later versions, for the prompt that is drawn here now, and with the
+        # log-probs to train it, which thinning drops. The first line counts: a renamed group writes its work again.
         if _newest_version(line) <= pipeline_state.version and line.prompt == prompt and not line.thinned:
             valid.setdefault(line.rollout.sibling, line)
     names = list(dict.fromkeys(line.rollout.group_id for line, _ in lines))
@@ -184,7 +187,7 @@ def _kept(
             sibling: report
             for sibling, line in valid.items()
             if (report := _last_report(reports, line)) is not None
-            and only_finite(report) is report
+            and only_finite(report) is report  # a judge's nan may be in a journal: that rollout is judged again
             and is_by_judge_up_to(report, pipeline_state.judge_version)
         },
         uncounted=sum_uncounted_work(lines, valid, reports, pipeline_state.judge_version),

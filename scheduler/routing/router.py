@@ -193,6 +193,7 @@ class Router:
         if (engine := self.members.alive.get(name)) is None:
             return 0
         movable = [ask for ask in self.load.requests(name) if ask.movable and not ask.moving]
+        # Those without a token first, then the youngest: they have the least to prefill again.
         movable.sort(key=lambda ask: ask.begun_s if ask.begun_s is not None else math.inf, reverse=True)
         for ask in (going := movable[:count]):
             ask.moving = True
@@ -247,6 +248,7 @@ class Router:
                 partial.go_on(part, self._continuation)
                 continue
             whole = partial.whole(part, self._continuation)
+            # What was aborted, or only scored, says nothing of how long answers are.
             if whole.finish_reason != "abort" and params.scoring is None:
                 self.load.rates.record_end(whole.num_tokens)
                 self._estimate.record_end(whole.num_tokens)

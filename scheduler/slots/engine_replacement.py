@@ -195,6 +195,7 @@ class RoleHealth:
         hung: dict[str, EngineDied] = {}
         for name in silent:
             engine, since_s = before.get(name, (engines[name], looked_s))
+            # A busy engine may answer no check, but it answers requests.
             if engine is not engines[name] or self._router.members[name].heard_s > since_s:
                 since_s = looked_s
             since_s += deaf_s
@@ -248,7 +249,7 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
             log.warning("the push of version %d starts over: %s", version, lost)
             router.members.mark_dead(lost.name, lost.engine, lost)
             sync.dismiss(lost.name, lost.engine, lost)
-        except (WeightMismatch, WeightsNotFinite):
+        except (WeightMismatch, WeightsNotFinite):  # no death explains these: they end the run
             raise
         except Exception as failure:  # a death often appears first as its peers' broken connections, or as silence
             suspects = {**router.members.alive, **sync.arrivals}

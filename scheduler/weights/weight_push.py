@@ -148,7 +148,7 @@ class Push:
                 self._limit = limit
                 yield
         except TimeoutError:
-            if not limit.expired():
+            if not limit.expired():  # a limit within a step, not the push's
                 raise
             raise WeightSyncTimeout(
                 f"weights of version {self.version} did not arrive within {self.allowed_s:g} s; waiting for "
@@ -173,6 +173,7 @@ class Push:
         paused_s = clock()
         await self._begin(link, ranks_per_engine)
         await self._stream()
+        # Receipts are compared while all engines are paused: weights that arrived damaged are never sampled from.
         await self._commit()
         await self._on_engines("to resume", lambda engine: engine.resume())
         resumed_s = clock()

@@ -87,6 +87,7 @@ class WeightSync:
                 report = await self._run(push)
             self._last = (version, steps)
             for name, arrival in arrivals.items():
+                # It may be gone: it died during the push, or nobody waits for it any more.
                 if self._arrivals.pop(name, None) is not None and not arrival.current.done():
                     arrival.admit()
                     arrival.current.set_result(report)
@@ -102,6 +103,7 @@ class WeightSync:
         async with self._turn:
             # Without a deadline: the hold waits for an optimizer step of any duration.
             async with self._source.held() as steps:
+                # Otherwise nothing was pushed, or the learner has stepped since: no other engine serves its weights.
                 if self._last is not None and self._last[1] == steps:
                     if self._versions.get(name) == (engine, self._last[0]):
                         admit()
@@ -152,6 +154,7 @@ class WeightSync:
     def _begin(self, engines: Mapping[str, Engine], version: int) -> Push:
         """What engines have is forgotten until the push succeeds."""
         had = {name: self._versions.pop(name, (None, 0))[0] for name in engines}
+        # The same engine, not only its name: a replacement has no bucket at all.
         have_fixed = frozenset(name for name, engine in engines.items() if had[name] is engine)
         return Push(self._source, engines, version, self._probe_ids, self._config, have_fixed, self._probe_error)
 

@@ -87,6 +87,7 @@ class PairwiseSession(GroupSession):
         lower, higher = judge_task.members
         sampled = await self._sample((lower, higher), principles, priority)
         self._matches[lower, higher] = Match(votes=read_votes(sampled.judgements, lower), sampled=sampled)
+        # A report is given once, so a sibling's waits for all of its pairs.
         final = [
             sibling for sibling in (lower, higher) if all(pair in self._matches for pair in self._pairs_with(sibling))
         ]

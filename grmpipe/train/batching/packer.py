@@ -79,6 +79,7 @@ class Packer:
         """A round of the longest waiting samples, evenly over the ranks."""
         pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
         bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
+        # Into trees again: pieces of a split group that are left over share their prompt with each other.
         rest = _samples(pieces[place] for place in sorted(left_over))
         self._waiting = build_trees(rest, self._shared, self._whole_rollouts)
         return _round([[pieces[place] for place in places] for places in bins])
@@ -219,6 +220,7 @@ def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entrie
     by_rollout: dict[tuple[str, int], list[int]] = {}
     for place, sample in enumerate(samples):
         by_rollout.setdefault((sample.group_id, sample.sibling), []).append(place)
+    # A rollout's entries follow each other, also those of several segments: the loss cuts them by their number.
     order = [place for places in by_rollout.values() for place in places]
 
     def join(columns: Sequence[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -166,6 +166,7 @@ def num_common(holder: TrainingSample, sample: TrainingSample) -> int:
     common = num_equal(holder.token_ids, sample.token_ids[:-1])
     if holder.experts_TLK is None and sample.experts_TLK is None:
         return common
+    # With the routing replayed, a sampled token that was sent to other experts is another computation.
     first = min(num_untrained(holder), num_untrained(sample))
     sent = _sent_elsewhere(holder.experts_TLK, sample.experts_TLK, slice(first, common))
     return first + int(sent.argmax()) if sent.any() else common

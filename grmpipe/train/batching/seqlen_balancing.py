@@ -29,8 +29,8 @@ def fill(
 ) -> tuple[list[list[int]], list[int]]:
     """Fill one round: longest first, each to the rank with the least work that has room (LPT: Graham, 1969).
 
-    A rank without work takes any load. No rank gets more than `share`, unless another already has more work. Returns
-    indices into `loads`: those of each rank, and the rest.
+    A rank without work takes any load; otherwise one above `max_tokens` would never be dealt. No rank gets more than
+    `share`, unless another already has more work. Returns indices into `loads`: those of each rank, and the rest.
     """
     by_rank: list[list[int]] = [[] for _ in range(world_size)]
     tokens, works = [0] * world_size, [0.0] * world_size

@@ -139,6 +139,7 @@ class BatchTrainer:
         assert len(batch) == self._num_taken, (len(batch), self._num_taken)
         try:
             metrics = await self._learn([*self._replayed, *batch])
+            # Only now: a batch that the learner refused must not be replayed.
             self._replay.keep(batch)
             if self._algorithm.replay_buffer.groups > 0:
                 metrics |= {"train/replayed_groups": float(len(self._replayed))}
@@ -228,6 +229,7 @@ class BatchTrainer:
             for some in shuffle_into_updates(ids, self._updates, self._seed, self._version)
         ]
         packed = [self._pack(part) for part in parts]
+        # For all updates before the first of them: their ratios are to one policy.
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
         updates = []
         for part, rounds, olds in zip(parts, packed, old, strict=True):
