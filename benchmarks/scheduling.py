@@ -1,4 +1,4 @@
-"""The scheduler on the virtual clock: overlap against its lower bound, how even steps are, long rollouts first, requests
+"""The scheduler on the virtual clock: overlap against its lower bound, even steps, long rollouts first, requests
 that move to engines with room, and elastic slots against every static split.
 
     python benchmarks/scheduling.py           # minutes; prints the tables of benchmarks/scheduling.md
@@ -176,7 +176,7 @@ class SlowFirst:
         return SimulatedEngine(role, author, speed=speed, **options)
 
 
-# -- elastic slots ------------------------------------------------------------------------------------------------------
+# -- elastic slots -----------------------------------------------------------------------------------------------------
 
 NUM_SLOTS = 8
 SLOW_JUDGE = {"policy": EngineSpeed(step_s=8e-3, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=64)}
