@@ -55,8 +55,8 @@ class Turn:
                 first turn, and after a rewritten history.
     rewritten:  whether the history was rewritten, so that the prompt doesn't continue the turn before.
     tool_calls: calls in the completion, as the environment got them.
-    replies:    messages of the environment after it. Those at the end of an episode are only judged and shown. Before
-                a rewritten history: what is new in it, with the assistant's messages that the policy didn't write so.
+    replies:    the environment's messages after it. Those at the end of an episode are only judged and shown. Before a
+                rewritten history: what is new in it, with assistant's messages that differ from what the policy wrote.
     rewards:    the environment's, for this turn, by name.
     state_key:  names the state in which the policy acted; equal for siblings in the same state; empty: unknown.
     faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool.
@@ -76,11 +76,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sibling, played to its end. It is judged like any other if it was truncated.
+    """One sibling, played to its end. A truncated one is judged like any other.
 
-    reason:  what truncated it: the tokens of a turn, the number of turns, the context window, the episode's time.
+    reason:  the limit that truncated it: tokens of a turn, number of turns, context window, time of the episode.
     opening: the messages that the environment began with, if they aren't the prompt's.
-    attempt: episodes of this sibling before, which the environment failed (`env_failures`).
+    attempt: earlier episodes of this sibling that the environment failed (`env_failures`).
     boot_s:  time until the environment was open.
     took_s:  time of the whole episode, sampling included.
     """
@@ -103,8 +103,8 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The last turn without thoughts, which rules read: empty if the thought was truncated, or if the episode was
-        truncated at a call, or ended with a faulty one, whose arguments are no answer.
+        """The last turn without its thought, as rules read it. Empty if the thought was truncated, or if the episode
+        was truncated at a tool call or ended with a faulty one: the arguments of a call are no answer.
         """
         last = self.turns[-1]
         is_cut = self.status == "truncated" or bool(last.faults)
@@ -163,8 +163,8 @@ class Rollout:
 class BegunRollout:
     """A rollout between two turns.
 
-    so_far: its turns, as if it was truncated there.
-    saved:  the environment's state after them; empty: its actions are to be repeated.
+    so_far: the rollout, as if it had been truncated there.
+    saved:  the environment's state at that point; empty: a resume repeats the actions.
     """
 
     so_far: Rollout
@@ -173,7 +173,7 @@ class BegunRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One sample of the GRM that parsed. `siblings` and `scores` are in the order shown, on the judge's scale.
+    """One sample of the GRM that could be parsed. `siblings` and `scores` are in the order shown, on the judge's scale.
 
     turn: the turn of the rollout that it is about; None: all of it.
     """
@@ -195,7 +195,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A failure: something without a result. Never a number. Infrastructure causes: timeout, refused, died.
+    """A failure in place of a result; never a number. Infrastructure causes: timeout, refused, died.
 
     turn: the turn of the rollout, for a judgement of one turn.
     """
@@ -214,7 +214,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedJudgement(Failed):
-    """A judgement that was generated but is unusable (unparseable, truncated): kept, to be read and trained on."""
+    """A judgement that was generated but is unusable (unparseable, truncated). Kept for reading and training."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -252,15 +252,15 @@ class Verdict:
     """The result of the vote over judgements.
 
     rewards:   spans in reward units (scaled, mixed). Their sum, the outcome, is the reward of the whole response: on
-               [0, 1], but for the rewards of an environment, which have no scale. Empty: the run has none.
-    normalised: the spans that training uses instead, of a mix whose components are normalised by their group: on no
-               scale, and 0 for a response without siblings. Empty: training uses `rewards`.
+               [0, 1], except for rewards of an environment, which have no scale. Empty: the run has no rewards.
+    normalised: the spans that training uses instead, for a mix whose components are normalised within the group:
+               without a scale, and 0 for a response without siblings. Empty: training uses `rewards`.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
-    breakdown: each component's reward by name, before weighting; of a scalar reward model also its `raw_score`.
+    breakdown: each component's reward by name, before weighting; for a scalar reward model also its `raw_score`.
     score_std: the population standard deviation of the votes, in score units (0 for a single vote).
     grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
     absent:    members of a jury that gave no verdict, although enough others did.
-    teacher:   the log-probs of the policy's teacher, where one teaches.
+    teacher:   the teacher's log-probs, where the policy has a teacher.
     """
 
     rewards: tuple[RewardSpan, ...]
@@ -275,7 +275,7 @@ class Verdict:
 
     @property
     def outcome(self) -> float:
-        """The reward of the whole response: that of every metric and bound, never a normalised one."""
+        """The reward of the whole response, as all metrics and bounds use it: never a normalised one."""
         return sum(span.value for span in self.rewards)
 
     @property
@@ -295,10 +295,10 @@ class StopAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeEvent:
-    """What a cascade did with some siblings of a group. Told once, in the report of one of them.
+    """What a cascade did with some siblings of a group. It is in the report of only one of them.
 
-    rollouts:  siblings on which it decided, by asking the second judge or not.
-    unsure:    those of them of which the first judge was unsure.
+    rollouts:  siblings for which it decided whether to ask the second judge.
+    unsure:    those about which the first judge was unsure.
     escalated: siblings that the second judge saw because of that.
     audited:   siblings with verdicts of both judges, although the first one was sure.
     error:     the sum of the absolute differences of both rewards, over the audited.
@@ -323,7 +323,7 @@ class JudgeReport:
     principles:   what the GRM wrote for the whole group before its judgements.
     saved_tokens: a lower bound: tokens of judgements never requested, at the mean length of the others.
     audit:        for a rollout that was judged in full to check the early stop.
-    by_judge:     with several judges, each one's own report, by its name; the fields above are then of all of them.
+    by_judge:     each judge's own report by name, where there are several; the fields above then cover all of them.
     cascades:     what cascades did, one entry for each decision and each audit.
     taught:       what the rollout's teacher gave, or why it gave nothing; None: none was asked.
     """
@@ -340,7 +340,7 @@ class JudgeReport:
 
     @property
     def own_reports(self) -> Mapping[str, JudgeReport]:
-        """The report of each judge, by its name; of a single judge the report itself, under no name."""
+        """Each judge's report by its name; with a single judge this report itself, under an empty name."""
         return self.by_judge or {"": self}
 
 
@@ -365,7 +365,7 @@ class GroupEnd:
     """How a group ended: a line of groups.jsonl.
 
     prompt_index: the index of its prompt in the order of the data.
-    step:    that trained it; None if it was dropped.
+    step:    the one that trained it; None if it was dropped.
     cause:   why it was dropped; None if it was trained.
     version: the lowest of its sampled tokens; None if it was dropped.
     early:   whether the learner trained on it before the next group of the batch was ready (early start).
@@ -385,7 +385,7 @@ class GroupEnd:
 class TrainedRollout:
     """What training made of a rollout: a line of trained.jsonl.
 
-    step:      that trained it.
+    step:      the one that trained it.
     reward:    the outcome of its verdict; None: the verdict failed, so it was in no update.
     advantage: the mean over its trained tokens, as the loss had it; None: it has none.
     right:     how right it is by the rule, from 0 to 1; None without a reference that the rule can use.
@@ -449,7 +449,7 @@ class TrainingSample:
     sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
     advantages:       0 where loss_mask is 0.
     versions:         spans over token_ids, for the tokens of completions only, inserted ones included.
-    num_turns:        turns of the rollout that it holds.
+    num_turns:        how many of the rollout's turns it holds.
     experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
                       None if unknown for all tokens.
     teacher:          a teacher's log-probs, if one scored the rollout; zeros where loss_mask is 0.
@@ -468,8 +468,8 @@ class TrainingSample:
     teacher: TokenScores | None = field(default=None, compare=False)
 
     def of_completions(self) -> np.ndarray:
-        """[T] bool: the tokens of completions, among which a thinking budget may have inserted some. A critic's values
-        and the KL in a reward have an entry for each of them.
+        """[T] bool: whether a token belongs to a completion, as those that a thinking budget inserted do. A critic's
+        values and the KL in a reward have an entry for each such token.
         """
         found_T = np.zeros(len(self.token_ids), dtype=bool)
         for span in self.versions:
@@ -482,7 +482,7 @@ class TeacherEntries:
     """What teachers give to the entries of a micro-batch. E: entries, K: likely tokens.
 
     taught_E:        float32, 1 for entries that are trained and that a teacher scored, 0 elsewhere.
-    logprobs_E:      float32, of the sampled token.
+    logprobs_E:      float32, for the sampled token.
     top_ids_EK, top_logprobs_EK: int64 and float32, the teacher's most likely tokens; None: only the sampled token is
                      compared.
     """
@@ -500,8 +500,8 @@ class MicroBatch:
 
     Arrays are sent between processes as they are.
 
-    Samples of a group share prefixes: a sample holds only the tokens after its prefix, which its parent, and the
-    parent's parent, hold among theirs. An entry is a token of one sample, in the order of rollouts; a packed token that
+    Samples of a group share prefixes: a sample holds only the tokens after its prefix; its parent and further
+    ancestors hold the prefix among their tokens. An entry is a token of one sample, in the order of rollouts; a packed token that
     several samples train has an entry for each of them, with its own advantage. A token that nothing predicts is never
     trained: the loss_mask at position 0 is 0.
     """
@@ -543,7 +543,7 @@ class BatchTotals:
 class JudgeTask:
     """One unit of a judge's work: the siblings it judges together, in sibling order.
 
-    members:   the siblings whose verdicts it brings nearer; none for work that needs no rollout.
+    members:   the siblings whose verdicts need it; none for work that needs no rollout.
     turn:      the turn that it judges, for a judge of single turns; the rollout may still go on.
     judge:     the one that does it, where there are several.
     part:      that judge's own task, where there are several. It may have fewer members than this one: where the reward
@@ -569,7 +569,7 @@ class JudgeSession(Protocol):
         ...
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
-        """Add an ended rollout. Returns the judge tasks that are possible with it and weren't before."""
+        """Add an ended rollout. Returns the judge tasks that it makes possible."""
         ...
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
@@ -587,9 +587,9 @@ class TurnwiseJudgeSession(JudgeSession, Protocol):
     """A judge session that judges turns while the rollout goes on."""
 
     def add_turn(self, so_far: Rollout) -> Sequence[JudgeTask]:
-        """Add a rollout that goes on after its last turn, with the replies to it. Returns the judge tasks that are
-        possible with it and weren't before. Their results are part of the report on the whole rollout, which is given
-        after `add` only. Turns of an episode that is played again (another `attempt`) count no more.
+        """Add a rollout that goes on after its last turn, with the replies to it. Returns the judge tasks that it makes
+        possible. Their results are part of the report on the whole rollout, which is given only after `add`. Once an
+        episode is played again (another `attempt`), its earlier turns no longer count.
         """
         ...
 

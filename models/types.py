@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-UNKNOWN_ID = -1  # in place of a token id that isn't kept any more: no model takes it
-ANY_EXPERT = -1  # in place of an expert: the choice is unknown, so the router chooses
+UNKNOWN_ID = -1  # stands for a token id that is no longer kept: no model takes it
+ANY_EXPERT = -1  # stands for an expert: the choice is unknown, so the router chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ParsedTurn:
     """A completion in the model's own format for tool calls, taken apart.
 
     content: the text around the calls.
-    errors:  what is wrong with calls that couldn't be read, as the model may read it.
+    errors:  what is wrong with calls that couldn't be read, in words for the model.
     """
 
     content: str
@@ -74,8 +74,8 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoring:
-    """What to score of a prompt: its tokens from `start` on (1 or more), and the `top_k` most likely ones in the place
-    of each.
+    """Which tokens of a prompt to score: those from `start` on (1 or more), and for each place the `top_k` most likely
+    ones.
     """
 
     start: int
@@ -100,8 +100,8 @@ class SamplingParams:
 
 
 def make_scoring_params(start: int, top_k: int = 0) -> SamplingParams:
-    """The parameters of a request that scores its prompt from token `start` on. Its completion has no tokens, and
-    `scores`, by the weights of its only version.
+    """The parameters of a request that scores its prompt from token `start` on. Its completion has no tokens; its
+    `scores` are by the weights of its only version.
     """
     return SamplingParams(max_new_tokens=1, scoring=PromptScoring(start=start, top_k=top_k))
 
@@ -118,10 +118,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What a model gives to the last N tokens of a sequence, at temperature 1. Natural logs.
+    """A model's scores of the last N tokens of a sequence, at temperature 1. Natural logs.
 
-    logprobs_N:      float32, of each token, given all tokens before it.
-    top_ids_NK:      int32, the K most likely tokens in its place, the likeliest first; None: not asked for.
+    logprobs_N:      float32, each token's, given all tokens before it.
+    top_ids_NK:      int32, the K most likely tokens for each place, the likeliest first; None: not asked for.
     top_logprobs_NK: float32, their log-probs.
     """
 
@@ -143,9 +143,9 @@ class Completion:
         then empty.
     experts_TLK: uint8 or int16, for a mixture of experts whose engine records them: the experts of each of the first T
         tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never is.
-    thought_tokens, thought_chars: the model's thought, with its markers: the first tokens, and the first characters of
-        the text. 0 if there is none, or it wasn't looked for.
-    cached_tokens: tokens of the prompt that the engine had cached, and didn't compute; of the first engine, if the
+    thought_tokens, thought_chars: the length of the model's thought, markers included: it comes first in token_ids and
+        text. 0 if there is none, or nobody looked for one.
+    cached_tokens: tokens of the prompt that the engine had cached and didn't compute; the first engine's count, if the
         request migrated.
     drafted_tokens, accepted_tokens: by speculative decoding, as far as the engine says; accepted ones are in token_ids.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
@@ -199,7 +199,7 @@ class RequestContext:
     deadline_s: float | None = None  # from submission; None: the caller enforces it
     num_sampled: int = 0  # tokens of the answer, sampled by another engine, that the prompt ends with
     trajectory_id: str = ""
-    is_retry: bool = False  # an earlier answer to the same question was of no use
+    is_retry: bool = False  # an earlier answer to the same question couldn't be used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,7 +507,7 @@ class RequestLog(Protocol):
     """Counts the requests to one model."""
 
     def begin_request(self, *, retry: bool) -> int:
-        """Note a request before it is sent; returns its number. retry: an earlier try was of no use."""
+        """Note a request before it is sent; returns its number. retry: an earlier answer couldn't be used."""
         ...
 
     def end_request(self, number: int, usage: Usage) -> None:
