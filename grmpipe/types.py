@@ -500,8 +500,8 @@ class MicroBatch:
 
     Arrays are sent between processes as they are.
 
-    Samples of a group share prefixes: a sample holds only the tokens after its prefix; its parent and further
-    ancestors hold the prefix among their tokens. An entry is a token of one sample, in the order of rollouts; a packed token that
+    Samples of a group share prefixes: a sample holds only the tokens after its prefix; its parent and further ancestors
+    hold the prefix among their tokens. An entry is a token of one sample, in the order of rollouts; a packed token that
     several samples train has an entry for each of them, with its own advantage. A token that nothing predicts is never
     trained: the loss_mask at position 0 is 0.
     """

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-CYCLES = 3  # in which batches must have bunched before one is held; random lengths seldom do that in each of them
+CYCLES = 3  # in which batches must have bunched before one is held; at random they seldom do so in each of them
 STEADY = 1.25  # the slowest of these cycles to the fastest; above it lengths are so random that holding only delays
 HEADWAY = 0.95  # of a mean step; at 1 any noise would hold every batch
 
@@ -72,8 +72,8 @@ class Admission:
 
 class AdmissionPace:
     """Keeps the `max_staleness` + 1 batches in flight apart. One that follows too closely, cycle after cycle or because
-    the learner was away, opens later. It only delays, so what bounds staleness stays. As headways of buses are kept:
-    Daganzo 2009, doi:10.1016/j.trb.2009.04.002.
+    the learner was away, opens later. It only delays, so the bound on staleness is untouched. Buses are kept apart in
+    the same way (Daganzo 2009, doi:10.1016/j.trb.2009.04.002).
     """
 
     def __init__(self, groups_per_batch: int, max_staleness: int) -> None:

@@ -37,7 +37,7 @@ class RolloutAborted(EngineDied):
 
 
 class NotAsBefore(Exception):
-    """A new environment isn't where the one before a resume was: the episode can't go on from there."""
+    """A new environment isn't in the state of the one before a resume, so the episode can't go on."""
 
 
 class TurnRenderer(Protocol):
@@ -50,11 +50,11 @@ class TurnRenderer(Protocol):
     def extend(
         self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
     ) -> tuple[int, ...]:
-        """The text after the policy's turn: its end if that wasn't sampled, the replies, up to its next turn."""
+        """What follows the policy's turn: its end if it wasn't sampled, the replies, and the start of the next one."""
         ...
 
     def parse(self, text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
-        """A completion's text, apart from its calls of tools."""
+        """A completion's text and its tool calls, taken apart."""
         ...
 
 
@@ -70,9 +70,9 @@ def keep_nothing(begun: BegunRollout) -> None:
 class RolloutRequest:
     """One rollout to play: a sibling of a group, and its seed.
 
-    attempt: episodes of it that failed before.
-    begun:   its turns before a resume, after which it goes on.
-    on_turn: called after each turn but the last one, with the rollout so far, as if it was truncated there.
+    attempt: how many of its episodes have failed.
+    begun:   its turns from before a resume; it goes on after them.
+    on_turn: called after each turn but the last one, with the rollout so far, as if it had been truncated there.
     on_resumable: called then too, if the environment could go on from there after a resume.
     """
 
@@ -91,7 +91,7 @@ class RolloutRequest:
         return f"{self.group_id}/{self.sibling}" + (f"/a{self.attempt}" if self.attempt else "")
 
     def context(self, turn: int, *, has_more: bool) -> RequestContext:
-        """The request of a turn, from 0. has_more: whether the episode may have further ones."""
+        """The request of a turn, from 0. has_more: whether the episode may have further turns."""
         return RequestContext(
             request_id=f"{self.trajectory_id}/t{turn}",
             group_id=self.group_id,
@@ -268,7 +268,7 @@ class _Episode:
             raise EnvFault(f"{stage} returned what the chat template doesn't take: {error}", "protocol") from error
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
-        """Tokens that the next turn may take. The first turn takes all, so that its engine refuses a long prompt."""
+        """Tokens that the next turn may take. The first gets the whole limit: the engine refuses too long a prompt."""
         asked, window = self.params.max_new_tokens, self.limits.context_tokens
         return min(asked, window - len(prompt_ids)) if window and self.turns else asked
 
@@ -282,7 +282,7 @@ class _Episode:
         return completion
 
     async def _stepped(self, turn: Turn, is_last: bool) -> tuple[Observation, Turn]:
-        """The environment's answer to a turn, and the turn with it."""
+        """The environment's answer to a turn, and the turn completed by it."""
         text = turn.completion.answer
         parsed = read_completion(self.renderer, turn.completion, self.tools)
         action = Action(
@@ -313,7 +313,7 @@ class _Episode:
 
 
 def read_completion(renderer: TurnRenderer, completion: Completion, tools: Sequence[ToolSpec]) -> ParsedTurn:
-    """The calls in a completion, and its text without them. A stop string may be a part of a call, and isn't shown."""
+    """The calls in a completion, and its text without them. A stop string may be part of a call; it isn't shown."""
     if not tools:
         return ParsedTurn(content=completion.answer)
     parsed = renderer.parse(completion.answer + completion.stop_text, tools)
@@ -323,8 +323,8 @@ def read_completion(renderer: TurnRenderer, completion: Completion, tools: Seque
 
 
 def after_fault(action: Action, fault: PolicyFault) -> Observation:
-    """The end, if the fault ends the episode. Else what the policy reads of it: a tool's result after a call, a message
-    of the user without one.
+    """The end, if the fault ends the episode. Otherwise what the policy reads about it: a tool's result after a call, a
+    user's message without one.
     """
     if fault.ends:
         return Observation(done=True, faults=(fault.kind,))

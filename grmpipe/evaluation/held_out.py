@@ -64,11 +64,11 @@ class JudgedRollout:
         return get_reward(self.report.verdict)
 
 
-GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; itself, if it is judged
+GreedyAnswer = tuple[float | None, JudgedRollout | None]  # how right it is; the answer, if it is judged
 
 
 class AnswerJournal(Protocol):
-    """A record of the answers of one evaluation, each when it is there."""
+    """A record of the answers of one evaluation, each written as it comes."""
 
     def rollout(self, prompt: Prompt, rollout: Rollout, sample: int | None, right: float | None) -> None: ...
 
@@ -102,9 +102,9 @@ class Evaluator:
     """Plays held-out prompts, sampled and greedily; the sampled answers are judged.
 
     counting:   how many answers to a prompt are sampled, each with a seed of its own.
-    greedy:     whether a greedy answer is played, too; judges_greedy: and judged.
+    greedy:     whether a greedy answer is played, too; judges_greedy: whether it is judged.
     places:     most answers in flight; None: no limit.
-    journal:    gets each answer when it is there, and each verdict.
+    journal:    gets each answer and each verdict as it comes.
     first:      the judge that judges every answer, where there are several: its verdicts count as the GRM's. None: the
                 verdicts that make the reward do; their scores are on the first judge's scale.
     pass_reward: lowest reward with which a judge passes an answer; None if there is none.
@@ -187,8 +187,8 @@ class Evaluator:
         clock: ActiveClock,
         breaker: OutageBreaker | None,
     ) -> None:
-        """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled, and the verdicts
-        that the judge still owes have timed out.
+        """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled, and verdicts that
+        are still missing count as timeouts.
         """
         ended = asyncio.Queue[asyncio.Task[object]]()
         for task in tasks:
@@ -287,8 +287,8 @@ def rewards_by(report: JudgeReport) -> dict[str, float | None]:
 
 
 def read_anchor(step: int, judged: Sequence[JudgedRollout]) -> AnchorReading | None:
-    """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about some of
-    the answers only has no part in it: which ones others chose moves its mean.
+    """What the reward-hacking alarm reads; None without answers of known truth. A judge that was asked about only some
+    of the answers is left out: its mean would depend on which ones others chose for it.
     """
     right = mean_by_prompt((one.prompt.prompt_id, one.right) for one in judged)
     names = [name for name in judged[0].rewards if all(name in one.rewards for one in judged)] if judged else []
@@ -310,7 +310,7 @@ def mean_by_prompt(values: Iterable[tuple[str, float | None]]) -> dict[str, floa
 
 
 def make_request_id(name: str, index: int, sample: int) -> str:
-    """The id of an answer, which decides its seed: the first of a prompt has the same however many there are."""
+    """The id of an answer, which decides its seed: a prompt's first answer has the same one however many there are."""
     return f"{name}-{index}" if sample == 0 else f"{name}-{index}.{sample}"
 
 
@@ -375,9 +375,7 @@ RightAndVerdict = tuple[float | None, Verdict]  # how right an answer is, if tha
 
 
 def verdicts_by(judged: Sequence[JudgedRollout], judge: str | None) -> list[RightAndVerdict]:
-    """The verdicts of one of several judges, on the answers about which it was asked; of None: those that make the
-    reward.
-    """
+    """A judge's verdicts on the answers about which it was asked; without a judge those that make the reward."""
     reports = [(one.right, one.report if judge is None else one.report.by_judge.get(judge)) for one in judged]
     return [
         (right, report.verdict)
@@ -393,7 +391,7 @@ def agreements(verdicts: Sequence[RightAndVerdict], pass_reward: float) -> list[
 
 
 def accuracy_by_judge(judged: Sequence[JudgedRollout], pass_reward: float) -> dict[str, float]:
-    """The share of agreements of each of several judges; empty with a single one."""
+    """Each judge's share of agreements, where there are several; empty with a single one."""
     names = dict.fromkeys(name for one in judged for name in one.report.by_judge)
     sides = {name: agreements(verdicts_by(judged, name), pass_reward) for name in names}
     return {name: statistics.fmean(some) for name, some in sides.items() if some}

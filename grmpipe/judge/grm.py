@@ -77,7 +77,7 @@ class GrmPrompt:
 
 
 class Grm(Protocol):
-    """A GRM to ask. `context_tokens`: its context window; 0 if unknown. `thinking`: of its thoughts, if it has any."""
+    """A GRM to ask. `context_tokens`: its window; 0 if unknown. `thinking`: the markers of its thoughts, if any."""
 
     name: str
     context_tokens: int
@@ -132,7 +132,7 @@ class LocalGrm(MeteredGrm):
 
     clock:    times its answers; stands still while all its engines are being replaced.
     thinking: the markers of thoughts, for a model whose engine marks them in its completions.
-    requests: told of each request.
+    requests: counts each request.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class RemoteGrm(MeteredGrm):
     """A GRM behind an endpoint. It takes messages, and returns a text and a count of tokens.
 
     context_tokens: 0 lets the endpoint refuse what doesn't fit; otherwise prompts are measured by their bytes.
-    markup: broken in texts of the policy, because the endpoint's tokenizer could read it as its own.
+    markup: what is broken in texts of the policy, because the endpoint's tokenizer could read it as its own.
     thinking_markers: around thoughts that the endpoint doesn't separate from the answer.
     """
 
@@ -222,7 +222,7 @@ class RemoteGrm(MeteredGrm):
         return self._with_thought(completion)
 
     def _with_thought(self, completion: Completion) -> Completion:
-        """The endpoint's template, which isn't known here, may open the thought: its end shows that there is one."""
+        """The endpoint's template is unknown and may open the thought: the thought's end shows that there is one."""
         if self.thinking is None:
             return completion
         markers = replace(self.thinking, in_prompt=self.thinking.close in completion.text)

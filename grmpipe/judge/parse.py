@@ -309,7 +309,7 @@ def compile_pattern(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str
 
 
 def find_ends(text: str, form: Form) -> Iterator[str]:
-    """What the verdict may be: the last line, the last two, and so on. Nothing if the judge wrote only thinking."""
+    """Where the verdict may be: the last line, the last two, and so on. Nothing if the judge wrote only thinking."""
     lines = [line for line in (line.strip(BLANK) for line in text.split("\n")) if line]
     for closing in form.closings:
         ends = closing.split("\n")
@@ -342,8 +342,8 @@ OWN = rf"{BLANKS}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a
 
 
 def judgement_pattern(form: Form, scale: Scale, num_scores: int = 1, markers: ThinkingMarkers | None = None) -> str:
-    """Whatever, or a thought and whatever; then the verdict's line, as the form has it. A thought that the
-    prompt has opened must end.
+    """Any text, or a thought and any text, then the verdict's line as the form has it. A thought that the prompt has
+    opened must end.
     """
     markers = markers or USUAL
     verdict = verdict_pattern(form, scale, num_scores)
@@ -360,7 +360,7 @@ def judgement_pattern(form: Form, scale: Scale, num_scores: int = 1, markers: Th
 
 
 def answer_pattern(form: Form, scale: Scale, num_scores: int = 1) -> str:
-    """What may come after a thought: whatever, then the verdict's line."""
+    """What may come after a thought: any text, then the verdict's line."""
     return rf"{LINES}{verdict_pattern(form, scale, num_scores)}"
 
 

@@ -2,7 +2,7 @@
 
 A template in a model's own format declares the model's markers and the signs of its verdict
 (`{% set markers = [...] %}`); any other has a fence. A template may only print the guarded text, never compute with it:
-a filter could remove the guard. Each of several responses has its own, and so has a conversation of several messages.
+a filter could remove the guard. Each of several responses has its own guard, as has a conversation of several messages.
 Principles have none: the judge wrote them before there was any text of the policy.
 
 A template is a conversation: one user message, or a block for each message.
@@ -306,8 +306,8 @@ def find_template(key: str, template: str) -> Path:
 
 
 def make_fields(template: ConversationTemplate, guard: TextGuard, prompt: Prompt) -> dict[str, object]:
-    """The fields of what is asked. A template that doesn't show the messages one by one has the whole conversation in
-    the place of the question.
+    """The fields about the prompt. A template that doesn't show the messages one by one gets the whole conversation as
+    the question.
     """
     question = find_question(prompt)
     if len(prompt.messages) > 1 and not template.shows_messages:

@@ -31,7 +31,7 @@ ROLE_LABELS = Markup([r"(?m:^)(?:system|user|assistant|tool) ?:"], any_case=True
 
 @dataclass(frozen=True, slots=True)
 class TextGuard:
-    """The guard of a template. markers: what it declares as the markers of a model; None: it has a fence."""
+    """The guard of a template. markers: the model's markers that it declares; None: it has a fence."""
 
     markers: Markup | None
 
@@ -50,7 +50,7 @@ class TextGuard:
         return fence_text(text) if self.markers is None else self.markers.break_markup(text)
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> list[str]:
-        """What is shown next to each other, guarded in the same way."""
+        """Trajectories that are shown next to each other, guarded in the same way."""
         if self.markers is None:
             return [in_fences(trajectory) for trajectory in trajectories]
         if all(trajectory.is_of_policy for trajectory in trajectories):
@@ -68,7 +68,7 @@ class TextGuard:
         )
 
     def conversation(self, messages: Sequence[Message]) -> str:
-        """Several messages as one text, in the place of the question. An empty line parts two of the same role."""
+        """Several messages as one text, in the place of the question. An empty line separates two of the same role."""
         shown, role = CONVERSATION_LEGEND, ""
         for one in messages:
             text = one.content if self.markers is None else self.markers.break_markup(one.content)
@@ -93,7 +93,7 @@ def after(fence: str, text: str) -> str:
 
 
 def in_fences(trajectory: Trajectory) -> str:
-    """All passages in their fences, notes without. An empty line parts two of the same voice."""
+    """All passages in their fences; notes have none. An empty line separates two of the same voice."""
     shown = ""
     before: Passage | None = None
     for passage in trajectory.passages:

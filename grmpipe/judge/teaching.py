@@ -38,7 +38,7 @@ SCORING = "@teacher"  # in place of a judge's name in a task: no judge can have 
 class Teacher:
     """A model that scores the tokens of the policy. Both have the same tokens.
 
-    top_k:   how many of its most likely tokens it gives in the place of each.
+    top_k:   how many of its most likely tokens it gives for each place.
     context: what it reads and the policy doesn't; None: nothing.
     meter:   runs while requests are in flight.
     """
@@ -100,7 +100,7 @@ class Teacher:
 
 
 def make_no_scores(top_k: int) -> TokenScores:
-    """The scores of no token."""
+    """Scores of zero tokens."""
     none = (0, top_k)
     return TokenScores(
         logprobs_N=np.zeros(0, np.float32),
@@ -152,13 +152,13 @@ class TeachingJudge:
 
 @dataclass(slots=True)
 class TeachingSession:
-    """A judge session, beside which a teacher, if there is one, scores each rollout."""
+    """A judge session. Beside it a teacher, if there is one, scores each rollout."""
 
     owner: TeachingJudge
     session: JudgeSession
     teacher: Teacher | None
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
-    _reports: dict[int, JudgeReport] = field(default_factory=dict)  # that wait for their scores
+    _reports: dict[int, JudgeReport] = field(default_factory=dict)  # those that wait for their scores
     _taught: dict[int, TeacherScores | Failed] = field(default_factory=dict)
 
     def begin(self) -> Sequence[JudgeTask]:
@@ -192,7 +192,7 @@ class TeachingSession:
 
 @dataclass(slots=True)
 class ToldTeachingSession:
-    """A judge session, after which a teacher scores each rollout, told more than the policy: by the judge's reports."""
+    """A judge session, after which a teacher scores each rollout. It reads more than the policy: judges' reports."""
 
     owner: TeachingJudge
     session: JudgeSession
@@ -226,7 +226,7 @@ class ToldTeachingSession:
         return dict(zip(final, await asyncio.gather(*(self._score(one, priority) for one in final)), strict=True))
 
     async def _score(self, sibling: int, priority: int) -> JudgeReport:
-        """The report on a sibling with its scores. One that failed needs none."""
+        """The report on a sibling with its scores. A failed one needs none."""
         report = self._reports[sibling]
         if isinstance(report.verdict, Failed):
             return report
@@ -237,8 +237,8 @@ class ToldTeachingSession:
         return self.owner.join(report, await self.teacher.score(self._rollouts[sibling], priority, more))
 
     def _as_of_group(self, tasks: Sequence[JudgeTask]) -> Sequence[JudgeTask]:
-        """If the context of one sibling is what others got: no task is skipped after a resume while a verdict of the
-        group is missing.
+        """The same tasks; as tasks of the whole group where a sibling's context shows what others got: then none of
+        them is skipped after a resume while a verdict of the group is missing.
         """
         if not self.context.waits:
             return tasks
@@ -250,7 +250,7 @@ class ToldTeachingSession:
 
 @dataclass(frozen=True, slots=True)
 class NoReward:
-    """The judge of a run without rewards: its verdicts have none, and no judgement."""
+    """The judge of a run without rewards: its verdicts have neither rewards nor judgements."""
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
         return NoRewardSession()

@@ -31,14 +31,14 @@ def get_shown_score(verdict: Verdict | Failed) -> float | None:
 
 
 def describe_verdict(verdict: Verdict | Failed) -> str:
-    """In a few words."""
+    """The verdict in a few words."""
     if isinstance(verdict, Failed):
         return f"failed: {verdict.cause}"
     return f"reward {verdict.outcome:.4g}" if verdict.rewards else "no reward"
 
 
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:
-    """The failure of a judgement; of one that was never requested: 0 attempts."""
+    """A judgement's failure. attempts: 0 if it was never requested."""
     return Failed(stage="judge", cause=cause, attempts=attempts, detail=detail)
 
 

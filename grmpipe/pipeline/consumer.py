@@ -22,7 +22,7 @@ T = TypeVar("T")
 SHOWN_FROM_S = 1e-3  # shorter work of the learner on a group gets no span in the timeline
 
 
-NOT_FINITE = "not_finite"  # the cause of the groups of a batch whose numbers aren't
+NOT_FINITE = "not_finite"  # why groups are dropped whose batch has numbers that aren't finite
 OnSkipped = Callable[[Sequence[JudgedGroup]], object]
 
 
@@ -35,7 +35,7 @@ class Interrupted(Exception):
 
 
 class TimedLearner:
-    """The learner, each of whose calls has its span in the timeline and its stall times. The clock of group deadlines
+    """The learner. Each call is a span in the timeline and counts in the stall times. The clock of group deadlines
     stands still while weights are pushed.
     """
 

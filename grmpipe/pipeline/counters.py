@@ -24,11 +24,11 @@ class EnvCounts(Counts):
     faults:        failures of the environment, by cause: one for each episode that it failed.
     failed:        siblings whose episodes all failed.
     policy_faults: what the policy did wrong, by kind.
-    truncated:     episodes by what truncated them; of single turns too.
+    truncated:     episodes by what truncated them; single turns count, too.
     rewards:       sums of the rewards that environments gave, by name; rewarded: the episodes that have one.
     tokens:        prompts, completions and observations, each counted once.
     prefilled:     tokens of prompts that engines computed; more than `tokens` if they compute turns again.
-    boot_s, step_s: times of this step and process only, to take quantiles of.
+    boot_s, step_s: times in this step and process only, from which quantiles are taken.
     """
 
     episodes: int = 0
@@ -252,7 +252,7 @@ class Counters(Counts):
         self.void_judge_tokens += void.judging.judge_tokens
 
     def as_kept(self) -> Counters:
-        """The same counts, of work from before a resume: its tokens took none of this process's time."""
+        """The same counts for work from before a resume: its tokens took none of this process's time."""
         self.kept_policy_tokens = self.policy_tokens
         for judge in (self.judging, *self.by_judge.values()):
             judge.kept_tokens = judge.judge_tokens
@@ -291,6 +291,6 @@ class FlowCounters:
         return self.total + self.step
 
     def restore(self, saved: Mapping[str, object], saved_step: Mapping[str, object]) -> None:
-        """The counts of all closed steps and of the open one from a checkpoint: the metrics of its end lack nothing."""
+        """Take over a checkpoint's counts of closed steps and of the open one, so that its metrics are complete."""
         self.total = Counters.restore(saved)
         self.step = Counters.restore(saved_step).as_kept()

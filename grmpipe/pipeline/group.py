@@ -61,7 +61,7 @@ class Group:
                 during pushes and pauses.
     cause, detail: why the group was dropped.
     early:      the learner trained on it before the next group was ready (early start).
-    times:      sibling -> when it was played and judged, of those that this process played.
+    times:      sibling -> when it was played and judged, if this process played it.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Group:
 
     @property
     def num_done(self) -> tuple[int, int]:
-        """The verdicts and the rollouts that it has."""
+        """How many verdicts and how many rollouts it has."""
         return len(self._verdicts), len(self._rollouts)
 
     @property
@@ -143,7 +143,7 @@ class Group:
         )
 
     def end(self, version: int) -> GroupEnd:
-        """How it ended. `version`: completed optimizer steps; of a trained group, those with its own."""
+        """How it ended. `version`: completed optimizer steps, the group's own included if it was trained."""
         trained = self.state is GroupState.TRAINED
         return GroupEnd(
             group_id=self.group_id,

@@ -1,4 +1,4 @@
-"""What became of a run's groups: counted, and told to the journal; and what a resume needs to know of them."""
+"""What became of a run's groups, in counts and in the journal, and what a resume needs to know about them."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
@@ -16,8 +16,8 @@ class GroupLedger:
 
     version:           completed optimizer steps.
     next_prompt_index: the index of the first prompt whose group was never opened.
-    recovered:         prompt index -> work from before a resume, of groups that aren't open again yet.
-    ends:              the latest.
+    recovered:         prompt index -> work from before a resume, for groups that still wait to be reopened.
+    ends:              the latest ends of groups.
     max_staleness_trained: the largest staleness of a trained group, in steps.
     """
 

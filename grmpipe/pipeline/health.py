@@ -52,7 +52,8 @@ SUCCESS = RecentResult(cause=None)
 
 
 class ServiceHealth:
-    """Closed, it lets work through; open, it pauses work; half-open, it lets work through on trial; stopped, it raises.
+    """A circuit breaker. Closed, it lets work through; open, it pauses work; half-open, it lets work through on trial;
+    stopped, it raises.
 
     It opens by the share of failures in a sliding window, once a quarter of the window is filled. After the pause it is
     half-open, with an empty window: a whole window below the rate closes it, too many failures stop it.
@@ -135,7 +136,7 @@ class ServiceHealth:
         self._raise_if_stopped()
 
     def check(self) -> None:
-        """Raises Unfit if of all results so far, however few, more than the rate or every one failed."""
+        """Raises Unfit if more of all results than the rate failed, or every one, however few there are."""
         num_seen, num_failed = self._total.total(), self._total.total() - self._total[None]
         if num_failed > self._max_failure_rate * num_seen or num_failed == num_seen > 0:
             raise Unfit(self._describe(self._total, "", ""))
@@ -251,13 +252,13 @@ class FlowHealth:
 class JudgeHealth:
     """Pauses judging above the failure rate, and then stops the run.
 
-    teaching: the same of the teachers' scores; None without teachers.
+    teaching: the same for the teachers' scores; None without teachers.
     """
 
     def __init__(self, health: ServiceHealth, teaching: ServiceHealth | None = None) -> None:
         self._health = health
         self._teaching = teaching
-        self._bias: dict[str, PositionBias] = {}  # by judge; of a single one under no name
+        self._bias: dict[str, PositionBias] = {}  # by judge; a single one's is under an empty name
 
     async def until_fit(self, clock: ActiveClock) -> None:
         await self._health.until_fit(clock)
@@ -307,7 +308,7 @@ class OutageBreaker:
         self._health.record(only_outage(result))
 
     def count(self, result: object) -> None:
-        """Count one of an earlier process, for `check` alone."""
+        """Count a result of an earlier process, for `check` alone."""
         self._health.count(only_outage(result))
 
     def check(self) -> None:

@@ -82,11 +82,11 @@ class Valuer(Protocol):
     """Computes values of groups that are rolled out, before the open batch takes them. Keeps no group of its own."""
 
     def watch(self, rolled_out: Callable[[], Sequence[Sequence[Rollout]]]) -> None:
-        """Set where the rollouts of such groups are found, group by group, those to value first before the others."""
+        """Set how the rollouts of such groups are found, group by group, the most urgent first."""
         ...
 
     def groups_changed(self) -> None:
-        """Take note that a group may have become one of them."""
+        """A group may have become one of them."""
         ...
 
 
@@ -182,7 +182,7 @@ class RecoveredGroup:
 
     `renamed`: other work under its old name is void, so the kept work continues, and is journalled, under a new one.
     `killed_engines`: its requests killed engines, so no more are sent.
-    `begun_version`: the lowest version of the turns of rollouts that go on; None: none does.
+    `begun_version`: the lowest version in the turns of rollouts that go on; None: there is no such rollout.
     """
 
     group_id: str

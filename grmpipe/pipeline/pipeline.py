@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def max_staleness_trained(self) -> int:
-        """Of any group, in steps."""
+        """The largest staleness of a trained group, in steps."""
         return self._buffer.ledger.max_staleness_trained
 
     @property

@@ -25,11 +25,11 @@ from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.scheduler.work_queue import BusyMeter, Stage
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 
-WEIGHT_OF_LATEST = 1 / 8  # in a running mean, once it is of as many rollouts: a policy in training changes
+WEIGHT_OF_LATEST = 1 / 8  # in a running mean, from the 8th rollout on: a policy in training changes
 
 
 class ExpectedLengths:
-    """Running means of rollouts: of each prompt, of each source, and of all."""
+    """Running means of the lengths of rollouts: by prompt, by source, and over all."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, RunningMean] = {}  # by prompt_id
@@ -37,7 +37,7 @@ class ExpectedLengths:
         self._all = RunningMean()
 
     def __getitem__(self, prompt: Prompt) -> float:
-        """Tokens: the mean of the prompt's own rollouts, before these come of its source's, then of all."""
+        """Expected tokens: the mean of the prompt's rollouts; without any, of its source's; without these, of all."""
         known = self._prompts.get(prompt.prompt_id) or self._sources.get(prompt.source) or self._all
         return known.mean
 
@@ -140,8 +140,8 @@ class Producer:
             await self._open(prompt_index, prompt, slots)
 
     async def _open(self, prompt_index: int, prompt: Prompt, slots: Booking) -> None:
-        """Open the group of a prompt with its recovered work, and send its other siblings to play. `slots`: for all of
-        them.
+        """Open the group of a prompt with its recovered work, and send its other siblings to play. `slots`: one for
+        each sibling.
         """
         group, kept = self._buffer.open(prompt_index, prompt)
         self._slots[group.group_id] = slots
@@ -169,7 +169,7 @@ class Producer:
         session = group.session = self._components.judge.open(group.prompt, group.group_id, group.size)
         to_judge = [*session.begin()]
         is_whole = len(kept.reports) == group.size
-        holds = is_whole or not self._config.keeps_whole_groups  # else the group's would be of two judgings
+        holds = is_whole or not self._config.keeps_whole_groups  # else the verdicts would come from two judgings
         reports = kept.reports if holds and are_valid(kept.reports, self.judge_version, is_whole=is_whole) else {}
         for rollout in kept.rollouts:
             self._buffer.add_rollout(group, rollout, journalled=not kept.renamed)

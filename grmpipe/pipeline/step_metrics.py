@@ -28,7 +28,7 @@ def step_metrics(
     *,
     mask_truncated: bool,
 ) -> Metrics:
-    """All metrics of one step. right: by the rule, of its rollouts."""
+    """All metrics of one step. right: how right its rollouts are by the rule."""
     return {
         **flow_metrics(counts, report.stalls.steps_s),
         **batch_metrics(report.groups, report.step - 1, algorithm, mask_truncated=mask_truncated),

@@ -1,4 +1,4 @@
-"""in_flight/: the turns of rollouts that go on: a killed run loses none that its environments can take up again.
+"""in_flight/: the turns of rollouts that go on. A killed run loses none from which an environment can continue.
 
 A file for each rollout, with a line after each turn from which it can go on; the rollout's end removes it.
 """
@@ -28,7 +28,7 @@ IN_FLIGHT = "in_flight"
 
 
 class BegunRollouts:
-    """Writes the turns of a run's rollouts, and has those of before a resume. I/O errors never surface: `failures`
+    """Writes the turns of a run's rollouts, and holds those from before a resume. I/O errors never surface: `failures`
     counts the lines that are missing.
     """
 
@@ -42,7 +42,7 @@ class BegunRollouts:
         self.failures = self._guard.failures
 
     def restore(self, state: PipelineState, groups: Mapping[int, RecoveredGroup]) -> dict[int, RecoveredGroup]:
-        """Read what goes on after a checkpoint: turns sampled by versions up to its own. Removes all other files.
+        """Read the rollouts that go on after a checkpoint: turns of versions up to its own. Removes all other files.
         Returns the groups, with those that such rollouts belong to.
 
         groups: prompt index -> finished work that the resume keeps.
@@ -66,7 +66,7 @@ class BegunRollouts:
         return restored
 
     def __len__(self) -> int:
-        """How many go on that weren't asked for yet."""
+        """How many of these have not been asked for."""
         return len(self._kept)
 
     def resume(self, play: Play) -> Play:
@@ -93,7 +93,7 @@ class BegunRollouts:
         return played
 
     def end(self) -> None:
-        """The run is complete: what is left is of groups that were dropped."""
+        """The run is complete: what is left belongs to groups that were dropped."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _note(self, path: Path, begun: BegunRollout, first: int) -> None:
@@ -116,7 +116,7 @@ class BegunRollouts:
         lines: list[tuple[int, Rollout, bytes]] = []
         try:
             for first, so_far, saved in read_records(path, decode_line, run_id=self._run_id):
-                lines = [line for line in lines if line[0] < first]  # else of an episode that was played again
+                lines = [line for line in lines if line[0] < first]  # the others were played again
                 lines.append((first, so_far, saved))
         except (OSError, ValueError) as error:
             log.warning("a rollout is played from its start: %s", error)

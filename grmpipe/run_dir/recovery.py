@@ -1,5 +1,5 @@
-"""The finished work of a run in its journals: what of it a resume keeps, what it makes void, and what of both the
-counts of the checkpoint lack.
+"""Finished work in the journals of a run: what a resume keeps, what it makes void, and what of both the checkpoint's
+counts lack.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from grmpipe.types import GroupEnd, JudgeReport, Prompt, Verdict
 
 log = logging.getLogger(__name__)
 
-# Of a run without a checkpoint: nothing in the journals is counted, no step stands.
+# The state of a run without a checkpoint: nothing in the journals is counted, no step stands.
 BEGINNING = RunState(
     counted_marks={ROLLOUTS: Mark(), JUDGEMENTS: Mark()},
     journal_marks={TRAINED: Mark(), EVAL_ROLLOUTS: Mark(), EVAL_JUDGEMENTS: Mark()},
@@ -138,10 +138,10 @@ def void_group_ends(run_dir: Path, pipeline_state: PipelineState, run_id: str = 
 
 
 def void_steps_after(run_dir: Path, version: int, marks: Mapping[str, Mark], run_id: str = "") -> None:
-    """Remove what the steps and evaluations after a checkpoint wrote of themselves: they are made again.
+    """Remove what the steps and evaluations after a checkpoint wrote: they are made again.
 
     marks: the ends of the files at the checkpoint. Without one that holds, lines of later steps than its version are
-    removed. A disk that refuses fails no resume.
+    removed. An error of the disk fails no resume.
     """
     for name in (TRAINED, EVAL_ROLLOUTS, EVAL_JUDGEMENTS):
         path, mark = run_dir / name, marks.get(name)

@@ -110,8 +110,8 @@ NEVER_S = 1e9  # finish time of a role without a slot
 class InFlightRequest:
     """One request on one engine.
 
-    tracked: its answer there, if it may be taken off: not that to a scored prompt, which begins unnoticed, nor to a
-             turn of a trajectory, whose keys and values are there.
+    tracked: its answer there, if it may be taken off. None for a scored prompt, which begins unnoticed, and for a turn
+             of a trajectory, whose keys and values are there.
     moving:  it was ended there to continue elsewhere.
     """
 
@@ -144,10 +144,10 @@ class RoleLoad:
     def __init__(self, role: str) -> None:
         self.role = role
         self.rates = RateEstimator()
-        self.num_waiting = 0  # for an engine that serves
+        self.num_waiting = 0  # requests that wait for an engine that serves
         self._hands: defaultdict[str, _Hand] = defaultdict(lambda: _Hand(requests={}))
         self._idle_since_s: dict[str, float] = {}  # engines without requests
-        self._idle_from_s: float | None = None  # the role, as last seen
+        self._idle_from_s: float | None = None  # when the role was last seen with work
 
     def __getitem__(self, name: str) -> int:
         """Requests in flight on an engine."""
@@ -161,12 +161,12 @@ class RoleLoad:
         return list(self._hands[name].requests.values())
 
     def num_queued(self, name: str) -> int:
-        """Requests of an engine that have not begun, if any has: one that reports no first tokens has no queue."""
+        """An engine's requests that have not begun, if any has: an engine that reports no first tokens has no queue."""
         hand = self._hands[name]
         return len(hand.requests) - hand.num_rows if hand.num_rows else 0
 
     def first_queued(self, name: str) -> InFlightRequest | None:
-        """The most urgent of them; those that are moved already left out."""
+        """The most urgent of them, without those that are already moved."""
         waiting = (ask for ask in self._hands[name].requests.values() if ask.begun_s is None and not ask.moving)
         return min((ask for ask in waiting if ask.tracked is not None), key=lambda ask: ask.priority, default=None)
 

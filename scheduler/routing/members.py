@@ -32,12 +32,12 @@ class Death:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """What is known of one engine after another of a name. active: whether it may get requests; kept over a death."""
+    """What is known of the engines of one name, one after another. active: whether they may get requests."""
 
     active: bool = True
-    coming: bool = False  # a replacement
-    death: Death | None = None  # the last
-    num_stays: int = 1  # how often it began to serve: what it had cached before, it may have lost
+    coming: bool = False  # whether a replacement will come
+    death: Death | None = None  # the last one
+    num_stays: int = 1  # how often it began to serve: what it had cached before may be lost
     heard_s: float = -math.inf  # when it last answered a request, or began to
     waits: set[asyncio.Timeout] = field(default_factory=set)  # for answers that are still awaited
 

@@ -134,7 +134,7 @@ class Router:
 
     members: the engines. Their `on_change` is also called when a request waits for one, or one has no request left.
     continuation: how requests migrate with their tokens; without it they don't migrate.
-    on_kills: called once per death with the name of an engine that died with a request that is refused for it.
+    on_kills: called with the engine's name, once for each death for which a request is refused.
     """
 
     on_kills: Callable[[str], None] | None = None
@@ -218,8 +218,8 @@ class Router:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Raises EngineDied only if no engine is left and none will come, RequestKillsEngines if
-        `max_deaths_per_request` engines died with this request.
+        """Sample one completion, on one engine after another if need be. Raises EngineDied only if no engine is left
+        and none will come, RequestKillsEngines if `max_deaths_per_request` engines died with this request.
         """
         once, partial = _Once(on_first_token), PartialRequest(tuple(prompt_ids), params)
         deaths: list[Death] = []

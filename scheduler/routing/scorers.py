@@ -14,7 +14,7 @@ from grmpipe.scheduler.processes.actors import ActorDied, ActorRanks
 
 log = logging.getLogger(__name__)
 
-Restart = Callable[[int], Awaitable[None]]  # rank -> restarts the member on its seat, after ending its rest
+Restart = Callable[[int], Awaitable[None]]  # rank -> restarts the member on its seat, after ending what is left of it
 
 
 @dataclass(order=True, slots=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from grmpipe.scheduler.routing.load import RoleBacklog
 
-NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
+NORM = 3  # the norm of the roles' times: 1 is the sum, infinity the maximum
 HYSTERESIS = 1.0  # a move must gain this many times its cost, in addition to its cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A slot. `able`: the roles that it could serve now, including its own; without its own it serves none."""
+    """A slot. `able`: the roles that it could serve now; if its own isn't among them, it serves none."""
 
     name: str
     role: str

@@ -55,7 +55,7 @@ class ElasticRole:
     memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
     def activate(self, name: str, engine: Engine) -> None:
-        """Let an engine serve, which has idled for no time then."""
+        """Let an engine serve. Its idle time begins at 0."""
         self.router.members.activate(name, engine)
         self.router.load.woke(name)
 
@@ -82,7 +82,7 @@ class ElasticPool:
         self._roles = roles
         self._events = events or NoEvents()
         first = next(iter(roles))
-        self._serves = dict.fromkeys(slots, first)  # or will serve, once its move is done
+        self._serves = dict.fromkeys(slots, first)  # what each slot serves, or will serve once its move is done
         self._moving: set[str] = set()
         self._levelling: set[str] = set()  # roles whose requests are being spread evenly
         self._settled = asyncio.Event()  # set when a move ended

@@ -54,7 +54,7 @@ class EngineState(enum.Enum):
     LOST = "lost"
 
 
-Restart = Callable[[str], Awaitable[Engine]]  # name -> a new engine on its seat, after ending the rest of the old one
+Restart = Callable[[str], Awaitable[Engine]]  # name -> a new engine on its seat, once the rest of the old one ended
 # (name, engine, admit): give an engine the weights that the role serves, then call `admit`.
 BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
 

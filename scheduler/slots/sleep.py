@@ -15,8 +15,8 @@ class SleepingEngine(Engine, Sleeper, Protocol):
 
 
 async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
-    """Put an engine to sleep. Returns the bytes freed. `lends`: whether another process relies on them: then none
-    is a warning.
+    """Put an engine to sleep. Returns the bytes freed. `lends`: whether another process relies on them: if so, freeing
+    none is a warning.
     """
     await engine.pause()
     if (num_bytes := await engine.sleep()) == 0 and lends:

@@ -40,9 +40,9 @@ class SharedRole:
     """One role whose engines share their slots with the learner.
 
     bring_current: brings a new engine up to date before its first request.
-    is_pushed_to: by this learner.
-    sleeps: its engines can free their memory; other engines are only paused.
-    lends: the learner relies on that memory.
+    is_pushed_to: whether this learner pushes to them.
+    sleeps: whether they can free their memory; other engines are only paused.
+    lends: whether the learner relies on that memory.
     """
 
     router: Router
@@ -106,7 +106,7 @@ class TimeShare:
     def __init__(
         self, name: str, roles: Mapping[str, SharedRole], learner: Offloadable, events: EventSink | None = None
     ) -> None:
-        """roles: with all their engines in their routers, awake."""
+        """roles: all their engines are in their routers, awake."""
         self.name = name
         self.clocks = Standstill()
         self._freed_bytes: dict[str, int] = {}  # role -> bytes that its engines freed the last time
@@ -224,8 +224,8 @@ class TimeShare:
                 await engine.wake()
 
     async def _wake(self, roles: Sequence[str]) -> None:
-        """Let the engines of these roles serve. Those that a push will reach stay paused until then: no token of older
-        weights.
+        """Let the engines of these roles serve. Those that a push will reach stay paused until then: older weights
+        sample no token.
         """
         for shared in (self._roles[role] for role in roles):
             resting = {name: e for name, e in shared.router.members.alive.items() if e in self._inactive}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from grmpipe.models.types import Engine, EngineDied, GroupBackend, GroupLink
 from grmpipe.scheduler.weights.weight_push import JOIN_S, LEARNER, Push, SyncConfig, SyncReport, WeightSource
 
-# Of the deadline: a broadcast whose peer is gone must end before the next push, which queues behind it.
+# Share of the deadline: a broadcast whose peer is gone must end before the next push, which queues behind it.
 GROUP_TIMEOUT_SHARE = 1 / 3
 
 
@@ -123,12 +123,12 @@ class WeightSync:
                 del self._arrivals[name]
 
     def send_from(self, source: WeightSource, probe_ids: Sequence[int]) -> None:
-        """Send another source's weights from the next push on. probe_ids: that it can score."""
+        """Send another source's weights from the next push on. probe_ids: tokens that it can score."""
         self._source, self._probe_ids = source, tuple(probe_ids)
 
     @asynccontextmanager
     async def block_pushes(self) -> AsyncIterator[None]:
-        """Context in which no push runs. Remove an engine that leaves from `engines` before."""
+        """Context in which no push runs. Before it, remove an engine that leaves from `engines`."""
         async with self._turn:
             yield
 

@@ -24,7 +24,7 @@ class Principles:
     """The principles of one group: one text for all siblings. The first caller requests it, the others wait for it; so
     no limit of concurrency can deadlock.
 
-    A failure isn't kept: the next caller tries again, with other seeds. Only what a greedy judge can't write is.
+    A failure isn't kept: the next caller tries again, with other seeds. A greedy judge's is: it would fail again.
 
     template: asks for them; None: they are part of each judgement, and no text is written before.
     """
@@ -81,7 +81,7 @@ class Principles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """Shared parts of one judge. `decode`: of the policy's tokens, for steps."""
+    """Shared parts of one judge. `decode`: the policy's tokens -> text, for steps."""
 
     client: GrmClient
     config: JudgeConfig

@@ -21,7 +21,7 @@ from grmpipe.judge.votes import LOST, TIED, WON, pair_result
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
 
 Pair = tuple[int, int]  # siblings, the lower one first
-Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed the lower sibling first, last
+Votes = tuple[tuple[float, ...], tuple[float, ...]]  # from judgements that showed the lower sibling first, last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class ScoredParts:
 
 
 class PointwiseSession(GroupSession):
-    """Judges a rollout as soon as it has ended. Of its siblings it uses only the spread of their scores."""
+    """Judges a rollout as soon as it has ended. From its siblings it uses only the spread of their scores."""
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         super().__init__(context, prompt, group_id, size)

@@ -1,8 +1,8 @@
 """Samples k judgements of one question: all at once, or in waves until they are enough.
 
-Exactly enough: further judgements can't change the winner of a pair. Relaxed: the standard error of a pointwise score
-is small compared with the spread of its group. Both read judgements in the order of their indices: those that finish
-first are the short ones.
+Enough is exact, when further judgements can't change the winner of a pair, or relaxed, when the standard error of a
+pointwise score is small compared with the spread of its group. Both rules read judgements in the order of their
+indices: those that finish first are the short ones.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def is_sure(scores: Sequence[float], means_of_group: Sequence[float], noise: Noi
     return spread > 0 and noise.standard_error(scores) <= max_error * spread
 
 
-Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
+Results = Sequence[Judgement | Failed]  # one index's: failures before each retry, then the last result
 
 IN_FULL = Stop(first=1 << 30, enough=lambda judgements, num_left: False)
 
@@ -124,7 +124,7 @@ class SampledJudgements:
     """The results of sampling.
 
     stopped_after: how many of the first indices were enough; None if all were needed.
-    enough:        the judgements of these.
+    enough:        the judgements among them.
     saved_tokens:  tokens of judgements that were never requested, at the mean length of the answers; requests cancelled
                    in flight count as spent.
     """

@@ -16,8 +16,8 @@ FIRST = Passage(voice="note", text="[... nothing: this is the first turn ...]")
 class TurnwiseSession(PointwiseSession):
     """A score per turn, rewarded on the turn's tokens. A judgement shows the turn, and all that came before it.
 
-    The verdict is the mean of the turns; without the score of a turn there is none. What was judged of an episode that
-    failed, and is played again, doesn't count.
+    The verdict is the mean of the turns; if a turn has no score, there is none. Judgements of an episode that failed
+    and is played again don't count.
     """
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:

@@ -205,7 +205,7 @@ class _Entries(TypedDict):
 
 
 def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entries:
-    """Of each sample: its own tokens, and before them those of its prefix that it trains."""
+    """The entries of each sample: the tokens of its prefix that it trains, then its own tokens."""
     places_S: list[np.ndarray] = []
     positions_S: list[np.ndarray | slice] = []
     for place, (sample, shared) in enumerate(zip(samples, layout.prefix_lengths_S.tolist(), strict=True)):

@@ -1,6 +1,6 @@
 """Samples whose prefixes form a tree. Pure: compares token ids and assumes nothing about prompts.
 
-A token that several samples have in common, with the same tokens before it, is computed once, also if the policy
+A token that several samples have in common, with the same tokens before it, is computed once, even if the policy
 sampled it: each sample that trains it has its own entry in the loss.
 """
 
@@ -18,8 +18,8 @@ from grmpipe.models.types import ANY_EXPERT
 from grmpipe.train.batching.seqlen_balancing import Load, work
 from grmpipe.types import TrainingSample
 
-# A token that is only attended to costs keys and values, copied for each sample that has it; a packed one all else too.
-# A pass holds at most this many of them for each packed token of its limit.
+# A token that is only attended to costs its keys and values, copied for each sample that has it; a packed token costs
+# everything else as well. A pass holds at most this many attended tokens for each packed one of its limit.
 ATTENDED_PER_PACKED = 8
 CHUNK = 512  # [tokens] compared at once
 
@@ -128,7 +128,7 @@ class _Growing:
 
 
 def build_trees(samples: Iterable[TrainingSample], shared: bool, whole_rollouts: bool = False) -> list[PrefixTree]:
-    """One tree per group, in order. Without anything shared, or with `shared=False`, one per sample, or per rollout if
+    """One tree per group, in order. If nothing is shared, or with `shared=False`, one per sample, or per rollout if
     rollouts must stay whole.
     """
     groups: dict[str, list[TrainingSample]] = {}
@@ -193,7 +193,7 @@ def _sent_elsewhere(one_TLK: np.ndarray | None, other_TLK: np.ndarray | None, to
 
 
 def _branching(samples: Sequence[TrainingSample], whole_rollouts: bool) -> PrefixTree:
-    """In the order of token ids, the sample before has the longest prefix in common with each one."""
+    """In the order of token ids each sample has its longest common prefix with the one before it."""
     ordered = sorted(samples, key=_ids)
     parents, shared = [0], [0]
     for place in range(1, len(ordered)):

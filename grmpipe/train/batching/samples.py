@@ -127,8 +127,8 @@ def select_judged(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
 def split_rollout(
     rollout: Rollout, advantages_C: np.ndarray, teacher: TeacherScores | None = None
 ) -> tuple[TrainingSample, ...]:
-    """One sample per segment. `advantages_C`: of the tokens of completions, turn by turn; those of inserted ones aren't
-    read.
+    """One sample per segment. `advantages_C`: one per token of the completions, turn by turn; those of inserted tokens
+    aren't read.
     """
     sampled_C = mark_sampled(rollout)
     ends = [*itertools.accumulate(len(turn.completion.token_ids) for turn in rollout.turns)]
@@ -279,8 +279,8 @@ def unpack(
 
 
 def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:
-    """The KL of the tokens of a sample's completions, [N]. Its first token costs nothing: nothing predicts it; nor do
-    inserted ones: the policy didn't sample them.
+    """The KL of the tokens of a sample's completions, [N]. 0 for its first token, which nothing predicts, and for
+    inserted ones, which the policy didn't sample.
     """
     import torch  # late: every driver packs samples, few ask a reference
 

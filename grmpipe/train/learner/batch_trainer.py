@@ -55,7 +55,7 @@ class ReplayBuffer:
 log = logging.getLogger(__name__)
 
 SKIPPED = "train/skipped_updates"
-# Over the updates of a batch.
+# Metrics that are summed over the updates of a batch.
 SUMMED = ("train/packed_tokens", "train/unshared_tokens", "train/loss_tokens", "perf/model_flops", SKIPPED)
 
 
@@ -78,8 +78,8 @@ class BatchTrainer:
         mask_truncated: bool = False,
         demonstrations: Demonstrations | None = None,
     ) -> None:
-        """`max_new_tokens`: of a turn; needed if long answers are penalised. `critic`: if advantages need one.
-        `seed`: of the split of groups over several updates. mask_truncated: see to_samples. demonstrations: those that
+        """`max_new_tokens`: a turn's limit; needed if long answers are penalised. `critic`: if advantages need one.
+        `seed`: for the split of groups over several updates. mask_truncated: see to_samples. demonstrations: those that
         each optimizer step imitates.
         """
         assert max_new_tokens > 0 or algorithm.overlong_buffer.share == 0, "a penalty for length needs the limit"
@@ -99,7 +99,7 @@ class BatchTrainer:
         self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
-        self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
+        self._values: dict[tuple[str, int], np.ndarray] = {}  # the critic's
         self._samples: list[TrainingSample] = []  # from the groups taken, or from the whole batch
 
     @property
@@ -219,8 +219,8 @@ class BatchTrainer:
         return await self._end_update(totals)
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
-        """Train in several updates, split at random by groups that are trained. Returns the metrics of the last update
-        that wasn't skipped, with sums of what all of them took.
+        """Train in several updates, over which the groups with trained samples are split at random. Returns the metrics
+        of the last update that wasn't skipped, with the sums of SUMMED over all updates.
         """
         oldest = min(group.version for group in groups)
         ids = [sample.group_id for sample in samples]

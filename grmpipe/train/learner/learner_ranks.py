@@ -24,7 +24,7 @@ class LearnerRanks(Ranks):
         self._weights = asyncio.Lock()  # held while the weights change, or must not change
         self._work = RankWork()  # the open batch's
         self._tokens = BatchTokens()
-        self._computing = self._num_stills = 0  # running calls that take memory, and waiters for none
+        self._computing = self._num_stills = 0  # running calls that take memory, and callers that wait until none runs
         self._none_computing, self._may_compute = asyncio.Event(), asyncio.Event()
         self._may_compute.set()
 
@@ -151,7 +151,7 @@ class LearnerRanks(Ranks):
         return cast(tuple[float, ...], scores[0])
 
     async def average(self, path: str, other: str, share: float) -> None:
-        """Let rank 0 replace exported weights by `share` of theirs, and the rest of another model's."""
+        """Let rank 0 replace exported weights by a mean: `share` of their own, the rest from another model."""
         await self._actors.call(0, "average", path, other, share)
 
     async def load(self, path: str) -> int:
@@ -187,8 +187,8 @@ def _work_of(micro_batch: MicroBatch) -> float:
 
 
 def _together(buckets: Sequence[WeightBucket]) -> WeightBucket:
-    """The bucket that rank 0 posted or, if every rank did, with the handles of all GPUs: an engine takes those of its
-    GPU.
+    """The bucket that rank 0 posted. If every rank posted one, it has the handles of all GPUs: an engine takes those of
+    its own.
     """
     first, *others = buckets
     if not others:
