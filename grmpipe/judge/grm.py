@@ -310,7 +310,7 @@ class GrmClient:
         return self.grm.context_tokens - self._config.principles.max_new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, after the failures before it."""
+        """One judgement, preceded by the failures of earlier attempts."""
         request = GrmRequest(
             name=f"{question.name}/j{index}",
             group_id=question.group_id,

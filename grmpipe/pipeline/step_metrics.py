@@ -188,8 +188,8 @@ DECIMALS_S = 3
 
 
 def check_truth(groups: Sequence[JudgedGroup], is_right: Rule) -> dict[RolloutKey, float]:
-    """How right each rollout is by the rule: reported, never trained on. None of a group without a reference, or with a
-    rubric as one.
+    """How right each rollout is by the rule: reported, never trained on. Groups without a reference that the rule can
+    read are left out.
     """
     return {
         (group.group_id, rollout.sibling): right

@@ -275,7 +275,7 @@ class RoleBacklog:
         return self.step_s * steps + self.row_s * self.tokens / busy
 
 
-SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
+SIBLINGS_AHEAD = 16  # answers behind which a request waits, at most, to share a cached prefix with its siblings
 ANSWERS_AHEAD = 2  # by which an engine with a queue must exceed one with a free row, to lose a request to it
 GROUPS_REMEMBERED = 4096
 TRAJECTORIES_REMEMBERED = 1 << 14
@@ -286,7 +286,7 @@ WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
 class TrajectoryHome:
     """The engine that has the keys and values of a trajectory's last turn.
 
-    stay: how often the engine had begun to serve: what it had before, it may have lost.
+    stay: how often the engine had begun to serve by then: what it had cached before may be lost.
     """
 
     name: str
@@ -296,7 +296,7 @@ class TrajectoryHome:
 
 class LoadEstimate:
     """Places requests on the engine with the least load, those of a group or a trajectory together. Lengths are learned
-    from answers. Of equally loaded engines the one that has served longest is chosen.
+    from answers. Among equally loaded engines it chooses the one that has served longest.
     """
 
     def __init__(self, members: RoleMembers) -> None:
@@ -317,9 +317,9 @@ class LoadEstimate:
         params: SamplingParams,
         trajectory_id: str = "",
     ) -> tuple[str, float]:
-        """The engine of its trajectory's last turn, or else of its siblings, unless that has far more load than the
-        least loaded one; and the tokens to take off again (`add`) when the request has left: those of its answer, and
-        of its prompt unless it is cached there.
+        """Returns an engine, and the tokens to take off again (`add`) when the request has left: those of its answer,
+        and of its prompt unless that is cached there. The engine is that of its trajectory's last turn, or else of its
+        siblings; the least loaded one if that has far more load.
         """
         name, new = self._least(), self.new_tokens(params)
         home, cached = self._home_of(group_id, trajectory_id, prompt_ids)

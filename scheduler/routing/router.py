@@ -96,8 +96,8 @@ class PartialRequest:
 
 
 def can_be_continued(params: SamplingParams) -> bool:
-    """Whether a request can be split: not with a stop string, which may cross the border, or a grammar, which would
-    restart; nor one that scores its prompt, in a single pass.
+    """Whether a request can be split. Not with a stop string, which may cross the border, nor with a grammar, which
+    would restart, nor if it scores its prompt, in a single pass.
     """
     return not params.stop and params.pattern is None and params.scoring is None
 
