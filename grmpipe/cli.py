@@ -89,7 +89,7 @@ for plugin in (ProjectFiles, ProjectSearchPath):
     Plugins.instance().register(plugin)
 
 
-RUNS: list[SweepRun] = []  # of the sweep in this process, in the order of their ends
+RUNS: list[SweepRun] = []  # those of the sweep in this process, in the order of their ends
 
 
 class RunEnded(SystemExit):

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 KEPT_BYTES = 256 << 20
-LARGEST_BYTES = 32 << 20  # of a tensor; glibc takes no more
+LARGEST_BYTES = 32 << 20  # in a tensor; glibc takes no more
 
 
 def keep_freed_memory() -> None:

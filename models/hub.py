@@ -9,7 +9,7 @@ from grmpipe.models.model_files import PlainConfig, read_json
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-ANSWER_TIMEOUT_S = 5.0  # of the hub, when asked for its files
+ANSWER_TIMEOUT_S = 5.0  # for the hub, when asked for its files
 
 
 class NotHere(ValueError):

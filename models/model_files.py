@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_CLASS = "TokenizersBackend"  # of tokenizers saved by transformers 5; it needs no class of the family
+TOKENIZER_CLASS = "TokenizersBackend"  # as transformers 5 saves tokenizers; it needs no class of the family
 # Decoders whose config.json can be read directly: without defaults, aliases or nested configs. Their layers are full or
 # sliding attention, so their samples can be packed.
 PLAIN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})

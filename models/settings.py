@@ -11,7 +11,7 @@ from grmpipe.models.urls import check_url
 
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
-DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
+DEFAULT_MEMORY_SHARE = 0.85  # share of a GPU that an engine of vLLM has alone
 CHUNK_LOGITS = 1 << 26  # logits that are copied to float32 at a time: 256 MiB
 CHECKPOINTING = ("none", "selective", "full")
 LM_HEAD, ROUTER = "lm_head", "router"  # modules that may compute in float32 while others round

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 CYCLES = 3  # in which batches must have bunched before one is held; at random they seldom do so in each of them
 STEADY = 1.25  # the slowest of these cycles to the fastest; above it lengths are so random that holding only delays
-HEADWAY = 0.95  # of a mean step; at 1 any noise would hold every batch
+HEADWAY = 0.95  # share of a mean step; at 1 any noise would hold every batch
 
 
 def is_stale(token_version: int, version: int, max_staleness: int) -> bool:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_STUCK = 256  # calls of one function that were given up and still run
-MAX_THREADS = 512  # of an executor
+MAX_THREADS = 512  # in an executor
 
 
 class TooManyStuck(RuntimeError):

@@ -9,7 +9,7 @@ from typing import Self
 from grmpipe.models.bounds import Bounded, above, at_least, one_of
 
 RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
-SLOTS_LISTED = 4  # of a row of slots with the same roles: a longer one has one line of a table
+SLOTS_LISTED = 4  # in a row with the same roles: a longer one has one line of a table
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 

@@ -79,7 +79,7 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> np.ndarray:
     as_max_G = np.array([math.comb(j, k - 1) / math.comb(size, k) for j in range(size)])
     mean = float(as_max_G @ rising_G)
     spread = math.sqrt(float(as_max_G @ (rising_G - mean) ** 2))
-    # Of the subsets that contain sibling i, it is the max of C(i, k - 1), and a later j is the max of C(j - 1, k - 2).
+    # Sibling i is the max of C(i, k - 1) subsets that contain it, and a later j is the max of C(j - 1, k - 2) of them.
     holding = math.comb(size - 1, k - 1)
     own_G = np.array([math.comb(i, k - 1) / holding for i in range(size)]) * rising_G
     later_G = np.array([math.comb(j - 1, k - 2) / holding if j > 0 and k > 1 else 0.0 for j in range(size)]) * rising_G

@@ -17,9 +17,9 @@ LEAST_REST = 1e-7  # probability of all other tokens: what float32 leaves of 1 -
 
 
 def distillation_loss(current_T: Tensor, correction_T: Tensor, taught: Taught, beta: float) -> Tensor:
-    """[T]: the divergence of each taught token, 0 of the others.
+    """[T]: the divergence at each taught token, 0 at the others.
 
-    Of the sampled token alone: log(pi / teacher)^2 / 2, times the weight w of the sampling policy. Its gradient,
+    With the sampled token alone: log(pi / teacher)^2 / 2, times the weight w of the sampling policy. Its gradient,
     w log(pi / teacher) d log pi, is that of the reverse KL of the token's distribution in the mean over samples, where
     log(pi / teacher) itself has none.
     """

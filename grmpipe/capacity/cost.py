@@ -12,7 +12,7 @@ from grmpipe.models.lm.footprint import BYTES
 from grmpipe.models.types import EngineSpeed
 from grmpipe.scheduler.devices import GB, DeviceSpec
 
-LINK_SHARE = 0.7  # of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
+LINK_SHARE = 0.7  # share of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
 DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md)
 SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
@@ -21,7 +21,7 @@ LEARNER_SPREAD = 1.5
 ENGINE_SPREAD = 1.6
 
 FORWARD_FLOPS = 2  # per parameter and token
-GRADIENT_FLOPS = 2  # of the backward pass, for the gradients of a layer's inputs, and again for those of its weights
+GRADIENT_FLOPS = 2  # the backward pass's, for the gradients of a layer's inputs, and again for its weights'
 # Per trained parameter, in float32: gradients are scaled (8), their norm is taken (4), they are clipped (8); AdamW
 # reads four values and writes three (28).
 OPTIMIZER_BYTES = 48

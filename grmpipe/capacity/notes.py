@@ -10,7 +10,7 @@ from grmpipe.models.lm.footprint import Footprint
 from grmpipe.roles.roles import Roles
 
 LARGE = 1e9  # parameters from which the embedded engine, which has no CUDA graphs, slows a GPU down
-HIGHEST_LR = 1e-5  # of all weights of a pretrained model; verl and TRL train with 1e-6
+HIGHEST_LR = 1e-5  # for all weights of a pretrained model; verl and TRL train with 1e-6
 SHORT_ANSWER = RolloutConfig().max_new_tokens
 
 

@@ -33,7 +33,7 @@ from grmpipe.scheduler.placement import ClusterConfig, PlacementConfig
 from grmpipe.scheduler.processes.call_limits import WORK_FACTOR
 
 MAX_EPISODES = 900  # at once on a host: calls of one process that wait at once are limited (ray_cluster.py)
-MAX_CALL_SHARE = 0.8  # of the limit of a call that the environment may take; the rest is for the way
+MAX_CALL_SHARE = 0.8  # what an environment may take of the limit of a call; the rest is for the way
 
 
 def check_across(config: RunConfig) -> None:

@@ -53,7 +53,7 @@ ENVS: Mapping[str, EnvKind] = {
     "workflow": EnvKind(needs=("target",), is_workflow=True),
 }
 SECONDS = "above 0 and finite, in seconds"
-CALLS_SHARE = 0.9  # of step_s, for all calls of a turn
+CALLS_SHARE = 0.9  # share of step_s for all calls of a turn
 DEFAULT_PLACE = "inprocess"
 WORKFLOW_PLACES: Mapping[str, WorkflowPlace] = {
     DEFAULT_PLACE: WorkflowPlace(path="grmpipe.workflows.in_process.InProcess", by_url=False),

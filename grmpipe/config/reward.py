@@ -13,7 +13,7 @@ from grmpipe.models.bounds import Bounded, one_of
 NORMALISATIONS = ("none", "group_std")
 JURY_VOTES = ("mean", "median", "min", "majority", "accuracy")
 ESCALATIONS = ("group", "rollout")
-MAX_STD = 0.5  # of rewards on [0, 1]: half of them 0, half of them 1
+MAX_STD = 0.5  # for rewards on [0, 1]: half of them 0, half of them 1
 
 
 @dataclass(frozen=True)

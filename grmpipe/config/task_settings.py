@@ -15,7 +15,7 @@ A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "greedy")  # and only that of a policy
 ITEMS_AT_ONCE = 64  # labelled items, or prompts, that an evaluation has in flight
-NUM_SAMPLES = 4  # of a prompt in task=evaluate, if neither num_samples nor pass_k is set
+NUM_SAMPLES = 4  # per prompt in task=evaluate, if neither num_samples nor pass_k is set
 TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
 
 

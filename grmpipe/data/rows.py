@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = dict[str, object]
-MAX_KINDS = 12  # of findings in a line: every doubled key is one of its own
-MAX_DEPTH = 100  # of lists and objects: journals, Ray and the user's code walk through them recursively
+MAX_KINDS = 12  # kinds of findings in a line: every doubled key is one of its own
+MAX_DEPTH = 100  # nested lists and objects: journals, Ray and the user's code walk through them recursively
 
 
 class Findings:

@@ -22,7 +22,7 @@ from grmpipe.types import EnvCause
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LANE = "env"  # of the timeline
+LANE = "env"  # in the timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

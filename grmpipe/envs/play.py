@@ -29,7 +29,7 @@ from grmpipe.models.types import (
 )
 from grmpipe.types import BegunRollout, Prompt, Rollout, TruncationReason, Turn
 
-DECIMALS_S = 4  # of measured times
+DECIMALS_S = 4  # for measured times
 
 
 class RolloutAborted(EngineDied):

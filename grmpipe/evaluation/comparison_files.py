@@ -13,7 +13,7 @@ from grmpipe.observe.run_files import FIGURES
 from grmpipe.types import Metrics
 
 COMPARISON = "comparison.json"
-MAX_ROWS = 25  # of the table of steps
+MAX_ROWS = 25  # in the table of steps
 FIGURES_SHOWN = {
     "rank_correlation": "rank correlation within groups",
     "flips": "pairs of siblings in another order",

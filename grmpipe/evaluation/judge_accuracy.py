@@ -68,7 +68,7 @@ class JudgedItem:
 
     @property
     def judges(self) -> tuple[str, ...]:
-        """Of several judges, those that were asked about all of its responses."""
+        """The judges that were asked about all of its responses, where there are several."""
         first, *others = self.reports
         return tuple(name for name in first.by_judge if all(name in report.by_judge for report in others))
 

@@ -36,7 +36,7 @@ SHARED = Path(__file__).parent / "templates" / "shared"  # the only files that a
 JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, loader=FileSystemLoader(SHARED))
 MARKERS = "markers"
 MESSAGES = "messages"
-ROLES = ("user", "assistant")  # of messages that a model takes besides those of its format
+ROLES = ("user", "assistant")  # the roles that a model takes besides those of its format
 
 
 class ConversationTemplate:
@@ -82,7 +82,7 @@ class ConversationTemplate:
     def render(self, fields: Mapping[str, object], messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages, without the line breaks around the text of a block.
 
-        messages: of the prompt. ValueError if a block stands for them, and one has a role that the model can't take.
+        messages: the prompt's. ValueError if a block stands for them, and one has a role that the model can't take.
         """
         if self.is_one_message:
             return tuple(Message(role=role, content=template.render(fields)) for role, template in self._messages)

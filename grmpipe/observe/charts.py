@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
-MAX_POINTS = 300  # of a curve: more than a screen can show
+MAX_POINTS = 300  # in a curve: more than a screen can show
 MAX_DOTS = 40  # a curve with fewer points shows each as a dot
-SMALLEST_RANGE = 1e-300  # of an axis, so that its steps aren't 0
+SMALLEST_RANGE = 1e-300  # on an axis, so that its steps aren't 0
 NUM_TICKS = 4
 
 Point = tuple[float, float]

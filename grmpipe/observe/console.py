@@ -25,7 +25,7 @@ OF_PART = re.compile(r"(judge|cascade)/(\w+)/(\w+)")  # area, name of the judge 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A shown metric: its name in a line per step, and its format. width: of the value, so that lines align."""
+    """A shown metric: its name in a line per step, and its format. width: the value's, so that lines align."""
 
     metric: str
     name: str

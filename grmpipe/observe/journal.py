@@ -107,7 +107,7 @@ T = TypeVar("T")
 RUN, CHECKSUM = "run", "xxh3"
 BEGIN, END = b'"xxh3":"', b'"}\n'
 THINNING = "thinning"  # in the first line of a journal that was thinned
-TAIL_BYTES = len(BEGIN) + 16 + len(END)  # of a line: its checksum
+TAIL_BYTES = len(BEGIN) + 16 + len(END)  # at the end of a line: its checksum
 BLOCK_BYTES = 1 << 20
 WAY_OUT = "remove that line to read the rest"
 # What reading a damaged line, or one of another kind, raises.

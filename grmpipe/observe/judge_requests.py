@@ -17,7 +17,7 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
 
 JUDGE_REQUESTS = "judge_requests.jsonl"
-TYPES = {"n": int, "model": str, "purpose": str, "prompt": int, "cached": int, "sampled": int}  # of a line's fields
+TYPES = {"n": int, "model": str, "purpose": str, "prompt": int, "cached": int, "sampled": int}  # the fields of a line
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class RequestTotals:
 
     @property
     def by_purpose(self) -> ByPurpose:
-        """Of all models together."""
+        """The counts of all models together."""
         totals: ByPurpose = {}
         for own in self.counts.values():
             for purpose, counts in own.items():

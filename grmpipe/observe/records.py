@@ -40,8 +40,8 @@ from grmpipe.types import (
 Record = dict[str, Any]  # one line of a journal
 PACKED, THINNED, TEACHER = "packed", "thinned", "teacher"
 NUMBERS, TEXT = "numbers", "text"  # what was dropped of a thinned line
-MAX_NUMBERS = 1 << 26  # of a line: more than any has, and less than the memory
-UNKNOWN_LOGPROB = math.nan  # of a thinned line, as it is read: nothing can be trained on it
+MAX_NUMBERS = 1 << 26  # in a line: more than any has, and less than the memory
+UNKNOWN_LOGPROB = math.nan  # what a thinned line is read as: nothing can be trained on it
 IDS, LOGPROBS = ("token_ids", "new_ids", "prompt_ids"), "logprobs"
 NESTED = ("turns", "judgements", "failures", "completion", "failed", "principles")  # none of them is a user's
 BY_NAME = "by_judge"

@@ -20,7 +20,7 @@ from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 log = logging.getLogger(__name__)
 
 REPORT = "report.html"
-TEXT_CHARS = 6_000  # of one text
+TEXT_CHARS = 6_000  # in one text
 ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift", "alarm/cascade")
 REST = "learns, engines busy"
 WAITS = (

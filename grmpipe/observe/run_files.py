@@ -312,7 +312,7 @@ class ShownRollout:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Of several judges, the reward of each part of their composition."""
+        """The reward of each part of the composition, where there are several judges."""
         return self.verdict.breakdown if self.verdict and self.report.by_judge else {}
 
     @property

@@ -7,7 +7,7 @@ from typing import Literal
 from grmpipe.config.keys.entry_names import GRM
 from grmpipe.pipeline.stall_times import StallTimes
 
-MIN_SHARE = 0.2  # of the steps' time: a smaller share isn't reported
+MIN_SHARE = 0.2  # in the steps' time: a smaller share isn't reported
 MIN_LEAD = 1.25  # times the second longest stall: below it, neither of the two is the bottleneck
 
 Holder = Literal["policy", "env", "judge", "batch", "weights"]

@@ -10,7 +10,7 @@ from grmpipe.scheduler.processes.actors import Cluster
 
 SEATING_TASKS = ("train", "train_judge_rft", "plan", "simulate")  # tasks that seat all roles of the run
 RUNNING_TASKS = ("train", "train_judge_rft")  # tasks that also start them on this machine
-SHARED_CORES = 1 << 20  # of one process: any number of threads
+SHARED_CORES = 1 << 20  # for one process: any number of threads
 
 
 def check_seats(config: RunConfig) -> None:

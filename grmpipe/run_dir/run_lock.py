@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 FILES = (".json", ".jsonl", ".yaml", ".log", ".html")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
-OWNER_ONLY = 0o700  # of a run's directory: it holds prompts and answers
+OWNER_ONLY = 0o700  # for a run's directory: it holds prompts and answers
 
 
 class RunLock(ExitStack):

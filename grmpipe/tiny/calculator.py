@@ -11,7 +11,7 @@ from grmpipe.tiny.solutions import what_is_read
 
 SIGNS = {"add": "+", "sub": "-"}
 NAMES = {sign: name for name, sign in SIGNS.items()}
-MAX_CALLS = 9  # of an episode: a few more than the longest problem needs
+MAX_CALLS = 9  # in an episode: a few more than the longest problem needs
 TOOLS = "add(a, b)\nsub(a, b)"  # as the chat template lists them
 
 

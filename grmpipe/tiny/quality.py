@@ -46,14 +46,14 @@ Find = Callable[[Recipe], Path]  # the directory of another model
 Quality = dict[str, float]
 # (problems, texts) -> whether a judge passes each text; None: its critique has no score
 Passes = Callable[[Sequence[Any], Sequence[str]], Sequence[bool | None]]
-# Of models of other tasks than sums: a policy, and a judge with the policy whose answers it judges.
+# Models of other tasks than sums: a policy, and a judge with the policy whose answers it judges.
 POLICIES: dict[str, TinyTask] = {POLICY_TOOLS.name: CALLS, POLICY_WALK.name: WALKS}
 KNOW_BOTH_KINDS = (POLICY_KINDS.name, TEACHER_ARITHMETIC.name, TEACHER_COMPARISON.name)  # measured on both
 JUDGES = {GRM_TOOLS.name: (CALLS, POLICY_TOOLS), GRM_COMPARISON.name: (COMPARISONS, POLICY_KINDS)}
 
 
 def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
-    """Of a model in `directory`, on held-out problems. `find` makes the other models that it is measured with."""
+    """Measure a model in `directory` on held-out problems. `find` makes the other models that it is measured with."""
     if isinstance(recipe, MetaRmRecipe):
         return measure_meta_rm(directory, find(recipe.parent))
     if isinstance(recipe, Recipe) and recipe.name.startswith(("policy", "teacher")):

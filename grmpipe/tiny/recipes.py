@@ -12,7 +12,7 @@ from grmpipe.tiny.examples import SftTask, draw_examples, tokenizer_corpus
 from grmpipe.tiny.judgements import make_judgements
 from grmpipe.tiny.tricks import Trick
 
-HASHED_NAMES = {"mixture": "lessons"}  # of fields: with other names every shipped and cached model would be made again
+HASHED_NAMES = {"mixture": "lessons"}  # fields: with other names every shipped and cached model would be made again
 TRAINER = 1  # increase it when build.py, scalar_models.py or tokenizer.py change the result of the same recipe
 NUM_FINGERPRINT_EXAMPLES = 64
 

@@ -14,7 +14,7 @@ from grmpipe.tiny.walks import MAX_VISITS, Walk, format_entries, name_visited
 
 MAX_ANSWER_TOKENS = 64
 MAX_CRITIQUE_TOKENS = 128
-MAX_TURN_TOKENS = 16  # of an episode
+MAX_TURN_TOKENS = 16  # in an episode
 BATCH_SIZE = 128
 Reply = Callable[[str], Said | None]  # to a turn of the policy; None: the episode has ended
 

@@ -9,7 +9,7 @@ from grmpipe.tiny.problems import PEOPLE, Split, different
 
 MIN_HOPS, MAX_HOPS = 2, 6
 MAX_ENTRIES = 3
-MAX_VISITS = 10  # of an episode
+MAX_VISITS = 10  # in an episode
 NUMBERS = (10, 59)  # one token each
 
 Entry = str | int  # a name, or the number at the end

@@ -37,7 +37,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """Of all rollouts of a run."""
+    """Figures over all rollouts of a run."""
 
     state: IndexProgress
     by_step: dict[int, Means]

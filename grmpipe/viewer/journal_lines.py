@@ -167,7 +167,7 @@ class OwnLine(msgspec.Struct, frozen=True):
     failed: FailedLine | None = None
 
     def outcome(self) -> dict[str, object]:
-        """Of a failed verdict there is no number, only its cause."""
+        """The numbers of the verdict; a failed one has only its cause."""
         numbers = (self.verdict or VerdictLine()).row()
         return {**numbers, "failure": self.failed.cause if self.failed is not None else ""}
 

@@ -23,7 +23,7 @@ from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.queries import SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
-MAX_CHARS = 200_000  # of one text; what is longer loses its middle
+MAX_CHARS = 200_000  # in one text; what is longer loses its middle
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_FAILURES, SHOWN_METRICS, SHOWN_STEPS = 30, 8, 30, 60, 500
 Query = Mapping[str, str]
 CURVES = {  # title -> title of a curve -> its metric

@@ -33,7 +33,7 @@ from grmpipe.types import Metrics
 from grmpipe.viewer.index import JOURNALS, RunIndex
 
 SHOWN_KEYS = 6  # that tell runs apart
-MAX_DEPTH = 4  # of runs below the folder: runs/<experiment>/<date>, runs/sweeps/<date>/<number>
+MAX_DEPTH = 4  # how deep runs lie below the folder: runs/<experiment>/<date>, runs/sweeps/<date>/<number>
 NOT_RUNS = {"checkpoints", "policy", "grm", "policy_versions"}
 
 

@@ -88,12 +88,12 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """Of the policy as OpenAI's chat completions; it ends in /v1. The first use starts the run's server."""
+        """The URL of the policy as OpenAI's chat completions; it ends in /v1. The first use starts the run's server."""
         return self.endpoint.base_url
 
     @property
     def api_key(self) -> str:
-        """Of this episode: its requests are recorded as its turns. It ends with the episode."""
+        """This episode's key: requests with it are recorded as the episode's turns. It ends with the episode."""
         return self.endpoint.api_key
 
     @cached_property

@@ -17,9 +17,9 @@ MISTRAL_START = "[TOOL_CALLS]"
 LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 # Possessive: a long run of spaces would be tried in all ways else.
 NAMED_CALL = re.compile(r"\s*+([^\s\[{]*+)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
-MAX_CALLS = 128  # of one turn
-MAX_ERRORS = 16  # of one turn: each is shown to the model
-MAX_OBJECTS = 1024  # of one turn that are looked into
+MAX_CALLS = 128  # in one turn
+MAX_ERRORS = 16  # in one turn: each is shown to the model
+MAX_OBJECTS = 1024  # in one turn that are looked into
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from grmpipe.models.chat.json_tool_calls import Reading
 from grmpipe.models.chat.tool_call_checks import MAX_NESTING, check_call, parameters_of, quote_start
 from grmpipe.models.types import ParsedTurn, ToolCall, ToolSpec
 
-MAX_CODE_CHARS = 1 << 16  # of one list or call: what Python's parser takes without trouble
+MAX_CODE_CHARS = 1 << 16  # in one list or call: what Python's parser takes without trouble
 JSON_NAMES = {"true": True, "false": False, "null": None}
-MARKERS = re.compile(r"<\|(?:python_(?:start|end|tag)|tool_call_(?:start|end))\|>")  # of Llama 4 and LFM2
+MARKERS = re.compile(r"<\|(?:python_(?:start|end|tag)|tool_call_(?:start|end))\|>")  # those of Llama 4 and LFM2
 LIST_START = r"\[\s*[A-Za-z_][\w.]*\s*\("
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 

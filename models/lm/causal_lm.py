@@ -96,7 +96,7 @@ def read_config(path: str) -> PreTrainedConfig:
         raise ValueError(f"path: {path!r} holds no model: {error}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"path: {path!r} holds a {config.model_type!r} model, which is not a causal language model")
-    # Of mixtures: a balancing loss that isn't trained here, and that no packed sample's mask fits.
+    # Mixtures: a balancing loss that isn't trained here, and that no packed sample's mask fits.
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     return config

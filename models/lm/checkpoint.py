@@ -37,7 +37,7 @@ from grmpipe.models.stored_files import StoredFile, describe_files, sync_directo
 # A single rank's state is complete, but torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
 
-SHARD_SIZE = "5GB"  # of an export, at most
+SHARD_SIZE = "5GB"  # most in a file of an export
 COPIED_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
     "generation_config.json",

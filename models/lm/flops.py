@@ -60,11 +60,11 @@ class ModelFlops:
     adapter_weights: int = 0
 
     def forward(self, sizes: PackedSizes) -> float:
-        """Of a pass without gradients."""
+        """The operations of a pass without gradients."""
         return self._matrices(sizes) + self._adapters(sizes) + self._attended(sizes)
 
     def count_training(self, sizes: PackedSizes) -> float:
-        """Of forward and backward. Frozen weights have no gradient of their own: they take twice a forward pass."""
+        """The operations of forward and backward. Frozen weights have no gradient: they take twice a forward pass."""
         matrices = (2 if self.adapter_weights else 3) * self._matrices(sizes)
         return matrices + 3 * (self._adapters(sizes) + self._attended(sizes))
 

@@ -23,8 +23,8 @@ class ScoredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPass:
-    """What a forward pass gave. num_tokens: those that it took, padding included. scores: of each sequence, with the
-    last pass.
+    """What a forward pass gave. num_tokens: those that it took, padding included. scores: one per sequence, with
+    the last pass.
     """
 
     num_tokens: int

@@ -32,7 +32,7 @@ from grmpipe.scheduler.processes.process_signals import SENT_TO_ALL
 
 END_S = 5.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # what Ray sets for a worker with at most one core; here libraries read it first
-# Of glibc's malloc: with one for each thread, free memory between living tensors grows with a learner's steps.
+# Arenas of glibc's malloc: with one for each thread, free memory between living tensors grows with a learner's steps.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 _command: ContextVar[str | None] = ContextVar("command", default=None)
 

@@ -25,7 +25,7 @@ from grmpipe.scheduler.processes.wire_types import Dialect, RemoteTraceback, Unt
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOG_LINES = 8  # of a dead process, in its report
+LOG_LINES = 8  # a dead process's last ones, in its report
 CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
 ENDED = "the run ended its process"
 CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started, before they are killed

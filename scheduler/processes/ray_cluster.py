@@ -46,7 +46,7 @@ from grmpipe.scheduler.processes.start_turns import StartTurns
 log = logging.getLogger(__name__)
 ROOM_EVERY_S = 5.0
 RELEASE_S = 5.0  # for a joined Ray to release pools; one whose head is gone blocks for a minute
-MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
+MAX_CALLS = 1000  # in a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
 class RayRanks:

@@ -32,7 +32,7 @@ from grmpipe.scheduler.processes.wire_types import (
 # A frame is the number of its call, its kind, the length of its body, and the body. The kind of a call is the place of
 # its method in the dialect; that of an answer is ANSWERED or FAILED.
 HEADER = struct.Struct("!QHQ")
-MAX_PATH_BYTES = 107  # of a socket, by the kernel
+MAX_PATH_BYTES = 107  # the kernel's limit for a socket
 ANSWERED, FAILED = range(2)
 Decoder = msgspec.msgpack.Decoder[Any]
 Frame = tuple[int, int, bytes]

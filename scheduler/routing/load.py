@@ -15,7 +15,7 @@ from grmpipe.models.types import RequestContext, SamplingParams
 from grmpipe.scheduler.routing.members import RoleMembers, TrackedRequest
 
 REMEMBERED = 512  # requests; older ones say little about a policy in training
-PRIOR_WEIGHT = 4.0  # of the prior below, in requests
+PRIOR_WEIGHT = 4.0  # the weight of the prior below, in requests
 PRIOR_LENGTHS = 2.0
 PRIOR_S = 0.01, 0.001  # a step, and each row, until requests have ended; of no particular model
 PRIOR_STEP_SHARE = 0.5  # the fixed share of a step, until batches of several sizes were seen
@@ -291,7 +291,7 @@ class TrajectoryHome:
 
     name: str
     stay: int
-    num_tokens: int  # of the last turn's prompt and answer
+    num_tokens: int  # in the last turn's prompt and answer
 
 
 class LoadEstimate:

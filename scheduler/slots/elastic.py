@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 LEAVE_DEADLINE_S = 60.0  # for an engine to let its requests go, to fall asleep, to wake
 CHECK_EVERY_S = 0.2  # the longest wait between two decisions: news interrupts it, so it bounds only what brings none
-ASSUMED_SWITCH_S = 0.5  # of a move, until some were measured
+ASSUMED_SWITCH_S = 0.5  # for a move, until some were measured
 LEAST_COST_S = 0.05  # migrated requests are prefilled again, which isn't measured
 COST_MEMORY = 0.7  # weight of earlier switches in the estimate of the next one
 

@@ -19,7 +19,7 @@ class BytesPerToken:
 # Measured on lines of long answers; numbers of the first one are JSON.
 PLAIN, PACKED = BytesPerToken(id=6.0, logprob=14.0), BytesPerToken(id=3.0, logprob=5.0)
 ONLY_TEXT, NO_TEXT = BytesPerToken(id=0.0, logprob=0.0), BytesPerToken(id=0.0, logprob=0.0, text=0.0)
-LINE_BYTES = 450.0  # of a rollout or a verdict, without tokens and texts
+LINE_BYTES = 450.0  # a rollout's or a verdict's, without tokens and texts
 JUDGEMENT_BYTES = 150.0
 
 

@@ -17,7 +17,7 @@ from grmpipe.roles.roles import ServedRole
 from grmpipe.scheduler.devices import GB
 from grmpipe.scheduler.placement import Seat
 
-USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
+USABLE = 0.92  # share of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,13 @@ from grmpipe.scheduler.devices import GB
 from grmpipe.scheduler.placement import Placement, PoolConfig, Seat
 from grmpipe.train.learner.learner_spec import choose_frozen_dtype
 
-# Of an engine on a GPU, assumed: what its largest step computes at once in one layer, and the stream between layers. A
+# Assumed for an engine on a GPU: what its largest step computes at once in one layer, and the stream between layers. A
 # step of SGLang has 8192 tokens at most, one of vLLM 2048 unless its max_num_batched_tokens is set.
 ENGINE_STEP_TOKENS = 8192
-STREAMS = 3  # of hidden size: the residual, a layer's input, its output
+STREAMS = 3  # tensors of the hidden size: the residual, a layer's input, its output
 LOGIT_COPIES = 3  # in float32: as computed, scaled, sorted or normalised
 GRAPH_BYTES = 1 * GB  # CUDA graphs, NCCL's buffers
-# Of the embedded engine, for each row: logits, the same in float32, their log-probs, probabilities, and these summed in
+# The embedded engine's, for each row: logits, the same in float32, their log-probs, probabilities, and these summed in
 # float64 (sampling.py).
 BYTES_OF_SAMPLED_LOGIT = 4 + 4 + 4 + 4 + 8
 CERTAIN = ("weights", "state", "moments")  # kinds of use that no length changes

@@ -30,8 +30,8 @@ NO_WAIT_S = 1e6  # too long to be worth a warning
 class Workload:
     """The workload, independent of the placement.
 
-    chars_per_token: of each model, by its role. lengths: of the policy's turns, and of each judge's judgements.
-    sibling_correlation: of the lengths of siblings' turns. unparseable_share: of the judgements.
+    chars_per_token: by the model's role. lengths: the policy's turns', and each judge's judgements'.
+    sibling_correlation: how far lengths of siblings' turns correlate. unparseable_share: the share of judgements.
     """
 
     config: RunConfig

@@ -8,7 +8,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import OF_JUDGE, OF_POLICY
 
 OF_PLAYING = ("policy", "data", "rollout")  # sections that only an evaluation of a policy reads
-PAUSE = "rollout.pause_s"  # of judging, whatever is evaluated
+PAUSE = "rollout.pause_s"  # how long judging pauses, whatever is evaluated
 OF_TRUTH = f"{JUDGE}.rule"  # says what is right, whoever judges
 
 

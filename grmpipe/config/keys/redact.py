@@ -14,8 +14,8 @@ SECRET_WORDS = frozenset(
         "password", "passwd", "pwd", "passphrase", "secret", "credential", "auth", "authorization", "bearer", "cookie",
     }
 )  # fmt: skip
-NO_SECRETS = frozenset({"PWD", "SSH_AUTH_SOCK"})  # of the shell: a directory, a socket
-USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # of a URL, such as joe:password
+NO_SECRETS = frozenset({"PWD", "SSH_AUTH_SOCK"})  # the shell's: a directory, a socket
+USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # in a URL, such as joe:password
 # What gives a text a name: ?api_key=text in a URL, --api-key text and --api-key=text of a program.
 NAMED = re.compile(r"(?P<name>(?<=[?&])[\w.-]+=|(?<![\w-])--?[A-Za-z][\w-]*[= ])(?P<text>[^\s&#'\"<][^\s&#'\"]*)")
 # Keys of OpenAI and its like, tokens of Hugging Face and GitHub, wherever they stand.

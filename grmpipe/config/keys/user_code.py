@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from grmpipe.models.import_path import is_library, list_our_folders
 
-MAX_CHARS = 2000  # of a text in an error
+MAX_CHARS = 2000  # shown of a text in an error
 MAX_SHOWN = 120  # characters of a value in an error
 NEEDS_MAIN_THREAD = re.compile(r"signal only works in main thread|signal\.(?:alarm|setitimer)")
 NO_SIGNALS = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from grmpipe.envs.sandbox import kernel, landlock, seccomp
 
 MEGABYTE = 2**20
-FIRST_USER = 0x70000000  # of the users that workers become where the run is root's; plus the supervisor's process id
+FIRST_USER = 0x70000000  # the users that workers become where the run is root's; plus the supervisor's process id
 INSIDE_USER = 1000  # what such a user is called in its namespace
 # Not all of /etc/ssl: the keys of root's servers are there.
 NETWORK_FILES = (

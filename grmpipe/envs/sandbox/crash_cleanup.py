@@ -18,7 +18,7 @@ import msgspec
 
 FOLDER = "env_hosts"  # in the run's directory
 MARK = "GRMPIPE_ENVS"  # environment variable of all processes of a host
-LABEL = "grmpipe.run"  # of its containers
+LABEL = "grmpipe.run"  # on its containers
 ENDED = "ZX"  # states of a process whose parent hasn't asked for its end
 COMMAND_S = 30.0
 

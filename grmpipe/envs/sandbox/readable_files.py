@@ -24,7 +24,7 @@ from grmpipe.config.env import EnvConfig
 from grmpipe.models.import_path import SITES, is_library, list_import_paths, list_installed, list_our_folders
 
 SYSTEM_FILES = ("/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-NO_SYSTEM = ("/etc", "/local", "/src")  # of /usr and /usr/local; images for containers keep projects in src
+NO_SYSTEM = ("/etc", "/local", "/src")  # within /usr and /usr/local; images for containers keep projects in src
 PYTHON_FILES = ("bin", "sbin", "lib", "lib64", "libexec", "include", "share", "ssl", "pyvenv.cfg")
 IS_MODULE = re.compile(r"\.(py|pyc|so(\.\d+)*)$")
 IMPORTS = re.compile(rb"(?:^|[;:])[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([^\n;#]+))|import_module\(\s*['\"](\w+)", re.M)

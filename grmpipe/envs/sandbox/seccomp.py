@@ -19,7 +19,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in what a filter reads
 # linux/mman.h, two bits: pages stay while one of them is mapped, so that no address space counts them.
 _SHARED_ANONYMOUS = 0x21
-_OTHER_NUMBERS = 0x40000000  # of x32, a second set of calls on x86_64
+_OTHER_NUMBERS = 0x40000000  # x32's, a second set of calls on x86_64
 # Sockets of paths and of virtual machines know no network namespace. Pairs of connected sockets stay allowed.
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 # name -> (number on x86_64, on aarch64, the error). ENOSYS where programs have another way.

@@ -9,7 +9,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.judge.verdict import mix_verdicts, outcome, sum_spans
 from grmpipe.types import RewardSpan, Rollout, Verdict
 
-ROUNDING = 1e-9  # of a reward
+ROUNDING = 1e-9  # in a reward
 
 
 def reaches(reward: float, bound: float) -> bool:

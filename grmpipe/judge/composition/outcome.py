@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from grmpipe.judge.composition.share_bound import ShareBounds
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout, Verdict
 
-Decision = Literal["keep", "escalate", "audit"]  # of a cascade
+Decision = Literal["keep", "escalate", "audit"]  # what a cascade decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ class LabelReward:
         return report_score(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
 
 
-Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task in rejection sampling
+Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # a judging task's, in rejection sampling
 
 
 def keep_critiques(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, tuple[Rollout, ...]]:

@@ -21,7 +21,7 @@ SINGULAR = {
     "prompts": "prompt", "responses": "response", "completions": "completion", "data_sources": "data_source",
     "solution_strs": "solution_str", "ground_truths": "ground_truth", "extra_infos": "extra_info",
 }  # fmt: skip
-REWARD_KEYS = ("reward", "score")  # of a dict that a function returns: ours, verl's
+REWARD_KEYS = ("reward", "score")  # in a dict that a function returns: ours, verl's
 WRITE = "write `def reward(prompt, response, **columns) -> float`, or take the parameters of TRL or verl"
 RETURN = "return a number, True or False, None for no verdict, or a dict with `reward`"
 

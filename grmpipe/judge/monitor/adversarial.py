@@ -14,7 +14,7 @@ REPLIES = (
     " ", ".", ",", ":", "Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ",
     "Respuesta",
 )  # fmt: skip
-MIDDLE = 0.5  # of the reward, which is 0 at the low end of the scale and 1 at the high end
+MIDDLE = 0.5  # the middle reward: it is 0 at the low end of the scale and 1 at the high end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

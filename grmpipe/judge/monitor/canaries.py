@@ -11,7 +11,7 @@ from grmpipe.models.types import Message
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 
 SURE = 3.0  # standard errors
-Scores = tuple[float | None, ...]  # of the texts of a canary, in their order; None: no verdict
+Scores = tuple[float | None, ...]  # one per text of a canary, in their order; None: no verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class CanaryDrift:
         return metrics
 
 
-CanaryScores = Mapping[str, Sequence[Scores]]  # of each canary, by the judges' names; under no name: of the reward
+CanaryScores = Mapping[str, Sequence[Scores]]  # each canary's, by the judges' names; the reward's under no name
 
 
 def with_first(canaries: Sequence[Canary], found: CanaryScores) -> tuple[Canary, ...]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-ROUNDING = 1e-9  # of a reward or an accuracy
+ROUNDING = 1e-9  # in a reward or an accuracy
 MIN_REWARD_RISE = 0.1  # as a share of the room that the first reading left to 1
 MIN_GOLD_FALL = 0.1
 AT_ONCE, TWICE = 1e-4, 0.03  # chance of a false fall, over all comparisons: for one reading, for two in succession
 SURE, STILL, NOTED = 3.0, 2.0, 2.5  # standard errors: of a gap, of a fall that has rung, of a gain
-MIN_ANCHORS = 8  # of a source that is read by itself
+MIN_ANCHORS = 8  # the fewest of a source that is read by itself
 REWARD = ""  # the name of the reward as composed, beside those of judges
 ALL = ""  # all sources together
 

@@ -15,7 +15,7 @@ from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_openin
 from grmpipe.models.types import UNKNOWN_ID
 from grmpipe.types import Failed, RewardSpan, Rollout
 
-MOST_STEPS = 32  # of a turn: a judge that shall score more in one list loses count
+MOST_STEPS = 32  # in a turn: a judge that must score more in one list loses count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

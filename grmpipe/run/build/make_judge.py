@@ -24,7 +24,7 @@ from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.types import Judge
 
-Models = Mapping[str, RunModel]  # of the run, by role
+Models = Mapping[str, RunModel]  # the run's, by role
 
 
 def make_judge(prepared: Prepared, models: Models) -> Judge:

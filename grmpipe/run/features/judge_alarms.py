@@ -94,7 +94,7 @@ class CascadeAlarm(RunFeature):
         self._ringing, self._has_checked = set(state.get("ringing", ())), state.get("has_checked", False)
 
     def check(self, counts: Mapping[str, CascadeCounts]) -> list[str]:
-        """New alarms, in words. counts: of the whole run, by cascade."""
+        """New alarms, in words. counts: the whole run's, by cascade."""
         self._has_checked |= any(name in self._limits and is_known(one) for name, one in counts.items())
         exceeded = {name for name, one in counts.items() if exceeds(one, self._limits.get(name, math.inf))}
         new, self._ringing = exceeded - self._ringing, exceeded

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CANARIES = "canaries.jsonl"
 DRIFT = "canary_drift"
-# Of one check: a drift of half a score shows in 16 responses, and a trick that works on two prompts is no accident.
+# For one check: a drift of half a score shows in 16 responses, and a trick that works on two prompts is no accident.
 NUM_CANARIES, ADVERSARIAL_PROMPTS = 16, 2
 NO_CHECKS = (
     "there are no held-out rollouts to take canaries and adversarial replies from; set data.eval_path, or "

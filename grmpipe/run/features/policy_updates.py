@@ -22,7 +22,7 @@ from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.types import Metrics
 
-FOLDER = "policy_versions"  # of a run's directory: <step>/, a Hugging Face directory with the probe's log-probs
+FOLDER = "policy_versions"  # in a run's directory: <step>/, a Hugging Face directory with the probe's log-probs
 PROBE = "probe.json"
 
 

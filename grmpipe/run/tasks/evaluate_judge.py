@@ -30,7 +30,7 @@ from grmpipe.types import Judge, Labelled, Metrics
 
 log = logging.getLogger(__name__)
 
-MAX_SUBSETS = 32  # of an item's judgements for each smaller k
+MAX_SUBSETS = 32  # subsets of an item's judgements for each smaller k
 
 
 async def evaluate_judge(

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ERROR_CHARS = 120  # of an error in the table; the whole of it stands under the run's own line
+ERROR_CHARS = 120  # shown of an error in the table; all of it stands under the run's own line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

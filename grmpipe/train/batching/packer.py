@@ -19,7 +19,7 @@ NOTHING = TrainingSample(
     group_id="", sibling=0, segment=0, token_ids=(0, 0), loss_mask=(0, 0), sampler_logprobs=(0.0, 0.0),
     advantages=(0.0, 0.0), versions=(),
 )  # fmt: skip
-EARLY_SHARE = 0.25  # of a micro-batch: a pass over fewer tokens costs more than its early start saves
+EARLY_SHARE = 0.25  # the least share of a micro-batch: a pass over fewer tokens costs more than its early start saves
 PIECES_PER_RANK = 2  # for several ranks: whole groups can't be dealt evenly, and each piece repeats its prompt
 
 

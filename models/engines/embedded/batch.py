@@ -378,8 +378,8 @@ class RunningBatch:
         ]
 
     def _sample(self, drafts: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
-        """Of each row the next token, with its log-prob, and what would follow it if the draft came true. Every
-        position has its own random number, the same without a draft.
+        """Each row's next token with its log-prob, and what would follow it if the draft came true. Every position has
+        its own random number, the same without a draft.
         """
         if self._columns is None:
             self._columns = Columns.of(self._running, self._slots.shape.device)

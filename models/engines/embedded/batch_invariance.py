@@ -23,11 +23,11 @@ from grmpipe.models.repeatable_kernels import KERNELS, VARIABLE
 
 ROW_BLOCK = 8
 TOKEN_BLOCK = 64
-FED_TOKENS = 64  # of a prompt at a time
+FED_TOKENS = 64  # how many of a prompt at a time
 TRIED_ROWS = (1, 7, 20, 64)
 TRIED_TOKENS = (1, 65)  # in addition to those of the tested row
 TRIED_PROMPT = (5, 3, 8, 2, 9, 4, 6)
-TRIED_CUTS = (1, 4)  # of it
+TRIED_CUTS = (1, 4)  # where it is cut
 COMPANY = ((7, 1, 3, 3), (2, 2, 8, 1, 6, 5, 4, 9, 3), (4,))
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # tokenizers, which models never saw in a row, and whose logits 16 bits can't hold.
 PROBE_TEXTS = ("The quick brown fox has 12 dogs.", "6 x 7 = 42")
 PROBE = ((5, 3, 8, 2, 9, 4, 6), (7, 1, 3, 3))
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative to the largest logit
 
 
 class Decoder(Protocol):

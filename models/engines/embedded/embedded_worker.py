@@ -32,7 +32,7 @@ from grmpipe.models.types import (
 )
 from grmpipe.models.weights.receive_tensors import WeightInbox
 
-# Of one pass: enough for any processor to be busy, few enough for the activations and logits of a pass to fit. A slow
+# In one pass: enough for any processor to be busy, few enough for the activations and logits of a pass to fit. A slow
 # machine takes as many as it does in a second or two; a longer prompt takes several, between which others decode.
 MOST_PREFILL_TOKENS = 8192
 

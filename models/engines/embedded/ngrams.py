@@ -12,7 +12,7 @@ from dataclasses import dataclass
 LONG, SHORT = 6, 3  # tokens of an n-gram; the longer one counts if it is known
 MAX_NGRAMS = 1 << 18  # about 60 MB; then the table begins anew
 LONGEST_DRAFT = 4
-MAX_FED_TOKENS = 128  # of all rows in one pass, drafts included
+MAX_FED_TOKENS = 128  # for all rows in one pass, drafts included
 
 
 class NgramTable:

@@ -87,9 +87,9 @@ def bin_by_length(lengths_N: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-PIECE_S = 2.0  # of a forward pass; what waits for its end, such as an abort or a pause, waits about as long
+PIECE_S = 2.0  # for a forward pass; what waits for its end, such as an abort or a pause, waits about as long
 FIRST_TOKENS = 64  # before any speed is known
-LEAST_TOKENS = 32  # of a piece: fewer would be little faster, since each pass reads all weights; of a measurement, too
+LEAST_TOKENS = 32  # in a piece: fewer would be little faster, since each pass reads all weights; in a measurement, too
 
 
 class PrefillPace:

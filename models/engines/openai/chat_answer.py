@@ -11,7 +11,7 @@ from grmpipe.models.engines.typed_json import NoAnswer, read_as
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.models.types import Usage
 
-MOST_TOKENS = 2**53  # of a count; a larger one is an error of the endpoint
+MOST_TOKENS = 2**53  # in a count; a larger one is an error of the endpoint
 OUT_OF_QUOTA = re.compile(
     r"insufficient[ _](user[ _])?(quota|balance|credits?|funds)|exceeded_current_quota|billing|arrear|no_credits",
     re.IGNORECASE,

@@ -148,8 +148,8 @@ class EndpointClient:
         retry: bool = False,
         request_id: str = "",
     ) -> Reply:
-        """One try. Raises BusyError if there is no answer, or none that can be read. request_id: of a request that an
-        endpoint should answer and bill once, however often it comes; empty: each try counts.
+        """One try. Raises BusyError if there is no answer, or none that can be read. request_id: names a
+        request that an endpoint should answer and bill once, however often it comes; empty: each try counts.
         """
         limits, requests = self._use.limits, self._use.requests
         await limits.admit(size.expected_tokens, priority)

@@ -35,7 +35,7 @@ def read_api_key() -> str:
 
 
 class ServerInfo(msgspec.Struct):
-    """Of /server_info: how the server was started."""
+    """What /server_info says: how the server was started."""
 
     model_path: str
     weight_version: str | int = "default"
@@ -44,7 +44,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Of /model_info: what it serves now."""
+    """What /model_info says: what the server serves now."""
 
     weight_version: str | int | None = None
     architectures: list[str] | None = None

@@ -21,7 +21,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 PROMPTS_REMEMBERED = 256  # whose keys and values are still in the cache; and as many trajectories
 PREFILL_TOKENS_PER_STEP = 8192
-WHOLE = 1e-9  # of a step: tolerance for rounding
+WHOLE = 1e-9  # tolerance for rounding, in steps
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -198,7 +198,7 @@ class SimulatedBatch:
             return self._num_steps
         growth_s = rows * speed.cached_token_s  # by this each step takes longer than the one before
         linear_s = first_s - growth_s / 2
-        # Of the two forms of a quadratic's root, the one that is exact for small growth.
+        # The form of a quadratic's root that is exact for small growth.
         steps = 2 * left_s / (linear_s + math.sqrt(linear_s * linear_s + 2 * growth_s * left_s))
         return math.floor(steps + WHOLE)
 

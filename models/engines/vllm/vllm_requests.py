@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import WeightVersionSpan
 
-ADAPTER_ID = 1  # of an engine's only adapter
+ADAPTER_ID = 1  # an engine's only adapter
 COLDEST = 0.01  # vLLM raises lower temperatures to this value; 0 is greedy
 
 

@@ -50,7 +50,7 @@ from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 
-FOLDER = "cotrain"  # of the judging tasks' journals
+FOLDER = "cotrain"  # for the judging tasks' journals
 ROLLOUT_WINDOW = 256  # latest right and latest wrong rollouts to sample from, this many of each
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from grmpipe.models.seeds import derive_seed
 from grmpipe.types import Prompt, Rollout
 
 Own = tuple[Prompt, Rollout]
-NAME_IN_SEEDS = "lesson"  # of a judging task, in seeds and group ids: another name would change every sample
+NAME_IN_SEEDS = "lesson"  # names a judging task in seeds and group ids: another name would change every sample
 CHECK_S = 1.0  # between two checks whether further rollouts may come
 
 
