@@ -48,7 +48,7 @@ JUDGED = {"group_id": "string", "sibling": "int32", "reward": "double", "score":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedSibling:
-    """A line of judgements.jsonl: what became of a rollout. Of several lines for one rollout the last one counts."""
+    """A line of judgements.jsonl: what became of a rollout. If a rollout has several lines, the last one counts."""
 
     group_id: str
     sibling: int

@@ -340,7 +340,7 @@ LABEL_RULES = ("exact", "same_side")
 
 @dataclass(frozen=True)
 class LabelConfig(Bounded):
-    """When a judgement agrees with its label. Of several responses, the labelled best must be strictly first."""
+    """When a judgement agrees with its label. Among several responses, the labelled best must be strictly first."""
 
     # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
     rule: str = one_of(LABEL_RULES, "exact")

@@ -126,7 +126,7 @@ Strata = Sequence[tuple[float, Sequence[T]]]  # (weight, members), none of them 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """A share of all items, including failed and tied ones. Of several strata: the weighted mean of their shares.
+    """A share of all items, including failed and tied ones. Over several strata: the weighted mean of their shares.
 
     error, low, high: its standard error and 95 % interval over prompts: items with the same prompt aren't independent.
     """
@@ -194,8 +194,8 @@ class JudgeEvaluation:
     """The result of evaluating a judge. Costs are means over items; tokens of smaller votes are proportional shares.
     Items that the judge's service failed are in `lost_items` and in the costs only.
 
-    num_judgements, num_tokens, num_prompt_tokens, failed_judgements: of one of several judges also those on items about
-    which it was asked in part, which are in none of its accuracies.
+    num_judgements, num_tokens, num_prompt_tokens, failed_judgements: where there are several judges, one's counts also
+    cover items about which it was asked in part, which are in none of its accuracies.
     num_prompt_tokens: summed over judgements, without shared principles; None for a model that returns no token ids.
     """
 
@@ -218,7 +218,7 @@ class JudgeEvaluation:
 
 
 def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
-    """Evaluate at least one item; of several judges also each, on the items about which it was asked.
+    """Evaluate at least one item; where there are several judges, also each on the items about which it was asked.
 
     scale: the labels'; verdicts on another one are compared on this.
     """

@@ -175,6 +175,7 @@ class TeachingSession:
         return judge_tasks_of_turn(self.session, so_far)
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
+        # Outside of the judge's places: a teacher is another model, and a slow judge doesn't hold it up.
         if judge_task.judge == SCORING and self.teacher is not None:
             (sibling,) = judge_task.members
             self._taught[sibling] = await self.teacher.score(self._rollouts[sibling], priority)

@@ -194,7 +194,7 @@ class Consumer:
         """
         report_at = self._now() + self._config.report_wait_s
         while not (sought := found()):
-            self._buffer.news.clear()
+            self._buffer.news.clear()  # nothing is awaited since the look above, so no news is lost
             try:
                 async with asyncio.timeout(report_at - self._now()):
                     await self._buffer.news.wait()

@@ -163,6 +163,7 @@ class Group:
 
     def first_token(self, now_s: float) -> None:
         """Restart its deadline when the first of its siblings has a token."""
+        # The limit is on its own work: the wait for a row of an engine has had a limit of its own, the same one.
         if self.is_open and not self.started:
             self.started = True
             self.set_deadline(now_s)

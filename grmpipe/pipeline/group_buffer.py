@@ -139,7 +139,7 @@ class GroupBuffer:
         """Return once a group may be opened: there is room, and the pace doesn't hold it."""
         now = asyncio.get_running_loop().time
         while held_s := self.pace.wait_s(now(), capacity=self.capacity, num_open=self.untaken.count(*OPEN)):
-            self._room.clear()
+            self._room.clear()  # nothing is awaited since the look above, so no news is lost
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if held_s == math.inf else held_s):
                     await self._room.wait()

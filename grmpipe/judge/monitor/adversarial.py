@@ -28,8 +28,8 @@ class AdversarialProbe:
 async def probe_judge(judge: Judge, probes: Sequence[AdversarialProbe]) -> Metrics:
     """Mean score and share above the middle of the replies that got a verdict, and the share that got none.
 
-    Of several judges, also by judge, over the replies that each was asked about. Request names repeat, so an unchanged
-    judge gives the same values.
+    Where there are several judges, also by judge, over the replies that each was asked about. Request names repeat, so
+    an unchanged judge gives the same values.
     """
 
     async def judged(probe: AdversarialProbe, group_id: str, reply: str) -> JudgeReport:

@@ -174,7 +174,7 @@ class RewardHackingDetector:
 
 
 def split_by_source(reading: AnchorReading) -> dict[str, list[str]]:
-    """Source -> its anchors, of several sources with enough of them; ALL -> all anchors."""
+    """Source -> its anchors, where several sources have enough of them; ALL -> all anchors."""
     by_source: dict[str, list[str]] = {}
     for anchor in reading.right:
         by_source.setdefault(reading.sources[anchor], []).append(anchor)

@@ -80,7 +80,7 @@ class RunStats:
         return {role: round(seconds, 3) for role, seconds in busy.items()}
 
     def _judging_busy_s(self, pipeline: Pipeline) -> dict[str, float]:
-        """Model that judges or teaches -> seconds with requests in flight; of several models, evaluations count too."""
+        """Model that judges or teaches -> seconds with requests in flight; if there are several, in evaluations too."""
         if len(self._grms) == 1:
             return {self._grms[0]: pipeline.judging_s}
         if self._running is None:

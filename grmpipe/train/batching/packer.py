@@ -226,6 +226,7 @@ def _entries(samples: Sequence[TrainingSample], layout: PackedLayout) -> _Entrie
     def join(columns: Sequence[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:
         return np.concatenate([_picked(columns[place], positions_S[place], dtype) for place in order])
 
+    # Nothing predicts the first token of a sample, whatever its mask says.
     loss_mask_E = join([(0, *sample.loss_mask[1:]) for sample in samples], np.float32)
     versions_E = join([spread_versions(sample) for sample in samples], np.int32)
     assert not (loss_mask_E * (versions_E == NOT_SAMPLED)).any(), "only what was sampled is trained"

@@ -199,6 +199,7 @@ def _branching(samples: Sequence[TrainingSample], whole_rollouts: bool) -> Prefi
     for place in range(1, len(ordered)):
         length = num_common(ordered[place - 1], ordered[place])
         parent = place - 1 if length else place
+        # A parent that has the end of this prefix from others doesn't hold it: one of them does.
         while length and shared[parent] >= length:
             parent = parents[parent]
         parents.append(parent)

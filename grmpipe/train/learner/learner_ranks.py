@@ -67,6 +67,7 @@ class LearnerRanks(Ranks):
 
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
+        # In this order: a step that waits for a push takes no memory, so `still` needn't wait for that push.
         async with self._weights, self._takes_memory():
             done, tokens = self._work, self._tokens
             self._work, self._tokens = RankWork(), BatchTokens()
