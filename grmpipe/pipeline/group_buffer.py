@@ -228,7 +228,7 @@ class GroupBuffer:
 
     def take(self) -> JudgedGroup | None:
         """Take the ready group that is due first; in a deterministic run the next one in the order of the prompts. None
-        if there is none, or the open batch may not have it yet.
+        if there is none, or the open batch may not have it.
 
         Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """

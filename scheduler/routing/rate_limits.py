@@ -5,7 +5,7 @@ import asyncio
 from grmpipe.models.request_gates import PriorityGate
 from grmpipe.scheduler.clock import RESOLUTION_S
 
-BURST_S = 1.0  # capacity of a bucket, in seconds of its rate
+BURST_S = 1.0  # capacity of a bucket, in seconds of its rate; a minute's worth could all go out at once
 
 
 class Bucket:
