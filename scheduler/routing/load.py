@@ -321,8 +321,8 @@ class LoadEstimate:
         and of its prompt unless that is cached there. The engine is that of its trajectory's last turn, or else of its
         siblings; the least loaded one if that has far more load.
         """
-        # At once, not when a row is free. Waiting for one gained 1 % where a chain of stages bounds a step, and lost 2 to
-        # 3 % where judges do: a free row stays empty until the next request arrives (benchmarks/scheduling.md).
+        # At once, not when a row is free. Waiting for one gained 1 % where a chain of stages bounds a step, and lost 2
+        # to 3 % where judges do: a free row stays empty until the next request arrives (benchmarks/scheduling.md).
         name, new = self._least(), self.new_tokens(params)
         home, cached = self._home_of(group_id, trajectory_id, prompt_ids)
         if home in self._members.serving and self._in_hand[home] - self._in_hand[name] <= SIBLINGS_AHEAD * new + cached:
