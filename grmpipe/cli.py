@@ -60,7 +60,7 @@ from grmpipe.run.signals import stoppable
 from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
 
 CONF = Path(__file__).parent / "conf"
-VERSION_BASE = "1.3"  # of Hydra
+VERSION_BASE = "1.3"  # the version of Hydra whose behaviour is kept
 _COMPOSING = threading.Lock()  # Hydra keeps its version and its plugins for the whole process
 ConfigStore.instance().store(name="grmpipe_schema", node=schema())  # the store is of all applications in the process
 
