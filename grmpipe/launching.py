@@ -49,7 +49,12 @@ def launch(config: RunConfig) -> RunReader | None:
     """
     watcher = _Opened()
     with mask_errors(), kept_process():
-        _run(config, watcher)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            run_task(config, watcher)
+        else:  # a notebook's, for example: in a thread beside it
+            _in_thread(config, watcher)
     return None if watcher.run_dir is None else read_run(watcher.run_dir)
 
 
@@ -64,16 +69,6 @@ def kept_process() -> Iterator[None]:
         finally:
             if torch is not None and torch.get_num_threads() != num_threads:  # setting it starts them
                 torch.set_num_threads(num_threads)
-
-
-def _run(config: RunConfig, watcher: RunWatcher) -> None:
-    """Run the task here, or in a thread beside the event loop that runs here."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        run_task(config, watcher)
-    else:  # a notebook's, for example
-        _in_thread(config, watcher)
 
 
 def _in_thread(config: RunConfig, watcher: RunWatcher) -> None:

@@ -88,10 +88,9 @@ def check_judge(
     role: ServedRole,
     grm: Model | None,
     data: Data,
-    *,
     group_size: int,
     response_tokens: int,
-    in_episodes: bool,
+    env: EnvConfig,
 ) -> None:
     """Check that a judge's template accepts the prompts, and its window at least one of them with a full response and a
     critique.
@@ -113,7 +112,7 @@ def check_judge(
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
-    what, cut = describe_longest(judge, in_episodes=in_episodes)
+    what, cut = describe_longest(judge, env)
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
@@ -129,11 +128,11 @@ def check_judge(
     )
 
 
-def describe_longest(judge: JudgeConfig, *, in_episodes: bool) -> tuple[str, str]:
+def describe_longest(judge: JudgeConfig, env: EnvConfig) -> tuple[str, str]:
     """What a judge reads at most, and how to make it shorter; empty: by the keys that it names anyway."""
     if judge.format.truncation == "middle":
         return "question in the template, without any of the response,", ""
-    if not in_episodes:
+    if env.env_kind.is_single:
         return "question with an answer of rollout.max_new_tokens", ""
     return (
         "question with an episode of rollout.max_turns x (rollout.max_new_tokens + env.max_observation_chars)",
@@ -142,7 +141,7 @@ def describe_longest(judge: JudgeConfig, *, in_episodes: bool) -> tuple[str, str
 
 
 def check_scalar_judge(
-    judge: JudgeConfig, key: str, model: Model, data: Data, *, response_tokens: int, in_episodes: bool
+    judge: JudgeConfig, key: str, model: Model, data: Data, response_tokens: int, env: EnvConfig
 ) -> None:
     """Check that a reward model's chat template accepts the prompts, and its window at least one of them with a full
     answer, or with an episode and what its environment showed. key: the model's section.
@@ -156,7 +155,7 @@ def check_scalar_judge(
         for prompt in kinds.values():
             length(prompt)
     cut = ""
-    if in_episodes:
+    if not env.env_kind.is_single:
         cut = (
             "type a smaller rollout.max_turns, rollout.max_new_tokens or env.max_observation_chars, or give a reward "
             "model with a larger window"

@@ -7,7 +7,6 @@ refusal is a ConfigError that names the key and what to type.
 from collections.abc import Iterator
 
 from grmpipe.config.engine_kinds import engines_that
-from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import arrival_orders
 from grmpipe.config.run_config import RunConfig
@@ -42,7 +41,17 @@ def list_refusals(config: RunConfig, placement: Placement, roles: Roles) -> Iter
             f"{model.key}.policy_updates=[]"
         )
     for judge in config.judging.generative.values():
-        yield from refuse_judging(judge)
+        key = judge.key
+        if judge.early_stop.kind == "relaxed":
+            yield (
+                f"{key}.early_stop.kind=relaxed compares with the scores that came before; type "
+                f"{key}.early_stop.kind=none"
+            )
+        if judge.principles.kind != "inline":
+            yield (
+                f"{key}.principles.kind=shared writes principles that failed again for the rollout that comes next; "
+                f"type {key}.principles.kind=inline"
+            )
     for judge in config.judging.scalar.values():
         if judge.scalar.max_batch_tokens > 1:
             key = f"{judge.key}.scalar.max_batch_tokens"
@@ -50,36 +59,13 @@ def list_refusals(config: RunConfig, placement: Placement, roles: Roles) -> Iter
     yield from arrival_orders(config.rewards)
     if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
         yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
-    yield from refuse_places(placement)
-    yield from refuse_roles(roles)
-
-
-def refuse_judging(judge: JudgeConfig) -> Iterator[str]:
-    key = judge.key
-    if judge.early_stop.kind == "relaxed":
-        yield (
-            f"{key}.early_stop.kind=relaxed compares with the scores that came before; type {key}.early_stop.kind=none"
-        )
-    if judge.principles.kind != "inline":
-        yield (
-            f"{key}.principles.kind=shared writes principles that failed again for the rollout that comes next; type "
-            f"{key}.principles.kind=inline"
-        )
-
-
-def refuse_places(placement: Placement) -> Iterator[str]:
-    """Slots whose work depends on the load."""
-    for name, pool in placement.pools.items():
+    for name, pool in placement.pools.items():  # whose work depends on the load
         if pool.elastic:
             yield f"slots of the pool {name} move with the backlog; type placement.pools.{name}.elastic=false"
         if pool.time_shared:
             yield (
                 f"the pool {name} puts engines to sleep between requests; type placement.pools.{name}.time_shared=false"
             )
-
-
-def refuse_roles(roles: Roles) -> Iterator[str]:
-    """Engines and devices that don't guarantee an order of their sums."""
     able = " or ".join(engines_that(lambda kind: kind.batch_invariant))
     for served in roles.served.values():
         if not served.engine.batch_invariant:

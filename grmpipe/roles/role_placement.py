@@ -36,17 +36,41 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
             raise ConfigError(f"train.deterministic: {refusal}, or train.deterministic=false")
     for learner in roles.learners.values():
         learner.check_ranks()
-    check_backend(config.train.backend, placement)
+    if placement.time_sharing_roles and (backend := config.train.backend) != FSDP2:  # `LearnerRank` has no call for it
+        pool = placement.seats["learner"][0].pool
+        raise ConfigError(
+            f"train.backend: {backend} can't give its memory to the engines of the time-shared pool {pool}; type "
+            f"train.backend={FSDP2}, or placement.pools.{pool}.time_shared=false"
+        )
     with section(""):
         find_wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):
         if config.cluster.address is None:  # the machines of a joined cluster are known only after joining
             with section(""):
                 resolve_transport(role, config, placement, same_machine=True)
-        if role.learner != "learner":
-            check_stays_awake(role, placement)
+        if role.learner == "learner":
+            continue
+        # The weights of a judge that learns are pushed between any two moments: its engines must be awake.
+        if role.name in placement.time_sharing_roles:
+            raise ConfigError(
+                f"placement.roles.{role.learner}.pool: only the policy's learner can alternate with engines; set "
+                f"placement.pools.{role.pool}.time_shared=false, or placement.roles.{role.name}.pool to another one"
+            )
+        if role.is_elastic:
+            raise ConfigError(
+                f"{role.key}.train.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no "
+                f"weights of a GRM that learns; set placement.pools.{role.pool}.elastic=false, "
+                f"or placement.roles.{role.name}.pool to another"
+            )
     for role in (role for role in roles.seated if role.model.policy_updates):
-        check_has_own_slots(role, placement)
+        # It takes over the policy's weights when a step ends: both must be awake then.
+        if role.is_elastic or placement.time_sharing_roles:
+            pool = role.pool if role.is_elastic else placement.seats["learner"][0].pool
+            kind = "elastic" if role.is_elastic else "time_shared"
+            raise ConfigError(
+                f"{role.key}.policy_updates: the pool {pool} is {kind}, so that {role.name} or the learner may be "
+                f"asleep when a step ends; set placement.pools.{pool}.{kind}=false"
+            )
     if config.task == "train_judge_rft" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
@@ -117,42 +141,6 @@ def check_shares(roles: Roles, placement: Placement) -> None:
         f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
         f"{settings}; type {half}, or for vLLM null: the memory that the models leave is then divided"
     )
-
-
-def check_has_own_slots(role: ServedRole, placement: Placement) -> None:
-    """A model that takes over the policy's weights must be awake when a step ends, and the learner too."""
-    if role.is_elastic or placement.time_sharing_roles:
-        pool = role.pool if role.is_elastic else placement.seats["learner"][0].pool
-        kind = "elastic" if role.is_elastic else "time_shared"
-        raise ConfigError(
-            f"{role.key}.policy_updates: the pool {pool} is {kind}, so that {role.name} or the learner may be asleep "
-            f"when a step ends; set placement.pools.{pool}.{kind}=false"
-        )
-
-
-def check_backend(backend: str, placement: Placement) -> None:
-    """Raises ConfigError if the learner must give its memory to engines: `LearnerRank` has no call for that."""
-    if backend != FSDP2 and placement.time_sharing_roles:
-        pool = placement.seats["learner"][0].pool
-        raise ConfigError(
-            f"train.backend: {backend} can't give its memory to the engines of the time-shared pool {pool}; type "
-            f"train.backend={FSDP2}, or placement.pools.{pool}.time_shared=false"
-        )
-
-
-def check_stays_awake(role: ServedRole, placement: Placement) -> None:
-    """The weights of a judge that learns are pushed between any two moments."""
-    if role.name in placement.time_sharing_roles:
-        raise ConfigError(
-            f"placement.roles.{role.learner}.pool: only the policy's learner can alternate with engines; set "
-            f"placement.pools.{role.pool}.time_shared=false, or placement.roles.{role.name}.pool to another one"
-        )
-    if role.is_elastic:
-        raise ConfigError(
-            f"{role.key}.train.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no "
-            f"weights of a GRM that learns; set placement.pools.{role.pool}.elastic=false, "
-            f"or placement.roles.{role.name}.pool to another"
-        )
 
 
 def check_deadlines(config: RunConfig) -> None:

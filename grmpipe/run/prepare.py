@@ -133,15 +133,12 @@ def prepare(config: RunConfig) -> Prepared:
         judging_tasks={role: load_stored_tasks(config, role, data) for role in config.trained_grms},
         demonstrations=read_demonstrations(config.algorithm.sft.path, policy.renderer, config.seed),
     )
-    check_models(prepared)
-    check_tools(config, policy)
-    check_policy(config.rollout, policy, data)
-    check_all_judges(prepared, data)
+    check_fit(prepared, data)
     return prepared
 
 
-def check_models(prepared: Prepared) -> None:
-    """Check that each model fits its engines, and that those that learn can."""
+def check_fit(prepared: Prepared, data: Data) -> None:
+    """Check that each model fits its engines and what it reads, and that those that learn can."""
     config, roles = prepared.config, prepared.roles
     for model in prepared.generating:
         role = roles.served[model.name]
@@ -155,25 +152,22 @@ def check_models(prepared: Prepared) -> None:
     for name in config.teachers:
         role = roles.served[name]
         check_teacher(prepared.models[name], role, prepared.policy, config.policy.path, config.algorithm.distill.top_k)
-    check_routing(config.algorithm.router_replay, prepared.policy, roles.served[POLICY])
+    if config.trains:
+        check_routing(config.algorithm.router_replay, prepared.policy, roles.served[POLICY])
+    check_tools(config, prepared.policy)
+    check_policy(config.rollout, prepared.policy, data)
+    check_all_judges(prepared, data)
 
 
 def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], data: Data) -> None:
     """Check all judges that ask a model which is known: one of these, or one behind an endpoint."""
     known = {model.name: model for model in models}
     policy_tokens = known[POLICY].context_tokens if POLICY in known else 0
+    longest, group_size = longest_response(config.rollout, config.env, policy_tokens), config.train.group_size
     for judge in config.asked.generative.values():
         role = roles.served[judge.model]
         if role.name in known or role.engine.outside:
-            check_judge(
-                judge,
-                role,
-                known.get(role.name),
-                data,
-                group_size=config.train.group_size,
-                response_tokens=longest_response(config.rollout, config.env, policy_tokens),
-                in_episodes=not config.env.env_kind.is_single,
-            )
+            check_judge(judge, role, known.get(role.name), data, group_size, longest, config.env)
 
 
 def check_all_judges(prepared: Prepared, data: Data) -> None:
@@ -182,15 +176,10 @@ def check_all_judges(prepared: Prepared, data: Data) -> None:
     """
     config = prepared.config
     check_judges(config, prepared.roles, prepared.generating, data)
+    longest = longest_response(config.rollout, config.env, prepared.policy.context_tokens)
     for judge in config.asked.scalar.values():
-        check_scalar_judge(
-            judge,
-            config.models[judge.model].key,
-            prepared.models[judge.model],
-            data,
-            response_tokens=longest_response(config.rollout, config.env, prepared.policy.context_tokens),
-            in_episodes=not config.env.env_kind.is_single,
-        )
+        key = config.models[judge.model].key
+        check_scalar_judge(judge, key, prepared.models[judge.model], data, longest, config.env)
     for judge in config.asked.judges.values():
         if judge.kind == "env" and config.env.env_kind.is_single:
             raise ConfigError(

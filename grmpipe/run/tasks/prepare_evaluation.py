@@ -14,14 +14,13 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import Data
 from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.held_out import HELD_OUT
-from grmpipe.judge.context_limits import check_policy, check_template, check_thinking_budget
+from grmpipe.judge.context_limits import check_template, check_thinking_budget
 from grmpipe.judge.kinds import math_rule
-from grmpipe.models.lm.footprint import read_heads
 from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_scalar_models
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import check_options
 from grmpipe.roles.roles import resolve_roles
-from grmpipe.run.prepare import Prepared, check_all_judges, check_env, check_tools
+from grmpipe.run.prepare import Prepared, check_env, check_fit
 from grmpipe.run.run_prompts import check_references, load_held_out, note_unknown_truths, prompts_at, select_reaching
 from grmpipe.scheduler.placement import place
 from grmpipe.types import Labelled, Prompt
@@ -93,7 +92,8 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
         weighted=what != "policy" and config.meta_rm.path is not None,
     )
     if config.plays:
-        check_playing(prepared, Data(train=tuple(prompts), held_out=()))
+        check_options(prepared.roles, config.asked, prepared.placement)
+        check_fit(prepared, Data(train=tuple(prompts), held_out=()))
     return PreparedEvaluation(
         prepared=prepared, measured=under, items=items, num_unread=num_unread, prompt_sets=prompt_sets
     )
@@ -241,15 +241,3 @@ def check_scoring(judging: Judging, labels: LabelConfig) -> None:
             f"data.labels.pass_score: pass@k counts answers of at least this score, and {labels.pass_score} isn't "
             f"on the judge's scale from {low} to {high}; type data.labels.pass_score={high} or less"
         )
-
-
-def check_playing(prepared: Prepared, data: Data) -> None:
-    """Check that the policy can answer the prompts in its environment, and the judges can read the answers."""
-    config, roles = prepared.config, prepared.roles
-    check_options(roles, config.asked, prepared.placement)
-    for model in prepared.generating:
-        if (role := roles.served[model.name]).num_gpus > 1:
-            role.check_tensor_parallel(read_heads(model.path))
-    check_tools(config, prepared.policy)
-    check_policy(config.rollout, prepared.policy, data)
-    check_all_judges(prepared, data)

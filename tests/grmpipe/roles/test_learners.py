@@ -114,21 +114,13 @@ def test_the_ranks_of_a_critic_are_grouped_as_its_own_section_says(tmp_path: Pat
         check_experts(replace(critic, parallel=ParallelConfig(ep=2)), str(tmp_path))
 
 
-def test_the_section_of_a_critic_groups_its_own_ranks_alone() -> None:
-    """The learner's are grouped by train.parallel."""
-    base = config(2)
+def test_the_learner_and_a_critic_are_grouped_each_by_its_own_section() -> None:
     roles = {role: {"pool": "all"} for role in ("policy", "learner", "critic")}
-    run = build_config(
-        {
-            "cluster": {"kind": "ray"},
-            "placement": {"pools": {"all": {"slots": 2}}, "roles": roles},
-            "judge": {"kind": base.main_judge.kind},
-            "algorithm": {"estimator": "gae"},
-            "critic": {"enabled": True, "parallel": {"ep": 2}},
-        },
-    )
-    assert (learner("critic", run).parallel.ep, learner("learner", run).parallel.ep) == (2, 1)
-    assert learner("critic", run).has_scalar_head and not learner("learner", run).has_scalar_head
+    sections = {"judge": {"kind": "rule"}, "critic": {"enabled": True, "parallel": {"ep": 2}}}
+    placement = {"pools": {"all": {"slots": 2}}, "roles": roles}
+    run = build_config({"placement": placement, "algorithm": {"estimator": "gae"}, **sections})
+    found = [(one.parallel.ep, one.has_scalar_head) for one in (learner("learner", run), learner("critic", run))]
+    assert found == [(1, False), (2, True)]
 
 
 def test_ranks_that_divide_the_query_heads_may_be_planned() -> None:
