@@ -278,11 +278,6 @@ class Verdict:
         """The reward of the whole response, as all metrics and bounds use it: never a normalised one."""
         return sum(span.value for span in self.rewards)
 
-    @property
-    def trained_rewards(self) -> tuple[RewardSpan, ...]:
-        """What advantages are estimated from."""
-        return self.normalised or self.rewards
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAudit:

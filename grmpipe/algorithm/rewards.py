@@ -103,16 +103,6 @@ def count_sampled(completion: Completion, end: int) -> int:
     return end - (min(end, last) - min(end, first))
 
 
-def mark_sampled(rollout: Rollout) -> np.ndarray:
-    """[C] bool, for the C tokens of all completions: True for the N sampled ones."""
-    sampled_C, begin = np.ones(rollout.num_sampled_tokens, dtype=bool), 0
-    for turn in rollout.turns:
-        first, last = turn.completion.inserted or (0, 0)
-        sampled_C[begin + first : begin + last] = False
-        begin += len(turn.completion.token_ids)
-    return sampled_C
-
-
 def place_rewards(rollout: Rollout, verdict: Verdict, *, mask_truncated: bool = False) -> Rewards:
     """The rewards that a verdict gives to training, on the rollout's sampled tokens: a reward for inserted ones is on
     the sampled one before them. mask_truncated: a truncated rollout isn't trained.
@@ -120,7 +110,7 @@ def place_rewards(rollout: Rollout, verdict: Verdict, *, mask_truncated: bool = 
     lengths = [count_sampled(turn.completion, len(turn.completion.token_ids)) for turn in rollout.turns]
     values: dict[int, float] = {}
     shares: dict[int, float] = {}
-    for span in verdict.trained_rewards:
+    for span in verdict.normalised or verdict.rewards:
         end = sum(lengths[: span.turn]) + count_sampled(rollout.turns[span.turn].completion, span.end)
         values[end] = values.get(end, 0.0) + span.value
         if span.share is not None:

@@ -74,7 +74,7 @@ def test_reinforce_pp_charges_a_token_with_the_kl_from_there_on(estimator: str, 
     algorithm = AlgorithmConfig(estimator=estimator, kl_coefficient=0.1, kl_in_reward=True)
     played = rollout(4)
     kl = {rollout_key(played): np.array([5.0, 0.0, 0.0, 0.0])}
-    found = compute_rewards(played, verdict((0, 0, 4, 1.0)), algorithm, kl=kl)
+    found = compute_rewards(played, verdict((0, 0, 4, 1.0)), algorithm, algorithm.estimator_kind, kl=kl)
     assert found.spread(returns(found.values_K, 1.0)).tolist() == pytest.approx(expected)
 
 

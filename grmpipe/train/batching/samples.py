@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from grmpipe.algorithm.distill import DistillConfig
-from grmpipe.algorithm.parts import estimate
-from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, mark_sampled, place_rewards, shape_rewards
+from grmpipe.algorithm.parts import EstimatorKind, estimate
+from grmpipe.algorithm.rewards import Rewards, Values, charge_by_token, place_rewards, shape_rewards
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import ANY_EXPERT, TokenScores, VersionSpan
@@ -40,10 +40,12 @@ def to_samples(
 
     Raises ValueError for a group with fewer than two verdicts.
     """
-    judged = [select_judged(group) for group in groups]
+    judged, kind = [select_judged(group) for group in groups], algorithm.estimator_kind
     rewards = [
         [
-            compute_rewards(rollout, verdict, algorithm, max_new_tokens, kl, values, mask_truncated=mask_truncated)
+            compute_rewards(
+                rollout, verdict, algorithm, kind, max_new_tokens, kl, values, mask_truncated=mask_truncated
+            )
             for rollout, verdict in siblings
         ]
         for siblings in judged
@@ -60,6 +62,16 @@ def to_samples(
             verdict.teacher,
         )
     )
+
+
+def mark_sampled(rollout: Rollout) -> np.ndarray:
+    """[C] bool, for the C tokens of all completions: True for the N sampled ones."""
+    sampled_C, begin = np.ones(sum(len(turn.completion.token_ids) for turn in rollout.turns), dtype=bool), 0
+    for turn in rollout.turns:
+        first, last = turn.completion.inserted or (0, 0)
+        sampled_C[begin + first : begin + last] = False
+        begin += len(turn.completion.token_ids)
+    return sampled_C
 
 
 def with_inserted(rollout: Rollout, of_sampled_N: np.ndarray) -> np.ndarray:
@@ -86,14 +98,17 @@ def compute_rewards(
     rollout: Rollout,
     verdict: Verdict,
     algorithm: AlgorithmConfig,
+    kind: EstimatorKind,
     max_new_tokens: int = 0,
     kl: Kl | None = None,
     values: Values | None = None,
     *,
     mask_truncated: bool = False,
 ) -> Rewards:
-    """The inputs of advantages and value targets: rewards minus penalties, and the critic's values."""
-    key, kind = rollout_key(rollout), algorithm.estimator_kind
+    """The inputs of advantages and value targets: rewards minus penalties, and the critic's values. kind: of the
+    algorithm's estimator.
+    """
+    key = rollout_key(rollout)
     kl_N = None if kl is None else kl[key][mark_sampled(rollout)]
     charged_N = None if kind.by_token or kind.by_log_ratio else kl_N
     placed = place_rewards(rollout, verdict, mask_truncated=mask_truncated)

@@ -7,7 +7,6 @@ import asyncio
 
 import numpy as np
 
-from grmpipe.algorithm.parts import estimator_named
 from grmpipe.algorithm.rewards import Values
 from grmpipe.algorithm.value_loss import value_quality
 from grmpipe.config.critic import CriticConfig, critic_train
@@ -96,14 +95,21 @@ class Critic:
         await self.ranks.discard()
 
     def _targets(self, group: JudgedGroup, kl: Kl | None, values: Values) -> list[ValueSample]:
-        samples, found = [], estimator_named(self._algorithm.estimator).targets
+        samples, kind = list[ValueSample](), self._algorithm.estimator_kind
         for rollout, verdict in select_judged(group):
             rewards = compute_rewards(
-                rollout, verdict, self._algorithm, self._max_new_tokens, kl, values, mask_truncated=self._mask_truncated
+                rollout,
+                verdict,
+                self._algorithm,
+                kind,
+                self._max_new_tokens,
+                kl,
+                values,
+                mask_truncated=self._mask_truncated,
             )
             if not rewards.is_trained:
                 continue
-            _, returns_N = found(rewards, self._algorithm)
+            _, returns_N = kind.targets(rewards, self._algorithm)
             assert rewards.expected_N is not None
             samples += value_samples(rollout, rewards.expected_N, returns_N)
         return samples

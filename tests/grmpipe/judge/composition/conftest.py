@@ -134,7 +134,7 @@ def outcome_of(report: JudgeReport) -> float | str:
     verdict = report.verdict
     if isinstance(verdict, Failed):
         return verdict.cause
-    return round(math.fsum(span.value for span in verdict.trained_rewards), 9)
+    return round(math.fsum(span.value for span in verdict.normalised or verdict.rewards), 9)
 
 
 async def drive(session: JudgeSession, size: int, group_id: str, order: int, done: set[int]) -> dict[int, JudgeReport]:
