@@ -156,14 +156,14 @@ def make_components(
         share=running.maintenance.share,
         cotrainings=cotrainings,
     )
+    play = make_play(prepared, running.policy.router, running.envs, prepared.config.rollout.temperature)
     return compose(
         prepared.config,
         learners,
         prompts=prepared.prompts,
         too_long=too_long(prepared),
-        play=observers.begun.resume(
-            make_play(prepared, running.policy.router, running.envs, prepared.config.rollout.temperature)
-        ),
+        # An episode of one turn never goes on: no turn of it stands on file before its end.
+        play=play if prepared.config.env.env_kind.is_single else observers.begun.resume(play),
         slots=running.envs.slots,
         judge=running.judge,
         teachers=running.teachers,

@@ -9,7 +9,7 @@ import pytest
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from grmpipe.models.types import SamplingParams
 from grmpipe.scheduler.events import NoEvents
-from grmpipe.scheduler.routing import expected_load
+from grmpipe.scheduler.routing import load
 from grmpipe.scheduler.routing.load import SIBLINGS_AHEAD, LoadEstimate
 from grmpipe.scheduler.routing.members import RoleMembers
 
@@ -96,7 +96,7 @@ def test_an_engine_that_served_another_role_or_died_meanwhile_is_no_home_any_mor
 
 
 def test_the_trajectories_without_a_turn_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected_load, "TRAJECTORIES_REMEMBERED", 2)
+    monkeypatch.setattr(load, "TRAJECTORIES_REMEMBERED", 2)
     work = LoadEstimate(two_engines())
     for trajectory_id in ("old", "young", "old", "new"):
         work.keeps("b", trajectory_id, 500)
