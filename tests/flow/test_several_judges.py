@@ -109,7 +109,7 @@ def test_a_member_that_a_jury_does_without_raises_an_alarm_by_its_name(
 ) -> None:
     (tmp_path / "silent_judges.py").write_text(SILENT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("grmpipe.run.features.failing_judges.VERDICTS_WINDOW", 16)
+    monkeypatch.setattr("grmpipe.run.features.judge_alarms.VERDICTS_WINDOW", 16)
     files = small_run(
         "judge=rule", "+judge@judges.far=rule", "judges.far.kind=custom",
         "judges.far.custom.target=silent_judges.Silent",

@@ -17,7 +17,7 @@ FAR = JudgeEntry.of(judge_config(max_failure_rate=0.5), "far")
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grmpipe.run.features.failing_judges.VERDICTS_WINDOW", 16)
+    monkeypatch.setattr("grmpipe.run.features.judge_alarms.VERDICTS_WINDOW", 16)
 
 
 def step(verdicts: int, failed: int) -> dict[str, JudgeCounts]:
