@@ -1,8 +1,7 @@
-"""The scheduler on the virtual clock: overlap against its lower bound, even steps, long rollouts first, requests
-that move to engines with room, and elastic slots against every static split.
+"""The scheduler on the virtual clock: overlap against its lower bound, how even steps are, long rollouts first, and
+requests that move to engines with room.
 
-    python benchmarks/scheduling.py           # minutes; prints the tables of benchmarks/scheduling.md
-    python benchmarks/scheduling.py elastic   # those of benchmarks/elastic.md
+    python benchmarks/scheduling.py     # minutes; prints the first tables of benchmarks/scheduling.md
 
 Real parts throughout: pipeline, admission, groups, routers, judge with its parser, packer, weight sync. Only engines
 and learner take time instead of working.
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "tests")]
 from configs import judge_config, run_config
 from simulated_workload import always, seats, workload
 
@@ -176,65 +175,9 @@ class SlowFirst:
         return SimulatedEngine(role, author, speed=speed, **options)
 
 
-# -- elastic slots -----------------------------------------------------------------------------------------------------
-
-NUM_SLOTS = 8
-SLOW_JUDGE = {"policy": EngineSpeed(step_s=8e-3, row_s=4e-5, cached_token_s=4e-8, prefill_token_s=1.6e-5, max_rows=64)}
-SLOW_JUDGE["grm"] = replace(SLOW_JUDGE["policy"], step_s=13e-3)
-# Medians of a rollout and of a judgement, in tokens, in the first draw and in the last.
-MIXES = {
-    "judge-heavy": ((400, 400), (400, 400)),
-    "policy-heavy": ((1600, 100), (1600, 100)),
-    "drifting": ((1600, 100), (400, 400)),
-}
-
-
-class Drifting:
-    """Log-normal lengths, whose median moves evenly from one number to another over this many draws."""
-
-    def __init__(self, first: float, last: float, num_draws: int) -> None:
-        self._medians, self._num_draws, self._drawn = (first, last), num_draws, 0
-
-    def __call__(self, quantile: float) -> int:
-        self._drawn += 1
-        first, last = self._medians
-        median = first + (last - first) * min(1.0, self._drawn / self._num_draws)
-        return lognormal(median, 0.8)(quantile)
-
-
-def show_elastic(groups: int = 16, judgements: int = 4, num_steps: int = 8) -> None:
-    print("| mix | staleness | elastic | best split | ratio | even split | ratio | moves a step |\n" + "|---" * 8 + "|")
-    costs = Costs(engines=SLOW_JUDGE, learner=LearnerSpeed(token_s=0.0, step_s=4.0), sync_s=1.0, switch_s=0.5)
-    rollouts = groups * 8 * num_steps
-
-    def play(mix: str, staleness: int, placement: Placement) -> SimulatedRun:
-        (rollout, judgement), (last_rollout, last_judgement) = MIXES[mix]
-        lengths = Drifting(rollout, last_rollout, rollouts), Drifting(judgement, last_judgement, rollouts * judgements)
-        return simulate(make_load(groups, 8, judgements, staleness, *lengths), placement, costs, num_steps)
-
-    for staleness, mix in itertools.product((0, 1), MIXES):
-        elastic = play(mix, staleness, seats(policy=NUM_SLOTS, elastic=True))
-        took_s = elastic.steps[-1].ended_s
-        split_s = {
-            policy: play(mix, staleness, seats(policy=policy, grm=NUM_SLOTS - policy)).steps[-1].ended_s
-            for policy in range(1, NUM_SLOTS)
-        }
-        best, even_s = min(split_s, key=split_s.__getitem__), split_s[NUM_SLOTS // 2]
-        cells = (
-            mix, staleness, f"{took_s:.0f} s", f"{split_s[best]:.0f} s ({best} + {NUM_SLOTS - best})",
-            f"**{split_s[best] / took_s:.3f}**", f"{even_s:.0f} s", f"{even_s / took_s:.2f}",
-            f"{sum(elastic.moves.values()) / num_steps:.1f}",
-        )  # fmt: skip
-        print(f"| {' | '.join(map(str, cells))} |", flush=True)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="?", choices=("flow", "elastic"), default="flow")
-    if parser.parse_args().tables == "elastic":
-        show_elastic()
-    else:
-        show_evenness()
-        show_overlap()
-        show_long_first()
-        show_moves()
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    show_evenness()
+    show_overlap()
+    show_long_first()
+    show_moves()

@@ -13,7 +13,7 @@ from grmpipe.models.types import EngineSpeed
 from grmpipe.scheduler.devices import GB, DeviceSpec
 
 LINK_SHARE = 0.7  # share of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
-DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md)
+DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers
 SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
 # (benchmarks/plan_rates.md).
