@@ -1,7 +1,7 @@
 """Settings of judges that take numbers as scores: those of an environment, or the raw scores of a reward model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from grmpipe.algorithm.advantages import sigmoid
@@ -40,7 +40,15 @@ class EnvRewardConfig:
         """The weighted sum of a turn's rewards, by their names. None if none of them counts."""
         weights = self.weights or dict.fromkeys(rewards, 1.0)
         counted = [weights[name] * reward for name, reward in rewards.items() if name in weights]
-        return math.fsum(counted) if counted else None
+        return sum_rewards(counted) if counted else None
+
+
+def sum_rewards(rewards: Iterable[float]) -> float:
+    """The sum; NaN where no float holds it, so that the verdict fails."""
+    try:
+        return math.fsum(rewards)
+    except (OverflowError, ValueError):  # beyond the largest float; infinities of both signs
+        return math.nan
 
 
 MAPS = ("sigmoid", "linear")

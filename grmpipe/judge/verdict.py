@@ -50,7 +50,7 @@ def only_finite(report: JudgeReport) -> JudgeReport:
         sound = tuple(one for one in report.judgements if one not in broken)
         checked = replace(checked, judgements=sound, failures=(*report.failures, *failures))
     verdict = report.verdict
-    if isinstance(verdict, Verdict) and not math.isfinite(math.fsum(map(abs, _numbers(verdict)))):
+    if isinstance(verdict, Verdict) and not all(map(math.isfinite, _numbers(verdict))):
         spans = ", ".join(f"{span.value:g}" for span in verdict.rewards)
         words = f"score {verdict.score:g}, rewards {spans}, score std {verdict.score_std:g}"
         checked = replace(checked, verdict=_not_finite(words, max(1, verdict.num_judgements)), audit=None)

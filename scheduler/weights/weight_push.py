@@ -212,8 +212,7 @@ class Push:
         num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
         # Frozen weights below adapters are sent once to each engine; one new engine is enough to make them again.
         first = num_fixed if self.have_fixed >= self.engines.keys() else 0
-        # Where unsharding and sending cost alike, one after the other took 1.4 to 1.5 times as long
-        # (benchmarks/overlapped_push.md).
+        # Where unsharding and sending cost alike, one after the other took 1.4 to 1.5 times as long.
         bucket = await self._bucket(first) if first < number else None
         for index in range(first, number):
             assert bucket is not None
@@ -244,7 +243,7 @@ class Push:
         what = f"bucket {index} ({describe_span(bucket)})"
         work: dict[str, Coroutine[object, object, object]] = {}
         if is_broadcast:
-            # One sender: each receiver's link carries every byte, however many send (benchmarks/overlapped_push.md).
+            # One sender: each receiver's link carries every byte, however many send.
             work["the sender"] = self.step(LEARNER, f"to broadcast {what}", self.source.deliver(index))
         for name in takers:
             work[name] = self.step(name, f"to load {what}", self.engines[name].load_bucket(bucket))

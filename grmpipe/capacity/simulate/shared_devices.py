@@ -8,7 +8,7 @@ from grmpipe.capacity.lower_bound import DRIVER, is_on_cpu
 from grmpipe.models.engines.simulated.simulated_rate import SharedDevice
 from grmpipe.scheduler.placement import Placement
 
-# Share of the work that one further process per core adds: engines on two cores (benchmarks/turns.md).
+# Share of the work that one further process per core adds: measured with three to five engines on two cores.
 CONTEXT_SWITCH_COST = 0.16
 
 

@@ -1,8 +1,6 @@
 """Judges by the rewards that the environment gave for its turns."""
 
-import math
-
-from grmpipe.config.raw_scores import EnvRewardConfig
+from grmpipe.config.raw_scores import EnvRewardConfig, sum_rewards
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout
 
@@ -24,7 +22,7 @@ class EnvRewardJudge:
             given = {len(rollout.turns) - 1: self._config.missing}
         if not given:
             return report_failures(make_failure("undecided", self._missing(rollout)))
-        total = math.fsum(given.values())
+        total = sum_rewards(given.values())
         rewards = by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total)
         return report_score(rewards, total, {COMPONENT: total})
 

@@ -229,19 +229,21 @@ def test_a_deadline_moves_with_the_first_token_only() -> None:
     assert group.deadline_s == 210
 
 
-def test_stall_times_see_every_change_of_the_buffer() -> None:
-    bench = Bench(max_staleness=1)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_stall_times_see_every_change_of_the_buffer(max_staleness: int) -> None:
+    """A group that rolls out is due in the open batch if no later one may train it."""
+    bench, is_due = Bench(max_staleness=max_staleness), max_staleness == 0
     group = bench.open()
     bench.open()
     bench.roll_out(group)
     bench.judge(group)
     bench.buffer.take()
     assert bench.supplies == [
-        GroupSupply(oldest_rolling_out=0),
-        GroupSupply(oldest_rolling_out=0),
-        GroupSupply(oldest_rolling_out=0, num_judging=1),
-        GroupSupply(oldest_rolling_out=0, num_ready=1),
-        GroupSupply(oldest_rolling_out=0),
+        GroupSupply(lacks_due=is_due),
+        GroupSupply(lacks_due=is_due),
+        GroupSupply(lacks_due=is_due, num_judging=1),
+        GroupSupply(lacks_due=is_due, num_ready=1),
+        GroupSupply(lacks_due=is_due),
     ]
 
 

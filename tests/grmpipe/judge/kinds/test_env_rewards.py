@@ -13,6 +13,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
+from grmpipe.judge.verdict import only_finite
 from grmpipe.models.types import Completion, VersionSpan
 from grmpipe.types import Failed, RewardSpan, Rollout, Turn
 
@@ -108,3 +109,15 @@ def test_env_reward_is_a_component_by_its_name(bench: Any, by_turn: bool) -> Non
     assert by_place == ({(2, 0, 3): 1.375, (0, 0, 1): -0.375} if by_turn else {(2, 0, 3): 1.0})
     failed = bench.run(judge_alone(judge, bench.prompt(), episode({}))).verdict
     assert (failed.cause, failed.detail[:5]) == ("undecided", "task:")
+
+
+@pytest.mark.parametrize("rewards", [[{"a": 1e308}, {"a": 1e308}], [{"a": 1e308, "b": 1e308}]])
+def test_rewards_beyond_the_largest_float_fail_the_verdict(bench: Any, rewards: list[dict[str, float]]) -> None:
+    report = bench.run(EnvRewardJudge(EnvRewardConfig()).judge(bench.prompt(), episode(*rewards)))
+    verdict = only_finite(report).verdict
+    assert isinstance(verdict, Failed) and verdict.cause == "unparseable"
+
+
+def test_a_huge_finite_reward_is_a_verdict(bench: Any) -> None:
+    report = bench.run(EnvRewardJudge(EnvRewardConfig()).judge(bench.prompt(), episode({"a": 1e308})))
+    assert only_finite(report) is report and report.verdict.score == 1e308
