@@ -73,9 +73,9 @@ def list_refusals(config: RunConfig, placement: Placement, roles: Roles) -> Iter
                 f"with {served.key}.engine={served.model.engine} a request's tokens depend on its batch; type "
                 f"{served.key}.engine={able}"
             )
-    for role in roles.values():
-        if role.device != "cpu":
+    for placed in roles.values():
+        if placed.device != "cpu":
             yield (
-                f"{role.name} is on a GPU, whose sums have no fixed order; type "
-                f"placement.pools.{role.pool}.resource=cpu"
+                f"{placed.name} is on a GPU, whose sums have no fixed order; type "
+                f"placement.pools.{placed.pool}.resource=cpu"
             )
