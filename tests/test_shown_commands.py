@@ -97,10 +97,6 @@ def test_a_shown_script_is_there_and_takes_its_arguments(
     name, *arguments = words[2:] if is_module else words[1:]
     if is_module and name in MODULES_NOT_CHECKED:
         return
-    if not is_module and not (ROOT / name).exists():
-        listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-        assert f"measured once, by `{name.removeprefix('benchmarks/')}` of" in listed
-        return
     if name in TAKE_WORDS:
         assert len(arguments) in TAKE_WORDS[name]
         assert find_spec(name) if is_module else (ROOT / name).exists()
