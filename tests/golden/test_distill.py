@@ -20,7 +20,7 @@ from grmpipe.run.prepare import prepare
 
 CONTEXT = r"^algorithm\.distill\.context: "
 KEY = r"^algorithm\.distill\.teachers: "
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TEACHER = ("+policy@models.teacher=tiny", "algorithm.distill.teachers={default: teacher}")
 
 
