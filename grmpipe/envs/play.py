@@ -140,6 +140,23 @@ async def play(
         await env.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """Plays rollouts, each in an environment of its own."""
+
+    make_env: Callable[[], Env]
+    policy: Generates
+    renderer: TurnRenderer
+    params: SamplingParams
+    limits: EpisodeLimits
+
+    async def play(self, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        """One rollout. Raises as the function `play` does."""
+        return await play(
+            request, prompt, self.make_env(), self.policy, self.renderer, self.params, self.limits, on_first_token
+        )
+
+
 @dataclass(slots=True)
 class _Episode:
     """The state of an episode between two turns. Used once."""
@@ -284,7 +301,7 @@ class _Episode:
     async def _stepped(self, turn: Turn, is_last: bool) -> tuple[Observation, Turn]:
         """The environment's answer to a turn, and the turn completed by it."""
         text = turn.completion.answer
-        parsed = read_completion(self.renderer, turn.completion, self.tools)
+        parsed = read_answer(self.renderer, text, turn.completion.stop_text, self.tools)
         action = Action(
             text=text,
             content=parsed.content,
@@ -312,14 +329,12 @@ class _Episode:
         )
 
 
-def read_completion(renderer: TurnRenderer, completion: Completion, tools: Sequence[ToolSpec]) -> ParsedTurn:
-    """The calls in a completion, and its text without them. A stop string may be part of a call; it isn't shown."""
+def read_answer(renderer: TurnRenderer, text: str, stop_text: str, tools: Sequence[ToolSpec]) -> ParsedTurn:
+    """The calls in an answer, and its text without them. The stop string may be a part of a call, and isn't shown."""
     if not tools:
-        return ParsedTurn(content=completion.answer)
-    parsed = renderer.parse(completion.answer + completion.stop_text, tools)
-    return (
-        replace(parsed, content=parsed.content.removesuffix(completion.stop_text)) if completion.stop_text else parsed
-    )
+        return ParsedTurn(content=text)
+    parsed = renderer.parse(text + stop_text, tools)
+    return replace(parsed, content=parsed.content.removesuffix(stop_text)) if stop_text else parsed
 
 
 def after_fault(action: Action, fault: PolicyFault) -> Observation:

@@ -292,6 +292,7 @@ class GrmClient:
         self._scale = config.scale
         self._form = form_named(config.parser)
         self._parser = functools.partial(scores_in, self._form)
+        self._budget = config.make_thinking_budget(thinks=grm.thinks)  # of a thought
         self._places = PrioritySemaphore(config.limits.max_concurrency)
 
     @property
@@ -318,7 +319,7 @@ class GrmClient:
             prompt=question.prompt,
             max_new_tokens=self._config.max_new_tokens,
             pattern=self._pattern(question.num_scores),
-            thinking=self._budget(question.num_scores),
+            thinking=self._budget_before(question.num_scores),
         )
         return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
 
@@ -331,7 +332,7 @@ class GrmClient:
             prompt=prompt,
             max_new_tokens=self._config.principles.max_new_tokens,
             pattern=None,
-            thinking=self._budget(),
+            thinking=self._budget_before(),
         )
 
         def read(answer: Completion, attempts: int) -> Completion | FailedJudgement:
@@ -359,9 +360,9 @@ class GrmClient:
             return None
         return judgement_pattern(self._form, self._scale, num_scores, self.grm.thinking)
 
-    def _budget(self, num_scores: int | None = None) -> ThinkingBudget | None:
+    def _budget_before(self, num_scores: int | None = None) -> ThinkingBudget | None:
         """The budget of a thought before a verdict of `num_scores`; None: before a free text."""
-        config, budget = self._config, self._config.make_thinking_budget(thinks=self.grm.thinks)
+        config, budget = self._config, self._budget
         if budget is None:
             return None
         if num_scores is None:

@@ -165,6 +165,16 @@ class JudgeVote:
         count = self._config.votes.k_meta or max(1, self._config.num_judgements // 2)
         return [judgements[index] for index in best_indices(weights, count)], self._vote
 
+    async def count(
+        self, judgements: Sequence[Judgement], weights: Sequence[float], places: Sequence[RewardSpan], priority: int
+    ) -> Verdict | Failed:
+        """The verdict over judgements of one response, each with a score per part."""
+        counted = await self.select(judgements, priority)
+        if isinstance(counted, Failed):
+            return counted
+        chosen, vote = counted
+        return self.make_verdict([judgement.scores for judgement in chosen], vote, weights, places)
+
     def make_verdict(
         self,
         scores: Sequence[Sequence[float]],

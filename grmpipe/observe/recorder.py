@@ -73,9 +73,8 @@ class Recorder:
         """`prompt_index`: the index of the prompt in the order of the data."""
         self._unwritten.add((rollout.group_id, rollout.sibling))
         with self._guard.watch(self._rollouts.path.name):
-            record = encode_rollout(rollout)
             self._note_begin(self._rollouts, rollout.group_id)
-            record |= {"prompt_index": prompt_index, "prompt": encode(prompt)}
+            record = encode_rollout(rollout) | {"prompt_index": prompt_index, "prompt": encode(prompt)}
             self._rollouts.append(pack_numbers(record) if self._compact else record)
             self._unwritten.discard((rollout.group_id, rollout.sibling))
 

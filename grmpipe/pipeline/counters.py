@@ -227,8 +227,8 @@ class Counters(Counts):
         self.rollouts += 1
         self.truncated += rollout.status == "truncated"
         self.forced += any(turn.completion.inserted is not None for turn in rollout.turns)
-        self.policy_tokens += rollout.num_sampled_tokens
         self.envs.rollout(rollout)
+        self.policy_tokens += rollout.num_sampled_tokens
 
     def report(self, report: JudgeReport) -> None:
         """Count a report: as a whole, by judge if there are several, and what its cascades did."""

@@ -43,9 +43,10 @@ class ExpectedLengths:
 
     def record(self, prompt: Prompt, rollout: Rollout) -> None:
         """A rollout ended."""
+        num_tokens = rollout.num_sampled_tokens
         for means, key in ((self._prompts, prompt.prompt_id), (self._sources, prompt.source)):
-            means.setdefault(key, RunningMean()).add(rollout.num_sampled_tokens)
-        self._all.add(rollout.num_sampled_tokens)
+            means.setdefault(key, RunningMean()).add(num_tokens)
+        self._all.add(num_tokens)
 
 
 class RunningMean:

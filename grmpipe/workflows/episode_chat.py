@@ -21,7 +21,7 @@ from grmpipe.envs.play import (
     EpisodeLimits,
     RolloutAborted,
     RolloutRequest,
-    read_completion,
+    read_answer,
 )
 from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.types import (
@@ -311,7 +311,9 @@ def parse_for_workflow(renderer: Renderer, completion: Completion, tools: tuple[
     """What the workflow reads. Calls in a completion that was cut are never read; those that can't be read stay
     text.
     """
-    parsed = read_completion(renderer, completion, tools if completion.finish_reason == "stop" else ())
+    parsed = read_answer(
+        renderer, completion.answer, completion.stop_text, tools if completion.finish_reason == "stop" else ()
+    )
     return parsed if parsed.tool_calls else replace(parsed, content=completion.answer)
 
 

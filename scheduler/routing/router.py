@@ -250,8 +250,9 @@ class Router:
             whole = partial.whole(part, self._continuation)
             # What was aborted, or only scored, says nothing of how long answers are.
             if whole.finish_reason != "abort" and params.scoring is None:
-                self.load.rates.record_end(whole.num_tokens)
-                self._estimate.record_end(whole.num_tokens)
+                num_tokens = whole.num_tokens
+                self.load.rates.record_end(num_tokens)
+                self._estimate.record_end(num_tokens)
                 if context.trajectory_id:
                     self._estimate.keeps(name, context.trajectory_id, len(prompt_ids) + len(whole.token_ids))
             return whole

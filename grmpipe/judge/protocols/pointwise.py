@@ -18,7 +18,7 @@ from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import make_failure, outcome_place, report_failures
 from grmpipe.judge.votes import mean, weigh
 from grmpipe.models.seeds import first_name, is_drawn
-from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
+from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class PointwiseSession(GroupSession):
         sampled = await self._sample(rollout, parts, asked_for, priority, mark)
         if not sampled.judgements:
             return report_failures(*sampled.failures)
-        verdict = await self._verdict(parts, sampled.judgements, priority)
+        verdict = await self._context.vote.count(sampled.judgements, parts.weights, parts.places, priority)
         return JudgeReport(
             verdict=verdict,
             judgements=sampled.judgements,
@@ -104,7 +104,8 @@ class PointwiseSession(GroupSession):
             return await self._context.client.judgement(question, index, priority)
 
         sampled = await sample_judgements(ask, self._context.config.num_judgements, self._stop(rollout, parts))
-        self._context.noise.add([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements])
+        if self._context.config.early_stop.kind == "relaxed":
+            self._context.noise.add([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements])
         return sampled
 
     def _stop(self, rollout: Rollout, parts: ScoredParts) -> Stop:
@@ -134,14 +135,6 @@ class PointwiseSession(GroupSession):
             stopped_score=mean([parts.weigh_scores(judgement.scores) for judgement in sampled.enough]),
             full_score=mean([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements]),
         )
-
-    async def _verdict(self, parts: ScoredParts, judgements: Sequence[Judgement], priority: int) -> Verdict | Failed:
-        counted = await self._context.vote.select(judgements, priority)
-        if isinstance(counted, Failed):
-            return counted
-        chosen, vote = counted
-        scores = [judgement.scores for judgement in chosen]
-        return self._context.vote.make_verdict(scores, vote, parts.weights, parts.places)
 
 
 class RubricSession(PointwiseSession):

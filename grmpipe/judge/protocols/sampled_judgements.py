@@ -171,13 +171,13 @@ def gather_results(
     results: Sequence[Results], *, stopped_after: int | None = None, num_unasked: int = 0
 ) -> SampledJudgements:
     judgements = list_judgements(results)
-    lengths = [judgement.completion.num_tokens for judgement in judgements]
+    lengths = [judgement.completion.num_tokens for judgement in judgements] if num_unasked else []
     return SampledJudgements(
         judgements=judgements,
         failures=tuple(result for some in results for result in some if isinstance(result, Failed)),
         enough=list_judgements(results[:stopped_after]),
         stopped_after=stopped_after,
-        saved_tokens=round(num_unasked * statistics.fmean(lengths)) if num_unasked and lengths else 0,
+        saved_tokens=round(num_unasked * statistics.fmean(lengths)) if lengths else 0,
     )
 
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, RolloutRequest, play
+from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, Player, RolloutRequest
 from grmpipe.envs.retry_episode import with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.models.types import KeepsTrajectories, SamplingParams
@@ -42,12 +42,10 @@ def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: floa
     make = envs.make
     assert make is not None, "an episode without a workflow has an environment"
 
-    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        return await play(request, prompt, make(), sampler, renderer, params, limits, on_first_token)
-
+    player = Player(make_env=make, policy=sampler, renderer=renderer, params=params, limits=limits)
     if env.env_kind.is_single:
-        return played
-    return with_attempts(free_after(from_start_if_changed(played), engines), attempts=env.attempts)
+        return player.play
+    return with_attempts(free_after(from_start_if_changed(player.play), engines), attempts=env.attempts)
 
 
 def from_start_if_changed(play: Play) -> Play:
