@@ -1,6 +1,6 @@
 """The shared types of models: messages, sampling, completions, weights, engines."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -545,3 +545,17 @@ class Sleeper(Protocol):
     async def wake(self) -> None:
         """Take the memory again. The weights are unchanged; the KV cache is empty."""
         ...
+
+
+def join_spans(model: str, stretches: Iterable[tuple[int, int, int]], latest: int) -> tuple[VersionSpan, ...]:
+    """The spans of stretches (version, start, end), which follow each other: neighbours of one version become one, and
+    those without a token none. Without any token: an empty span of the version `latest`.
+    """
+    spans: list[VersionSpan] = []
+    for version, start, end in stretches:
+        if start >= end:
+            continue
+        if spans and spans[-1].version == version:
+            start = spans.pop().start
+        spans.append(VersionSpan(model=model, version=version, start=start, end=end))
+    return tuple(spans) or (VersionSpan(model=model, version=latest, start=0, end=0),)

@@ -82,7 +82,6 @@ SCHEDULER_SEES = {
     "models/types.py",
     "models/bounds.py",
     "models/request_gates.py",
-    "models/version_spans.py",
     "models/import_path.py",
 }
 LIBRARIES = {

@@ -16,8 +16,7 @@ from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.evaluation.answer_progress import AnswerProgress
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
-from grmpipe.judge.composition.combine_verdicts import reaches
-from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill, reaches
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import LATE
 from grmpipe.judge.kinds.rule import Rule

@@ -24,8 +24,8 @@ from grmpipe.models.types import (
     RequestContext,
     SamplingParams,
     ignore_first_token,
+    join_spans,
 )
-from grmpipe.models.version_spans import join_spans
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.routing.load import LoadEstimate, RoleLoad
 from grmpipe.scheduler.routing.members import Death, RequestMoved, RoleMembers, TrackedRequest

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.keys.entry_names import LEARNER, check_names
-from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_dir.run_state import RunState

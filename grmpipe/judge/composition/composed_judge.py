@@ -8,7 +8,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_judges import find_main
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
-from grmpipe.judge.composition.combine_verdicts import share_of_passes
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill, share_of_passes
 from grmpipe.judge.composition.composed_session import ComposedJudge
 from grmpipe.judge.composition.outcome import RewardPart
 from grmpipe.judge.composition.reward_parts import (
@@ -23,7 +23,6 @@ from grmpipe.judge.composition.reward_parts import (
     vote_on_rewards,
 )
 from grmpipe.judge.composition.share_bound import ShareBounds
-from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.votes import median
 from grmpipe.types import Judge

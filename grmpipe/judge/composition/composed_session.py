@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from grmpipe.config.judge import Scale
 from grmpipe.judge.composition.cascade import Cascade, EventKey
-from grmpipe.judge.composition.combine_verdicts import on_scale
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill, on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, RewardPart, Unsettled, walk
 from grmpipe.judge.composition.share_bound import ShareBounds
-from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import NOT_TAKEN
 from grmpipe.judge.verdict import only_finite, report_failures
 from grmpipe.scheduler.run_together import raise_first_failure

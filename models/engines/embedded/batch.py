@@ -28,8 +28,7 @@ from grmpipe.models.engines.embedded.prompt_packing import PrefillPace, bin_by_l
 from grmpipe.models.engines.embedded.sampling import draw, uniforms
 from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.score import ScoredPass, ScoredText
-from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores
-from grmpipe.models.version_spans import join_spans
+from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores, join_spans
 
 # Sequences, and how many tokens the next forward pass may take -> what each pass gave: see `score_in_passes`.
 ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int]], Iterator[ScoredPass]]

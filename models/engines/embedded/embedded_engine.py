@@ -19,8 +19,14 @@ import torch
 
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.context_limit import ContextLimit
-from grmpipe.models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
-from grmpipe.models.engines.embedded.waiters import Answer, Command, Waiter, copy_death
+from grmpipe.models.engines.embedded.embedded_worker import (
+    Answer,
+    Command,
+    EmbeddedWorker,
+    EngineStats,
+    Waiter,
+    copy_death,
+)
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import (

@@ -1,8 +1,12 @@
 """The state of an embedded engine's thread: model, batch, tickets, inbox. Called from that thread only."""
 
+import asyncio
+import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.embedded.batch import Row, RunningBatch
@@ -11,7 +15,6 @@ from grmpipe.models.engines.embedded.decoder import PROBE_TEXTS, open_decoder
 from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.models.engines.embedded.ngrams import NgramTable
 from grmpipe.models.engines.embedded.prompt_packing import PrefillPace
-from grmpipe.models.engines.embedded.waiters import EmbeddedRequest, Waiter, copy_death
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.causal_lm import load_causal_lm
@@ -21,6 +24,7 @@ from grmpipe.models.lm.quantize import quantize_matrices
 from grmpipe.models.lm.score import ScoredText, score_in_passes, score_sequences
 from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import (
+    Completion,
     EngineDied,
     GroupLink,
     ModelFiles,
@@ -29,8 +33,66 @@ from grmpipe.models.types import (
     SamplingParams,
     WeightBucket,
     WeightReceipt,
+    ignore_first_token,
 )
 from grmpipe.models.weights.receive_tensors import WeightInbox
+
+T = TypeVar("T")
+
+
+class Answer(Generic[T]):
+    """A future of the running event loop that another thread settles. Once settled or cancelled, it doesn't change."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def call(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: no task waits any more
+            self._loop.call_soon_threadsafe(function)
+
+    def give(self, result: T) -> None:
+        self.call(lambda: None if self.future.done() else self.future.set_result(result))
+
+    def fail(self, error: BaseException) -> None:
+        self.call(lambda: None if self.future.done() else self.future.set_exception(error))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """One call of generate."""
+
+    answer: Answer[Completion]
+    on_first_token: Callable[[], None]
+
+    def notify_first_token(self) -> None:
+        if self.on_first_token is not ignore_first_token:
+            self.answer.call(self.on_first_token)
+
+
+@dataclass(slots=True, eq=False)
+class EmbeddedRequest:
+    """A request in flight, and all its waiters."""
+
+    request_id: str
+    row: Row
+    waiters: list[Waiter] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Work for the thread between two steps. `fail` tells the caller that it won't be done."""
+
+    run: Callable[[], None]
+    fail: Callable[[BaseException], None]
+
+
+def copy_death(death: EngineDied) -> EngineDied:
+    """A copy of an exception: each waiter gets its own, because tracebacks grow on it."""
+    copy = EngineDied(str(death))
+    copy.__cause__ = death.__cause__
+    return copy
+
 
 # In one pass: enough for any processor to be busy, few enough for the activations and logits of a pass to fit. A slow
 # machine takes as many as it does in a second or two; a longer prompt takes several, between which others decode.

@@ -22,8 +22,8 @@ from grmpipe.models.types import (
     TokenScores,
     VersionSpan,
     ignore_first_token,
+    join_spans,
 )
-from grmpipe.models.version_spans import join_spans
 
 # Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32

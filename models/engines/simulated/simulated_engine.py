@@ -31,8 +31,8 @@ from grmpipe.models.types import (
     WeightBucket,
     WeightReceipt,
     ignore_first_token,
+    join_spans,
 )
-from grmpipe.models.version_spans import join_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.reward_checks import check_rewards
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Completion, Message, VersionSpan

@@ -13,8 +13,8 @@ from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.algorithm.settings import MIN_GROUP_STD
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.composition.skill import MeasuredSkill
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.types import Failed, RewardSpan, Verdict

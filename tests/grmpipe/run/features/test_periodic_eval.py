@@ -17,7 +17,7 @@ from grmpipe.envs.play import RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.evaluation.sampled_answers import AnswerSampling
-from grmpipe.judge.composition.skill import MeasuredSkill
+from grmpipe.judge.composition.combine_verdicts import MeasuredSkill
 from grmpipe.judge.kinds.rule import is_right
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter

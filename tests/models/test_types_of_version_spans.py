@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.models.types import VersionSpan
-from grmpipe.models.version_spans import join_spans
+from grmpipe.models.types import VersionSpan, join_spans
 
 
 def span(version: int, start: int, end: int) -> VersionSpan:
