@@ -158,7 +158,12 @@ def test_what_looks_like_a_key_is_in_no_file_whatever_field_it_was_typed_into() 
             used.append(f"sk-planted-{number:04}-a1b2c3d4")
             yield used[-1]
 
-    written = to_yaml(planted(build_config({}), secrets()))
+    plain = build_config({})
+    config = planted(plain, secrets())
+    for name in ("task", "resume", "experiment_name"):  # where a text of that form is refused
+        object.__setattr__(config, name, getattr(plain, name))
+        used.pop(0)
+    written = to_yaml(config)
     assert len(used) > 60, "fields were found"
     assert [secret for secret in used if secret in written] == []
 
