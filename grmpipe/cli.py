@@ -43,11 +43,18 @@ from hydra.version import VersionBase
 from grmpipe.config.io.key_errors import explain, no_choice
 from grmpipe.config.io.project import find_project
 from grmpipe.config.io.rejudged_config import compose_rejudging
-from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.io.unused_overrides import EvaluationReads, check_typed_judges, check_typed_keys
 from grmpipe.config.io.yaml_io import DictConfig, build, find_interpolated_keys, schema, without_section
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.keys.redact import SHAPED, USERINFO, environment_secrets, keep_secret, mask, mask_errors
+from grmpipe.config.keys.secrets import (
+    SHAPED,
+    USERINFO,
+    environment_secrets,
+    keep_secret,
+    mask,
+    mask_errors,
+    may_be_secret,
+)
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.terminal_text import replace_controls

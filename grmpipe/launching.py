@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.cli import run_task
-from grmpipe.config.keys.redact import mask_errors
+from grmpipe.config.keys.secrets import mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.logs import kept_logging
 from grmpipe.run.errors import RunInterrupted

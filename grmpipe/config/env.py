@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
-from grmpipe.config.keys.redact import MIN_SECRET_CHARS, mask, mask_arguments, secrets_in
+from grmpipe.config.keys.secrets import MIN_SECRET_CHARS, mask, mask_arguments, secrets_in
 from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
 from grmpipe.models.urls import check_url
 

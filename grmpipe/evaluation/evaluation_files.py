@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.records import encode, of_judge

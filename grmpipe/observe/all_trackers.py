@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be, replace_journal
 from grmpipe.observe.plain_json import finite

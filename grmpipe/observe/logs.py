@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.models.terminal_text import replace_controls
 
 OURS = "grmpipe"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.models.types import UNKNOWN_ID, Completion, Message, TokenScores
 from grmpipe.types import (
     CascadeEvent,

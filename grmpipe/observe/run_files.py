@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from grmpipe.config.judge import KINDS, JudgeKind
-from grmpipe.config.keys.redact import REDACTED, environment_secrets, looks_secret, mask
+from grmpipe.config.keys.secrets import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.judge.verdict import get_shown_score
 from grmpipe.models.types import Message
 from grmpipe.observe.changes import read_changes

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from grmpipe.config.io.resolve_config import fill_sections
 from grmpipe.config.io.resume_rules import free_on_resume
-from grmpipe.config.io.secrets import without_secrets
 from grmpipe.config.keys.entry_names import GRM
-from grmpipe.config.keys.redact import environment_secrets, mask, redact
+from grmpipe.config.keys.secrets import environment_secrets, mask, redact, without_secrets
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers, JsonlSink
 from grmpipe.observe.console import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, ConsoleSink, describe_run_signal

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from grmpipe.config.judge import JudgeKind
-from grmpipe.config.keys.redact import environment_secrets, mask
+from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from grmpipe.config.io.field_comments import read_comments
-from grmpipe.config.io.secrets import may_be_secret
 from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
+from grmpipe.config.keys.secrets import may_be_secret
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.run_sections import RunSections
 from grmpipe.models.hub import NotHere

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from grmpipe.config.io.resolve_config import fill_sections
-from grmpipe.config.io.secrets import is_secret_key, without_secrets
 from grmpipe.config.keys.entry_names import FIRST
-from grmpipe.config.keys.redact import SEALED, seal
+from grmpipe.config.keys.secrets import SEALED, is_secret_key, seal, without_secrets
 from grmpipe.config.run_config import RunConfig
 
 # A key may change if it changes neither the tokens of a sample, nor its verdict, nor what the algorithm makes of both:

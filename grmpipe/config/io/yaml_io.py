@@ -20,8 +20,7 @@ from grmpipe.config.io.key_errors import explain_moved_key, under_key, unknown_k
 from grmpipe.config.io.project import path_in_project
 from grmpipe.config.io.resolve_config import fill_sections, resolve_config
 from grmpipe.config.io.resume_rules import free_on_resume
-from grmpipe.config.io.secrets import mark_secrets, plain, texts_from_environment, without_secrets
-from grmpipe.config.keys.redact import keep_secret
+from grmpipe.config.keys.secrets import keep_secret, mark_secrets, plain, texts_from_environment, without_secrets
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.run_sections import RunSections
 
@@ -108,7 +107,7 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The configuration as YAML, without secrets (see grmpipe/config/io/secrets.py)."""
+    """The configuration as YAML, without secrets (see grmpipe/config/keys/secrets.py)."""
     return OmegaConf.to_yaml(OmegaConf.create(without_secrets(fill_sections(config), free_on_resume)))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from grmpipe.config.env import EnvConfig, McpServerConfig
-from grmpipe.config.keys.redact import mask
+from grmpipe.config.keys.secrets import mask
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.process_group import wrap_command
 from grmpipe.envs.tools.function_tools import load_tools

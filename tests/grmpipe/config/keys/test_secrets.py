@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from grmpipe.config.keys.redact import (
+from grmpipe.config.keys.secrets import (
     REDACTED,
     environment_secrets,
     looks_secret,

@@ -1,11 +1,17 @@
-"""Finds secrets, by the name of their key or by their value, and removes them."""
+"""Secrets: found by the name of their key, by their value or by where they came from; removed from what is written and
+shown, of which a configuration is the largest part.
+"""
 
+from __future__ import annotations
+
+import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 REDACTED = "<redacted>"
 SECRET_WORDS = frozenset(
@@ -27,6 +33,10 @@ NAMED_ARGUMENT = re.compile(r"(?P<name>[\w-]+(?:=|:\s*))(?P<text>[^<\s].*)", re.
 SEALED = re.compile(r"<sha256 [0-9a-f]{12}>")
 MIN_SECRET_CHARS = 6  # a shorter value would blank out half of a config
 TYPED_VARIABLE = re.compile(r"_env=['\"]?(\w+)")
+# What a server of tools is given may be a secret under any name. A header may change like one, too.
+HEADERS = re.compile(r"env\.mcp\..+\.headers\..+")
+GIVEN = re.compile(r"env\.mcp\..+\.(env|headers)\..+")
+COMMAND = re.compile(r"env\.(mcp\..+\.)?command")
 VARIABLES: set[str] = set()  # whose values are secret whatever they are called: keys such as api_key_env name them
 
 
@@ -154,3 +164,107 @@ def _redact_value(key: str, value: object, secrets: Sequence[str]) -> object:
     if value is None or isinstance(value, bool | int | float):
         return value
     return REDACTED if looks_secret(key) else mask(str(value), secrets)
+
+
+# -- a configuration ---------------------------------------------------------------------------------------------------
+
+
+class FromEnvironment(str):
+    """A value that came from the environment. typed: its text in the configuration, such as `${oc.env:NAME}`."""
+
+    typed: str
+
+    def __new__(cls, value: str, typed: str = "") -> FromEnvironment:
+        text = super().__new__(cls, value)
+        text.typed = typed
+        return text
+
+
+def mark_secrets(value: Any, typed: Any, known: frozenset[str] = frozenset()) -> Any:
+    """The resolved values, with those from the environment as FromEnvironment.
+
+    typed: the same before interpolations were resolved. known: values from the environment that other keys may refer
+           to.
+    """
+    if isinstance(typed, str):
+        if not came_from_environment(value, typed, known):
+            return value
+        return all_noted(value, typed)
+    if isinstance(value, Mapping):
+        return {name: mark_secrets(entry, typed[name], known) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [mark_secrets(entry, one, known) for entry, one in zip(value, typed, strict=True)]
+    return value
+
+
+def came_from_environment(value: Any, typed: str, known: frozenset[str]) -> bool:
+    if "${" not in typed:
+        return False
+    return "oc.env" in typed or (isinstance(value, str) and any(text in value for text in known))
+
+
+def all_noted(value: Any, typed: str) -> Any:
+    """The result of one interpolation, as FromEnvironment; parts of a mapping or list have no text of their own."""
+    if isinstance(value, Mapping):
+        return {name: all_noted(entry, "") for name, entry in value.items()}
+    if isinstance(value, list):
+        return [all_noted(entry, "") for entry in value]
+    return FromEnvironment(value, typed) if isinstance(value, str) and value else value
+
+
+def texts_from_environment(value: Any) -> frozenset[str]:
+    if isinstance(value, Mapping):
+        return frozenset().union(*(texts_from_environment(entry) for entry in value.values()))
+    if isinstance(value, list):
+        return frozenset().union(*(texts_from_environment(entry) for entry in value))
+    return frozenset({str(value)}) if isinstance(value, FromEnvironment) else frozenset()
+
+
+def plain(value: Any) -> Any:
+    """The same values with plain strings, for code that takes no subclass of str."""
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, FromEnvironment) else value
+
+
+def without_secrets(config: object, stays_typed: Callable[[str], bool]) -> dict[str, Any]:
+    """A configuration of dataclasses as nested values. Hashes stand for texts under secret-looking names, for
+    those from the environment in free-form sections (`extra_body`, `options`), and for what a server of tools gets as
+    variables or headers.
+
+    stays_typed: whether a key's interpolation is written instead of its value.
+    """
+    secrets = environment_secrets()
+
+    def written(value: Any, key: str, free_form: bool) -> Any:
+        if dataclasses.is_dataclass(value):
+            names = (spec.name for spec in dataclasses.fields(value))
+            return {name: written(getattr(value, name), f"{key}.{name}".lstrip("."), False) for name in names}
+        if isinstance(value, Mapping):
+            return {name: written(entry, f"{key}.{name}", True) for name, entry in value.items()}
+        if isinstance(value, list | tuple):
+            is_command = COMMAND.fullmatch(key) and all(isinstance(entry, str) for entry in value)
+            return [written(entry, key, free_form) for entry in (mask_arguments(value) if is_command else value)]
+        if not isinstance(value, str):
+            return value
+        from_environment = isinstance(value, FromEnvironment)
+        if may_be_secret(key) or (from_environment and free_form):
+            return seal(value)
+        if isinstance(value, FromEnvironment) and value.typed and stays_typed(key):
+            return value.typed
+        return mask(str(value), secrets)
+
+    values: dict[str, Any] = written(config, "", False)
+    return values
+
+
+def may_be_secret(key: str) -> bool:
+    """Whether texts under a key are written as hashes only."""
+    return is_secret_key(key) or GIVEN.fullmatch(key) is not None
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether any name on the path to a value looks like a secret's, or the value is a header."""
+    return any(looks_secret(name) for name in key.split(".")) or HEADERS.fullmatch(key) is not None
