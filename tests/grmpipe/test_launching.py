@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import grmpipe
-from grmpipe.config.keys import redact
+from grmpipe.config.keys import secrets
 from grmpipe.config.run_config import ConfigError
 
 SECRET, OTHER = "sk-planted-0123456789", "sk-typed-0123456789"
@@ -20,7 +20,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restored_logging: N
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("LAB_ENDPOINT", NAMED)
-    monkeypatch.setattr(redact, "VARIABLES", set())  # of this test only
+    monkeypatch.setattr(secrets, "VARIABLES", set())  # of this test only
 
 
 @pytest.mark.parametrize(
