@@ -83,7 +83,7 @@ ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 class LossKind:
     """A loss of the policy.
 
-    function:  (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
+    function:  (Scored, AlgorithmSettings) -> PolicyLoss, see grmpipe/algorithm/losses.py.
     has_ratio: it weights tokens by r = pi_theta / pi_prox. Without r it is right only while the policy is pi_prox.
     by_token:  no token's loss depends on other tokens. If one does, all samples of a rollout are in one micro-batch.
     by_step:   the loss to take where advantages differ within a rollout, since this one averages them; empty: itself.
@@ -99,8 +99,8 @@ class LossKind:
 class EstimatorKind:
     """An estimator of advantages.
 
-    function:     need=group: (Group, AlgorithmConfig) -> [N] for each sibling; need=batch: (list of
-                  groups, AlgorithmConfig) -> the same for each group, see grmpipe/algorithm/advantages.py.
+    function:     need=group: (Group, AlgorithmSettings) -> [N] for each sibling; need=batch: (list of
+                  groups, AlgorithmSettings) -> the same for each group, see grmpipe/algorithm/advantages.py.
     need:         what it needs at once. If it needs a group, it is called group by group, and the samples are trained
                   while the rest of the batch is still rolling out.
     compares:     what says that a group has no gradient: "outcomes": all siblings have the same; "advantages": the
@@ -109,7 +109,7 @@ class EstimatorKind:
     by_step:      it credits steps or turns, so that advantages differ within a rollout.
     by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
     needs_critic: it uses a critic's values.
-    targets:      (Rewards, AlgorithmConfig) -> ([N] advantages, [N] returns): the returns are those that
+    targets:      (Rewards, AlgorithmSettings) -> ([N] advantages, [N] returns): the returns are those that
                   the critic learns, if there is one.
     uses_pass_k:  it compares subsets of `algorithm.pass_at_k.k` siblings, so a group must have several.
     by_log_ratio: it weighs rollouts by their log-ratio to the reference itself (`Rewards.log_ratio`), so that no KL is

@@ -21,7 +21,8 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 class RunModel:
     """A model has some of these, by what it does: it is never asked for its name.
 
-    entry:        its section of the configuration. A critic has the policy's: it is exported under its chat template.
+    entry:        its section of the configuration. Models without one have the policy's: a critic is exported under the
+                  policy's chat template.
     found:        its files, tokenizer and window; None: only its endpoint has them.
     engines:      generate its tokens, and score them, here.
     scorer:       gives one number for a text, here or behind an endpoint; `scorer_pool`: its processes here.

@@ -106,10 +106,11 @@ async def start(
     plays:  whether the policy plays; an evaluation of a judge has no environments.
     """
     with observers.progress.show_while(f"starting: {MACHINES}"):
-        is_local = bool(prepared.placement.seats)
-        cluster: Cluster = InProcessCluster(prepared.placement)
-        if is_local:
+        cluster: Cluster
+        if prepared.placement.seats:
             cluster = await start_cluster(prepared.config, prepared.placement, wait_s)
+        else:  # no model runs here: no Ray is started
+            cluster = InProcessCluster(prepared.placement)
     async with end_on_failure(cluster):
         with observers.progress.show_while(describe_start(cluster)):
             return await start_on(cluster, prepared, observers, run_dir, plays=plays)
