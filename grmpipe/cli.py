@@ -245,7 +245,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
 
         print(doctor(config.engine.sglang.python))
         chosen = not all(is_made(model.path) for model in config.models.values())  # tiny models fit everywhere
-        if chosen and config.cluster.address is None:
+        if chosen and not config.cluster.is_joined:
             from grmpipe.capacity.plan.machine import describe_run_memory
 
             print(f"this run        {describe_run_memory(config)}")

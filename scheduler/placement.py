@@ -98,6 +98,11 @@ class ClusterConfig(Bounded):
         if self.object_store_mb < 80:
             raise ValueError(f"object_store_mb: Ray needs at least 80, got {self.object_store_mb}")
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether it ran before: its machines are other ones, known only after joining."""
+        return self.address is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
@@ -147,7 +152,11 @@ class Placement:
     @property
     def time_sharing_roles(self) -> tuple[str, ...]:
         """Roles whose engines sleep while the learner of their pool updates: that pool is time-shared."""
-        return tuple(role for role in self.served if self.pools[self.seats[role][0].pool].time_shared)
+        return tuple(role for role in self.served if self.is_time_shared(role))
+
+    def is_time_shared(self, role: str) -> bool:
+        """Whether the role alternates with others on its slots."""
+        return self.pools[self.seats[role][0].pool].time_shared
 
     def _served_in(self, pool: str) -> tuple[str, ...]:
         return tuple(role for role in self.served if self.seats[role][0].pool == pool)

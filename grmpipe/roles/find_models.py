@@ -40,7 +40,7 @@ def find_model(role: ServedRole, cluster: ClusterConfig, *, weights: bool = True
     check_vocabulary(role.key, options, renderer)
     window = role.resolve_context_limit(renderer.context_tokens)
     # The machines of a joined cluster have their own caches: they load by the hub name.
-    by_name = cluster.address is not None and is_hub_name(options.path)
+    by_name = cluster.is_joined and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
 
 
@@ -106,7 +106,7 @@ def find_scalar_models(config: RunConfig) -> dict[str, Model]:
             renderer = load_renderer(directory, options)
         check_vocabulary(options.key, options, renderer)
         # The machines of a joined cluster have their own caches: they load by the hub name.
-        by_name = config.cluster.address is not None and is_hub_name(options.path)
+        by_name = config.cluster.is_joined and is_hub_name(options.path)
         path = options.path if by_name else directory
         found[role] = Model(name=role, path=path, renderer=renderer, context_tokens=renderer.context_tokens)
     return found

@@ -29,7 +29,7 @@ def place_roles(config: RunConfig) -> Placement:
 
 def check_machine(cluster: ClusterConfig, placement: Placement) -> None:
     """Check that this machine has the slots. A joined cluster is checked when it is joined."""
-    if cluster.address is not None:
+    if cluster.is_joined:
         return
     cores = SHARED_CORES if cluster.kind == "inprocess" else os.cpu_count() or 1
     wants_gpus = any(pool.resource == "gpu" for pool in placement.pools.values())

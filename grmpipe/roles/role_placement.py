@@ -45,7 +45,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     with section(""):
         find_wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):
-        if config.cluster.address is None:  # the machines of a joined cluster are known only after joining
+        if not config.cluster.is_joined:  # the machines of a joined cluster are known only after joining
             with section(""):
                 resolve_transport(role, config, placement, same_machine=True)
         if role.learner == "learner":

@@ -98,7 +98,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Assign places, read data, find models, and check that they fit each other. Raises ConfigError."""
     placement, roles = seat_roles(config)
     check_machine(config.cluster, placement)
-    joined = config.cluster.address is not None  # whose machines have their own environments
+    joined = config.cluster.is_joined  # whose machines have their own environments
     roles.check_installed(joined=joined)
     math_rule.check_installed(config.judges.values())
     check_peft(() if joined else reversed([*config.models.values()]))
@@ -227,7 +227,7 @@ def check_env(config: RunConfig) -> None:
             check_mcp_installed()
             if not config.places_envs:  # else each host tries them on its own machine
                 asyncio.run(check_servers(env))
-        if not (config.places_envs and config.cluster.address is not None):  # else each host checks its own machine
+        if not (config.places_envs and config.cluster.is_joined):  # else each host checks its own machine
             check_isolation(env.isolation)
     if env.env_kind.is_single:
         return

@@ -185,7 +185,7 @@ class RayCluster:
         return await _free_address(self._members[role][0], LOOPBACK if len(everywhere) == 1 else None)
 
     async def strangers_to(self, folder: Path) -> list[str]:
-        if self._config.address is None:  # only this machine
+        if not self._config.is_joined:  # only this machine
             return []
         token = folder / f".shared-{uuid.uuid4().hex}"
         token.touch()
@@ -204,7 +204,7 @@ class RayCluster:
     async def shutdown(self) -> None:
         actors = [*self._engines.values(), *(actor for members in self._members.values() for actor in members)]
         await asyncio.gather(*(actor.close() for actor in actors))
-        if not (self._owns_ray and self._config.address is None):  # else all of it ends
+        if not (self._owns_ray and not self._config.is_joined):  # else all of it ends
             with suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_S):
                     await asyncio.to_thread(self._release_pools)

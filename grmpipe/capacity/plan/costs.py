@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 
 from grmpipe.capacity.cost import (
     DRIVER_REQUEST_S,
@@ -21,6 +20,7 @@ from grmpipe.capacity.plan.memory import engine_weights, kv_room
 from grmpipe.capacity.plan.run_facts import PlacedRoles, RunFacts
 from grmpipe.capacity.plan.work import pack_group, pack_judgement
 from grmpipe.config.critic import critic_train
+from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.train import TrainConfig
 from grmpipe.models.lm.flops import PackedSizes
@@ -92,9 +92,8 @@ def num_adapters(lora: LoraConfig, footprint: Footprint) -> int:
 
 def estimate_learner(model: str, facts: RunFacts, where: PlacedRoles) -> LearnerSpeed:
     """The speed of the learner of a served model, by the data sheet."""
-    config = facts.config
-    train = replace(config.train, parallel=config.parallel[config.learners[model]])
-    footprint = require_footprint(model, facts)
+    config, footprint = facts.config, require_footprint(model, facts)
+    train = find_training(config, model).train
     packed = pack_group(facts) if model == POLICY else pack_judgement(model, facts)
     return speed_by_sheet(train, footprint, facts, where, packed, config.models[model].lora)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.capacity.plan.work import judge_questions, num_tokens, shares_asked
+from grmpipe.config.model_training import find_training
 from grmpipe.judge.context_limits import longest_response
 
 
@@ -100,8 +101,11 @@ def longest_judgement(name: str, facts: RunFacts) -> Longest:
 
 def count_batch_tokens(model: str, facts: RunFacts) -> int:
     """The most packed tokens of a batch of the learner of a served model: of the rollouts, or of the judgements."""
-    config, shares = facts.config, facts.config.train.prefix_sharing
-    if model == POLICY:
-        return longest_rollout(facts).batch_tokens(config.train.groups_per_batch, config.train.group_size, shares)
-    cotrain, judge = config.trained_grms[model], config.judging.find_training_judge(model)
-    return longest_judgement(judge.name, facts).batch_tokens(cotrain.prompts_per_batch, cotrain.group_size, shares)
+    config, train = facts.config, find_training(facts.config, model).train
+    is_judging = model in config.trained_grms
+    longest = (
+        longest_judgement(config.judging.find_training_judge(model).name, facts)
+        if is_judging
+        else longest_rollout(facts)
+    )
+    return longest.batch_tokens(train.groups_per_batch, train.group_size, train.prefix_sharing)

@@ -53,7 +53,7 @@ def measure_machine(facts: RunFacts, uses: Mapping[str, list[MemoryUse]]) -> Mac
     """
     config, placement = facts.config, facts.placement
     on_cores = {role: held for role, held in uses.items() if facts.pool(role).resource == "cpu"}
-    if config.cluster.address is not None or not on_cores or not has_slots(facts):
+    if config.cluster.is_joined or not on_cores or not has_slots(facts):
         return None
     ray = 0.0 if config.cluster.kind == "inprocess" else RAY_BYTES + (config.cluster.object_store_mb << 20)
     by_role = {role: total(held) * len(placement.seats[role]) for role, held in on_cores.items()}

@@ -8,6 +8,7 @@ from grmpipe.capacity.lower_bound import CRITIC, POLICY, is_learning
 from grmpipe.capacity.plan.in_flight import InFlight, count_batch_tokens, longest_rollout, requests_in_flight
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.critic import critic_train
+from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
@@ -164,17 +165,14 @@ def learner_memory(
     config: RunConfig, footprint: Footprint, ranks: int, model: str = POLICY, batch_tokens: int | None = None
 ) -> list[MemoryUse]:
     """The uses of one rank of the learner of a served model. batch_tokens: most in a whole batch; None: unknown."""
-    lora = config.models[model].lora
-    longest = config.rollout if model == POLICY else config.judging.find_training_judge(model)
-    train = replace(config.train, parallel=config.parallel[config.learners[model]])
-    train = with_room_for(longest.max_new_tokens, train, batch_tokens)
+    lora, training = config.models[model].lora, find_training(config, model)
+    train = with_room_for(training.max_new_tokens, training.train, batch_tokens)
     shards = ranks // train.parallel.dp_replicate
     working = estimate_working(train, footprint, shards, frozen=lora.learns)
-    algorithm = config.algorithm if model == POLICY else config.trained_grms[model]
     held = (
         adapter_state(lora, train, footprint)
         if lora.learns
-        else whole_state(train, footprint, has_reference=algorithm.kl_coefficient > 0)
+        else whole_state(train, footprint, has_reference=training.algorithm.kl_coefficient > 0)
     )
     return _rank_memory(held, shards, working, train)
 

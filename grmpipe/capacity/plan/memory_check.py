@@ -39,7 +39,7 @@ def check_memory(prepared: Prepared) -> list[str]:
     """Check this machine's memory and slots with known memory, for models that are here; what may not fit, in words.
     Raises ConfigError for what can't.
     """
-    if prepared.config.cluster.address is not None:
+    if prepared.config.cluster.is_joined:
         return []
     facts = facts_for_check(prepared)
     uses = {role: list_memory(facts, role) for role in facts.placement.seats}

@@ -98,7 +98,7 @@ def collect_facts(config: RunConfig) -> RunFacts:
     data = read_data(config)
     check_objective(config)
     unchecked = []
-    joined = config.cluster.address is not None
+    joined = config.cluster.is_joined
     checks: list[Callable[[], None]] = [
         lambda: check_machine(config.cluster, placement),
         lambda: roles.check_installed(joined=joined),

@@ -11,12 +11,12 @@ from grmpipe.capacity.learner_passes import Passes, count_passes
 from grmpipe.capacity.lower_bound import META_RM, POLICY, GrmTraining, RoleWork, StepWork
 from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import estimate_tokens
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.lm.flops import PackedSizes
 from grmpipe.models.types import Message
-from grmpipe.run.features.cotrain.grm_settings import grm_algorithm
 from grmpipe.types import Prompt
 
 SAMPLED_PROMPTS = 64  # prompts for their mean length
@@ -263,7 +263,7 @@ def grm_training(role: str, facts: RunFacts) -> GrmTraining:
     cotrain, asked = facts.config.trained_grms[role], estimate_training_requests(role, facts)
     prompts = asked.requests / cotrain.group_size if facts.config.train.prefix_sharing else asked.requests
     tokens = prompts * asked.prompt_tokens + asked.requests * asked.new_tokens
-    passes = count_passes(grm_algorithm(cotrain), cotrain.prompts_per_batch)
+    passes = count_passes(find_training(facts.config, role).algorithm, cotrain.prompts_per_batch)
     return GrmTraining(
         model=role,
         steps=cotrain.grm_steps_per_policy_step,

@@ -47,10 +47,9 @@ MACHINES = "the machines and their processes"  # what a start waits for first
 class Running:
     """The running parts of a run.
 
-    models:   by role.
-    teachers: the policy's, by role.
-    updates:  brings the policy's weights to models that judge as the policy was; None: nothing learns.
-    critic:   for estimators that need values.
+    models:  by role.
+    updates: brings the policy's weights to models that judge as the policy was; None: nothing learns.
+    critic:  for estimators that need values.
     """
 
     prepared: Prepared
@@ -58,7 +57,6 @@ class Running:
     models: Mapping[str, RunModel]
     maintenance: Maintenance
     envs: Envs
-    teachers: Mapping[str, Teacher]
     updates: PolicyUpdates | None = None
     critic: Critic | None = None
 
@@ -84,6 +82,12 @@ class Running:
     def watchers(self) -> dict[str, Judge]:
         """The judges that only watch, by name."""
         return make_watchers(self.prepared, self.models)
+
+    @functools.cached_property
+    def teachers(self) -> dict[str, Teacher]:
+        """The policy's teachers, by role."""
+        scoring = {name: model.teacher for name, model in self.models.items() if model.teacher is not None}
+        return make_teachers(self.prepared.config, scoring, self.prepared.policy.renderer)
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the task's own work."""
@@ -113,34 +117,26 @@ async def start(
             cluster = InProcessCluster(prepared.placement)
     async with end_on_failure(cluster):
         with observers.progress.show_while(describe_start(cluster)):
-            return await start_on(cluster, prepared, observers, run_dir, plays=plays)
-
-
-async def start_on(
-    cluster: Cluster, prepared: Prepared, observers: Observers, run_dir: Path, *, plays: bool
-) -> Running:
-    config, events, requests = prepared.config, observers.timeline, observers.requests.of_model
-    models = list_models(prepared)
-    if learns := bool(config.learners):
-        await check_shared(cluster, run_dir)
-    await start_engines_and_learners(cluster, prepared, models, events, run_dir)
-    learner = models[POLICY].learner if learns else None
-    updates = None if learner is None else await make_policy_updates(prepared, models, learner, run_dir)
-    maintenance = make_maintenance(cluster, prepared, models, learner, events)
-    await start_scorers(cluster, prepared, models, events, requests)
-    envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
-    connect_judging(prepared, models, events, requests, maintenance.stops, read_run_id(run_dir))
-    teaching = {name: model.teacher for name, model in models.items() if model.teacher is not None}
-    return Running(
-        prepared=prepared,
-        cluster=cluster,
-        models=models,
-        maintenance=maintenance,
-        envs=envs,
-        teachers=make_teachers(config, teaching, prepared.policy.renderer),
-        updates=updates,
-        critic=make_critic(prepared, models),
-    )
+            config, events, requests = prepared.config, observers.timeline, observers.requests.of_model
+            models = list_models(prepared)
+            if learns := bool(config.learners):
+                await check_shared(cluster, run_dir)
+            await start_engines_and_learners(cluster, prepared, models, events, run_dir)
+            learner = models[POLICY].learner if learns else None
+            updates = None if learner is None else await make_policy_updates(prepared, models, learner, run_dir)
+            maintenance = make_maintenance(cluster, prepared, models, learner, events)
+            await start_scorers(cluster, prepared, models, events, requests)
+            envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
+            connect_judging(prepared, models, events, requests, maintenance.stops, read_run_id(run_dir))
+            return Running(
+                prepared=prepared,
+                cluster=cluster,
+                models=models,
+                maintenance=maintenance,
+                envs=envs,
+                updates=updates,
+                critic=make_critic(prepared, models),
+            )
 
 
 def make_critic(prepared: Prepared, models: Mapping[str, RunModel]) -> Critic | None:

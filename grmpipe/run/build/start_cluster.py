@@ -20,7 +20,7 @@ PRELOADED = (
 @contextmanager
 def preload(config: RunConfig) -> Iterator[None]:
     """Context in which the libraries of a run on this machine's cores are imported once, from now on."""
-    if not (config.cluster.kind == "ray" and config.cluster.address is None and runs_on_cores(config)):
+    if not (config.cluster.kind == "ray" and not config.cluster.is_joined and runs_on_cores(config)):
         yield
         return
     choose_kernels(config)

@@ -22,13 +22,7 @@ from grmpipe.models.weights.transports import transport_kind
 from grmpipe.roles.find_models import CRITIC, META_RM
 from grmpipe.roles.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.run.build.engines import pick_probe, read_by, start_routers
-from grmpipe.run.build.learning import (
-    Learning,
-    find_learning,
-    start_critic,
-    start_learner,
-    transport_between,
-)
+from grmpipe.run.build.learning import learner_of, start_critic, start_learner, transport_between
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
@@ -63,11 +57,7 @@ async def start_engines_and_learners(
     """All engines start at the same time, and with them the policy's learner: on a shared GPU before them; in a
     time-shared pool it frees the device first. Then the other learners start.
     """
-    learning = {
-        role.name: find_learning(prepared.config, prepared.models[role.name], prepared.roles)
-        for role in prepared.roles.seated
-        if role.learner is not None
-    }
+    learning = {role.name: role for role in prepared.roles.seated if role.learner is not None}
     begin = functools.partial(start_trained, cluster, prepared, run_dir)
     first = [begin(models[POLICY], learning.pop(POLICY))] if POLICY in learning else []
     if prepared.placement.time_sharing_roles:
@@ -83,13 +73,11 @@ async def start_engines_and_learners(
         models[CRITIC].ranks = await start_critic(cluster, prepared, events)
 
 
-async def start_trained(
-    cluster: Cluster, prepared: Prepared, run_dir: Path, model: RunModel, learning: Learning
-) -> None:
+async def start_trained(cluster: Cluster, prepared: Prepared, run_dir: Path, model: RunModel, role: ServedRole) -> None:
     """Start a model's learner, and connect it with the model's engines."""
-    role, transport = learning.role, transport_between(cluster, prepared, learning)
-    model.learner_role = learning.learner
-    model.ranks = learner = await start_learner(cluster, prepared, learning, transport, run_dir)
+    transport = transport_between(cluster, prepared, role)
+    model.learner_role = learner_of(role)
+    model.ranks = learner = await start_learner(cluster, prepared, role, transport, run_dir)
     model.sync = WeightSync(
         learner,
         pick_probe(model.files, prepared),
@@ -97,7 +85,7 @@ async def start_trained(
         transport=transport,
         group=transport_kind(transport).group,
         ranks_per_engine=role.num_gpus,
-        new_address=functools.partial(cluster.free_address, learning.learner),
+        new_address=functools.partial(cluster.free_address, model.learner_role),
     )
 
 

@@ -113,7 +113,7 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
         placement = place(config.placement.without_time_sharing(), tuple(needed), config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config.cluster, placement)
-    roles.check_installed(joined=config.cluster.address is not None)
+    roles.check_installed(joined=config.cluster.is_joined)
     models = {role: find_model(roles.served[role], config.cluster) for role in here}
     for asking in config.judging.generative.values():
         check_thinking_budget(asking, roles.served[asking.model], models.get(asking.model))

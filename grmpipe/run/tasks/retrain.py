@@ -29,7 +29,7 @@ from grmpipe.roles.learners import check_divides, check_learns
 from grmpipe.roles.machines import check_machine, check_shared
 from grmpipe.roles.role_placement import check_slots
 from grmpipe.roles.roles import Model, Roles, resolve_roles
-from grmpipe.run.build.learning import find_learning, learner_spec
+from grmpipe.run.build.learning import learner_of, learner_spec
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.export import export
 from grmpipe.run.run_context import Run, RunContext
@@ -156,11 +156,11 @@ class RecordedRunTraining(Run[PreparedRetraining]):
 
     async def _start_learner(self, cluster: Cluster) -> LearnerRanks:
         prepared = self._prepared
-        learning = find_learning(self._config, prepared.policy, prepared.roles)
         # Its weights aren't sent anywhere.
-        spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
-        ranks = await cluster.start_members(learning.learner, functools.partial(make_learner, spec))
-        learner = LearnerRanks(ranks, learning.train.parallel.cp)
+        spec = learner_spec(self._config, prepared.roles, prepared.policy, "object_store", self._run_dir)
+        learner_role = learner_of(prepared.roles.served[prepared.policy.name])
+        ranks = await cluster.start_members(learner_role, functools.partial(make_learner, spec))
+        learner = LearnerRanks(ranks, spec.train.parallel.cp)
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
 

@@ -171,7 +171,7 @@ def read_setup(config: RunConfig) -> Setup:
 def count_taken_cores(cluster: ClusterConfig, pools: Collection[PoolConfig]) -> int:
     """The cores of this machine, if the run's slots are on them and leave none free; else 0."""
     cores = os.cpu_count() or 1
-    is_here = cluster.address is None and all(pool.resource == "cpu" for pool in pools)
+    is_here = not cluster.is_joined and all(pool.resource == "cpu" for pool in pools)
     return cores if is_here and sum(pool.slots for pool in pools) >= cores else 0
 
 

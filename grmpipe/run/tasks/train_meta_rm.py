@@ -86,7 +86,7 @@ def prepare_meta_training(config: RunConfig) -> MetaRmTraining:
         with section("meta_rm.judgements: "):
             stored = read_examples(Path(config.meta_rm.judgements))
     judging_tasks = {} if stored else read_judging_tasks(config)
-    roles.check_installed(joined=config.cluster.address is not None)
+    roles.check_installed(joined=config.cluster.is_joined)
     grm = find_model(roles.served[judge.model], config.cluster)
     check_thinking_budget(judge, roles.served[judge.model], grm)
     start_path = find_start(config.meta_rm.start_path, grm, config.models[judge.model])

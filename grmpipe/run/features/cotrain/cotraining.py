@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from grmpipe.config.model_training import find_training
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.kinds.rule import rule_named
@@ -28,13 +29,7 @@ from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, TrainedBatch, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import batch_metrics, describe_trained, with_pace
-from grmpipe.run.features.cotrain.grm_settings import (
-    grm_algorithm,
-    grm_flow,
-    grm_play,
-    grm_too_long,
-    grm_train,
-)
+from grmpipe.run.features.cotrain.grm_settings import grm_flow, grm_play, grm_too_long
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.features.cotrain.pacing import StepPacer
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
@@ -78,6 +73,7 @@ class CoTraining:
         self.role, self.learner_role = role, grm.learner_role
         self.learner_busy_s = 0.0
         self._cotrain, self._judge = config.trained_grms[role], config.judging.find_training_judge(role)
+        self._training = find_training(config, role)
         self._health = health
         self._config = config
         self._grm = grm
@@ -126,12 +122,9 @@ class CoTraining:
         return LockstepTrainer(trainer, self._pacer)
 
     async def push(self, version: int) -> SyncReport:
-        """Push the GRM's weights to all its living engines, with confirmation."""
-        return await self._grm.push(version)
-
-    async def _push_to_judge(self, version: int) -> SyncReport:
+        """Push the GRM's weights to all its living engines, with confirmation: it judges by them."""
         self._judging_version = version
-        return await self.push(version)
+        return await self._grm.push(version)
 
     async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
         """Run the GRM's flow until `work`, which runs the policy's, ends. Both are then between two steps."""
@@ -186,21 +179,23 @@ class CoTraining:
         return is_over or self._pacer.policy_may_step or not policy.is_settled
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
-        config, cotrain, judge = self._config, self._cotrain, self._judge
+        config, judge = self._config, self._judge
         parts = PipelineComponents(
             prompts=self._judging_tasks,
             too_long=grm_too_long(judge, self._grm.files),
             play=grm_play(judge, self._grm.files, self._grm.router),
             judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
-            trainer=BatchTrainer(self._grm.learner, grm_train(config.train, cotrain), grm_algorithm(cotrain)),
+            trainer=BatchTrainer(self._grm.learner, self._training.train, self._training.algorithm),
             push_weights=lambda version: policy.change_judge(
-                version - self._judging_version, lambda: self._push_to_judge(version)
+                version - self._judging_version, lambda: self.push(version)
             ),
             journal=self._recorder,
             events=GrmLanes(self._events, self.role),
         )
-        flow = Pipeline(parts, grm_flow(config, cotrain, judge), self._after_step, self._pipeline_state)
+        flow = Pipeline(
+            parts, grm_flow(config, self._cotrain, judge, self._training), self._after_step, self._pipeline_state
+        )
         for health in self._health:
             health.clocks.add(flow.clock)
         return flow
@@ -212,7 +207,7 @@ class CoTraining:
         self._recorder.record_training(trained)
         paced = with_pace(report.learner, report.learner_busy_s)
         learnt = {name.removeprefix("train/"): value for name, value in paced.items()}
-        batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._cotrain))
+        batch = batch_metrics(report.groups, report.step - 1, self._training.algorithm)
         learnt |= {
             "right_share": (1 + batch["train/reward"]) / 2,
             "zero_advantage_share": batch["train/zero_advantage_share"],

@@ -1,13 +1,11 @@
-"""The second learner of a co-training run: settings derived from `grm.train`, and how its flow plays."""
+"""The flow of a GRM that is trained: its settings, and how it plays."""
 
-import dataclasses
-import math
 from collections.abc import Callable
 
 from grmpipe.config.grm import GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.model_training import ModelTraining
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest, play_single_turn
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.models.chat.thinking import thinks
@@ -18,30 +16,9 @@ from grmpipe.run.features.cotrain.judging_tasks import NAME_IN_SEEDS
 from grmpipe.types import Prompt, Rollout
 
 
-def grm_train(train: TrainConfig, cotrain: GrmTrainConfig) -> TrainConfig:
-    """The policy's settings, with those of `grm.train` instead."""
-    return dataclasses.replace(
-        train,
-        num_steps=cotrain.warmup_steps + math.ceil(cotrain.grm_steps_per_policy_step * train.num_steps),
-        groups_per_batch=cotrain.prompts_per_batch,
-        group_size=cotrain.group_size,
-        min_valid_siblings=2,
-        max_staleness=0,
-        lr=cotrain.lr,
-        parallel=cotrain.parallel,
-    )
-
-
-def grm_algorithm(cotrain: GrmTrainConfig) -> AlgorithmConfig:
-    """GRPO, as SPCT trains a GRM by rule."""
-    return AlgorithmConfig(kl_coefficient=cotrain.kl_coefficient)
-
-
-def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> FlowConfig:
-    """The settings of the GRM's flow. It is synchronous: judging tasks are judged by the weights that learn from
-    them.
-    """
-    train = grm_train(config.train, cotrain)
+def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig, training: ModelTraining) -> FlowConfig:
+    """The settings of the GRM's flow."""
+    train = training.train
     return FlowConfig(
         num_steps=train.num_steps,
         groups_per_batch=train.groups_per_batch,
@@ -56,7 +33,7 @@ def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig) -> 
         rollout_max_failure_rate=config.rollout.max_failure_rate,
         pause_s=config.rollout.pause_s,
         max_zero_advantage_groups=int(cotrain.dynamic_sampling_batches * train.groups_per_batch),
-        algorithm=grm_algorithm(cotrain),
+        algorithm=training.algorithm,
     )
 
 
