@@ -92,6 +92,11 @@ class ModelEntry(GrmConfig, PolicyConfig):
     key: str = GRM
 
     @property
+    def plays(self) -> bool:
+        """Whether it plays the episodes."""
+        return self.name == POLICY
+
+    @property
     def learner(self) -> str:
         """The role that trains it, if one does."""
-        return "learner" if self.name == POLICY else self.name + LEARNER
+        return "learner" if self.plays else self.name + LEARNER

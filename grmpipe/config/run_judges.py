@@ -73,7 +73,7 @@ class Judging:
     def roles(self) -> tuple[str, ...]:
         """The models with engines of their own that judge or teach, here or remote."""
         asked = {judge.model for judge in self.generative.values()} | set(self.teachers)
-        return tuple(role for role in self.models if role in asked and role != POLICY)
+        return tuple(role for role, model in self.models.items() if role in asked and not model.plays)
 
     @property
     def local_roles(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def check_teachers(judging: Judging) -> None:
 def check_scalar(judging: Judging) -> None:
     """Check that a scalar reward model is neither the policy nor a language model of another judge."""
     for judge in judging.scalar.values():
-        if judge.model == POLICY or judge.model in judging.roles:
+        if judge.model in (POLICY, *judging.roles):
             raise ValueError(
                 f"{judge.key}.model: {judge.model} is a language model, and a scalar judge asks a reward "
                 f"model of its own; add one by +grm@models.reward_model=path models.reward_model.path=<model>, and "

@@ -10,7 +10,6 @@ from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.io.yaml_io import overlaid
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.engine_kind import AnyEngine, Endpoint, EngineSpec
@@ -287,9 +286,9 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
             learner=config.learners.get(name),
             is_elastic=is_elastic,
             takes_turns=is_elastic or name in placement.time_sharing_roles,
-            return_routed_experts=config.algorithm.router_replay == "rollout" and name == POLICY,
+            return_routed_experts=config.algorithm.router_replay == "rollout" and model.plays,
             sync=resolve_sync(engine, config.sync),
-            speculation="none" if name == POLICY else config.engine.speculation,
+            speculation="none" if model.plays else config.engine.speculation,
             batch_invariant=config.train.deterministic and engine.batch_invariant,
         )
     for name in (name for name in placement.seats if name not in served):

@@ -46,7 +46,7 @@ def estimate_costs(facts: RunFacts) -> Costs:
         role: estimate_engine_speed(role, facts, where) for role, where in seated.items() if role in facts.roles.served
     }
     # The roles that train judging models -> the roles whose weights they train.
-    trained = {learner: model for model, learner in facts.config.learners.items() if model != POLICY}
+    trained = {learner: model for model, learner in facts.config.learners.items() if model in facts.config.trained_grms}
     learner = seated[LEARNER]
     return Costs(
         engines=engines,
@@ -94,7 +94,7 @@ def estimate_learner(model: str, facts: RunFacts, where: PlacedRoles) -> Learner
     """The speed of the learner of a served model, by the data sheet."""
     config, footprint = facts.config, require_footprint(model, facts)
     train = find_training(config, model).train
-    packed = pack_group(facts) if model == POLICY else pack_judgement(model, facts)
+    packed = pack_group(facts) if config.models[model].plays else pack_judgement(model, facts)
     return speed_by_sheet(train, footprint, facts, where, packed, config.models[model].lora)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.plan.memory import engine_weights, everybody, list_memory, one_at_a_time, own_bytes, total
 from grmpipe.capacity.plan.run_facts import RunFacts
 from grmpipe.config.grm import ModelEntry
-from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.settings import DEFAULT_MEMORY_SHARE
 from grmpipe.roles.roles import ServedRole
@@ -103,7 +102,7 @@ def count_held_beside(facts: RunFacts, role: str) -> float:
 
 def at_push(facts: RunFacts, role: str, memory: float) -> float:
     """The most memory for the policy's engines while a time-shared learner pushes its weights."""
-    if role != POLICY or role not in facts.placement.time_sharing_roles:
+    if not facts.config.models[role].plays or role not in facts.placement.time_sharing_roles:
         return memory
     return USABLE * memory - total(use for use in list_memory(facts, "learner") if use.kind == "weights")
 

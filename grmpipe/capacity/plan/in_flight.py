@@ -29,7 +29,7 @@ def requests_in_flight(role: str, facts: RunFacts) -> InFlight:
     config, served = facts.config, facts.roles.served[role]
     asking = {name: longest_judgement(name, facts).tokens for name in config.asked.select_asking(role)}
     requests, tokens = sum(count_judgements_at_once(name, facts) for name in asking), max(asking.values(), default=0)
-    if role == POLICY:
+    if config.models[role].plays:
         requests, tokens = requests + count_rollouts_at_once(facts), max(tokens, longest_rollout(facts).tokens)
     if (cotrain := config.trained_grms.get(role)) is not None:
         requests += cotrain.prompts_per_batch * cotrain.group_size

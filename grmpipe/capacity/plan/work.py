@@ -48,8 +48,9 @@ def step_work(facts: RunFacts) -> StepWork:
     own = played.work(rollouts, sharers(POLICY, train.group_size, facts))
     learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
     judging = {role: estimate_judging(role, facts) for role in (POLICY, *config.asked.local_roles)}
+    judging[POLICY] = [own, *judging[POLICY]]
     return StepWork(
-        engines={role: together([*([own] if role == POLICY else []), *works]) for role, works in judging.items()},
+        engines={role: together(works) for role, works in judging.items()},
         learner_tokens=learner_tokens,
         groups=train.groups_per_batch,
         max_staleness=train.max_staleness,

@@ -170,7 +170,7 @@ class Simulation:
     def _time_share(self, routers: Mapping[str, Router], learner: TimeSharedLearnerRanks) -> TimeShare | None:
         """The time-shared pool of the learner."""
         roles = {
-            role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=role == POLICY)
+            role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=self._config.models[role].plays)
             for role in self._placement.time_sharing_roles
         }
         pool = self._placement.seats[LEARNER][0].pool
@@ -190,7 +190,7 @@ class Simulation:
 
         async def bring_current(name: str, engine: Engine, admit: Callable[[], None]) -> None:
             await asyncio.sleep(switch_s)
-            if role == POLICY:
+            if self._config.models[role].plays:
                 await sync.catch_up(name, engine, admit)
             else:
                 admit()
@@ -282,7 +282,7 @@ def select_settled_steps(num_steps: int, max_staleness: int) -> range:
 def most_rows(config: RunConfig, role: str, limit: int, num_engines: int) -> int:
     """The most rows in the batch of an engine: at most its limit, and its share of what may be in flight."""
     train = config.train
-    played = train.group_size * (role == POLICY)
+    played = train.group_size * config.models[role].plays
     judged = sum(judge.judgements_of_group(train.group_size) for judge in config.judging.select_asking(role).values())
     in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
     return max(1, min(limit, -(-in_flight // num_engines)))

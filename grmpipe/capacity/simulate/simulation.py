@@ -89,7 +89,7 @@ def chars_per_token(role: str, facts: RunFacts) -> float:
 
 def sample_conversations(role: str, facts: RunFacts) -> list[tuple[Message, ...]]:
     judges = facts.config.asked.select_asking(role)
-    if role == POLICY or not judges:  # a teacher reads what the policy reads
+    if facts.config.models[role].plays or not judges:  # a teacher reads what the policy reads
         return [prompt.messages for prompt in facts.data.train[:SAMPLED_PROMPTS]]
     return [asked for name, judge in judges.items() for asked in judge_questions(judge, prompts_judged(name, facts))]
 

@@ -55,7 +55,7 @@ def make_writer(workload: Workload, role: str) -> ModelWriter:
     config, lengths = workload.config, workload.lengths
     return ModelWriter(
         turns=Writer(lengths=lengths[POLICY], seed=config.seed, sibling_correlation=workload.sibling_correlation)
-        if role == POLICY
+        if config.models[role].plays
         else None,
         judges={
             name: Writer(
