@@ -1,14 +1,16 @@
-"""Runs from Python: one that blocks, and one whose steps are awaited, in a thread with an event loop of its own."""
+"""Runs from Python: one that blocks, one whose steps are awaited, and a judge that is asked, each of these two in a
+thread with an event loop of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,13 +18,15 @@ from grmpipe.cli import run_task
 from grmpipe.config.keys.secrets import mask_errors
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.logs import kept_logging
-from grmpipe.run.errors import RunInterrupted
+from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.run_watcher import RunWatcher, StepControls
 from grmpipe.run.signals import StopRequest, stoppable
 from grmpipe.run_reader import RunReader, read_run
 from grmpipe.types import Metrics
 
 T = TypeVar("T")
+Score = Callable[[dict[str, object]], Awaitable[Sequence[JudgedSibling]]]
 LOOP_CHECK_S = 1.0  # between looks at whether the event loop of a run's user is closed
 
 
@@ -237,3 +241,137 @@ class StartedRun(RunWatcher):
         except (RunInterrupted, KeyboardInterrupt):
             if not self._stopped:
                 raise
+
+
+# -- a judge -----------------------------------------------------------------------------------------------------------
+
+
+class StartedJudge(RunWatcher):
+    """A judge that runs alone: its engines, votes, limits and journals are those of a run.
+
+    async with grmpipe.start_judge(config) as judge:
+        verdicts = await judge("What is 6 x 7?", ["42", "It is 41."], reference="42")
+
+    with grmpipe.start_judge(config) as judge:  # in a script, or a thread
+        verdicts = judge.ask("What is 6 x 7?", ["42", "It is 41."], reference="42")
+
+    Any thread or event loop may ask, as often and as many at once as it likes. Leaving the block ends the judge.
+    """
+
+    asks = True
+    run_dir: Path
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = replace(config, task="score")
+        self._request = StopRequest()
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, Score]] = Future()
+        self._leave: asyncio.Event | None = None
+        self._ended: Future[float | None] | None = None
+
+    async def __call__(
+        self, prompt: str | Sequence[Mapping[str, str]], responses: Sequence[object], **columns: object
+    ) -> list[JudgedSibling]:
+        """The verdicts on responses to one prompt, in their order: `reward` from 0 to 1 and `score` on the judge's
+        scale, or None and `failed`, the cause.
+
+        prompt:    a text, or messages ({role, content}), of which the last is the user's.
+        responses: texts, or lists of messages for episodes of several turns. Judges that compare see them together.
+        columns:   reference, rubric, source, info, prompt_id, and what a reward function takes. Under the same
+                   prompt_id the same question gets the same judgement, where the engine repeats its draws.
+
+        Raises ValueError for what can't be judged, RunFailed once the judge has ended.
+        """
+        return await asyncio.wrap_future(self._ask(prompt, responses, columns))
+
+    def ask(
+        self, prompt: str | Sequence[Mapping[str, str]], responses: Sequence[object], **columns: object
+    ) -> list[JudgedSibling]:
+        """The same, and blocks: not in an event loop."""
+        return self._ask(prompt, responses, columns).result()
+
+    @property
+    def files(self) -> RunReader:
+        """The judge's files so far: its judgements, its requests."""
+        return read_run(self.run_dir)
+
+    def __enter__(self) -> StartedJudge:
+        self._begin()
+        self._until_serving()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._wait_for_end()
+
+    async def __aenter__(self) -> StartedJudge:
+        self._begin()
+        try:
+            await asyncio.to_thread(self._until_serving)
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._end()
+        await asyncio.shield(asyncio.to_thread(self._wait_for_end))
+
+    # -- in the judge's thread -----------------------------------------------------------------------------------------
+
+    def note_opened(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    async def serve(self, judge: Score) -> None:
+        self._leave = asyncio.Event()
+        self._serving.set_result((asyncio.get_running_loop(), judge))
+        await self._leave.wait()
+
+    # -- in its user's -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._ended is not None:
+            raise RuntimeError("this judge has been started; call grmpipe.start_judge again for another one")
+        self._ended = _started(self._config, self, self._request)
+        self._ended.add_done_callback(self._note_end)
+
+    def _note_end(self, ended: Future[float | None]) -> None:
+        if not self._serving.done():  # it ended before it served
+            self._serving.set_exception(ended.exception() or RunInterrupted("the judge was stopped while it started"))
+
+    def _until_serving(self) -> None:
+        self._serving.result()
+
+    def _ask(
+        self, prompt: object, responses: Sequence[object], columns: Mapping[str, object]
+    ) -> Future[list[JudgedSibling]]:
+        loop, judge = self._serving.result(timeout=0)
+        assert self._ended is not None
+        if self._ended.done():
+            self._ended.result()
+            raise RunFailed("the judge has ended; ask within its block")
+        row = {**columns, "prompt": prompt, "responses": responses}
+
+        async def asked() -> list[JudgedSibling]:
+            with mask_errors():
+                return [*await judge(row)]
+
+        return asyncio.run_coroutine_threadsafe(asked(), loop)
+
+    def _end(self) -> None:
+        if not self._serving.done() or self._serving.exception() is not None:
+            self._request.ask()
+            return
+        loop, _ = self._serving.result()
+        assert self._leave is not None
+        with suppress(RuntimeError):  # it has ended by itself
+            loop.call_soon_threadsafe(self._leave.set)
+
+    def _wait_for_end(self) -> None:
+        assert self._ended is not None
+        with suppress(RunInterrupted, KeyboardInterrupt):
+            self._ended.result()
+
+
+def start_judge(config: RunConfig) -> StartedJudge:
+    """The judge of a configuration, to be started by `with` or `async with`. Raises ConfigError and RunFailed there."""
+    return StartedJudge(config)

@@ -16,7 +16,6 @@ import msgspec
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.evaluation_rows import EvaluationFigure, JudgedLine, read_figures, read_items
-from grmpipe.judge.verdict import describe_verdict, get_reward
 from grmpipe.observe.eval_recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
@@ -27,6 +26,7 @@ from grmpipe.observe.eval_recorder import (
 )
 from grmpipe.observe.journal import decode_what_can_be
 from grmpipe.observe.recorder import (
+    JudgedSibling,
     RecordedRollout,
     load_group_ends,
     load_rollouts,
@@ -44,23 +44,6 @@ Record = dict[str, Any]
 BATCH_ROWS = 1000
 JUDGED = {"group_id": "string", "sibling": "int32", "reward": "double", "score": "double", "score_std": "double",
           "num_judgements": "int32", "grm_version": "int64", "failed": "string", "critiques": "texts"}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedSibling:
-    """A line of judgements.jsonl: what became of a rollout. If a rollout has several lines, the last one counts."""
-
-    group_id: str
-    sibling: int
-    report: JudgeReport
-
-    def __repr__(self) -> str:
-        return f"<JudgedSibling {self.group_id}/{self.sibling}: {describe_verdict(self.report.verdict)}>"
-
-    @property
-    def reward(self) -> float | None:
-        """None: the verdict failed, or the run has no rewards."""
-        return get_reward(self.report.verdict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +284,7 @@ def _of_eval_judgement(row: EvalJudgement) -> Record:
 
 def _of_judged(row: JudgedSibling | EvalJudgement) -> Record:
     report, verdict = row.report, row.report.verdict
-    texts = [judgement.completion.text for own in report.own_reports.values() for judgement in own.judgements]
-    record: Record = {"group_id": row.group_id, "sibling": row.sibling, "critiques": texts}
+    record: Record = {"group_id": row.group_id, "sibling": row.sibling, "critiques": report.critiques}
     if isinstance(verdict, Failed):
         return record | {"failed": verdict.cause}
     if not verdict.rewards:

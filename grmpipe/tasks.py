@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, size_roles
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.start_cluster import preload
 from grmpipe.run.errors import RunFailed, RunInterrupted
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
     from grmpipe.run.tasks.rejudge import PreparedRejudging
     from grmpipe.run.tasks.retrain import PreparedRetraining
+    from grmpipe.run.tasks.score import PreparedScoring
     from grmpipe.run.tasks.train_meta_rm import MetaRmTraining
 
 
@@ -42,12 +45,14 @@ class RunTask(Generic[P]):
     make_run:  what runs in the session.
     notes:     notes on settings that are allowed but may not be meant.
     continued: how a run that was interrupted is continued; `{run_dir}` is replaced by its directory.
+    is_service: whether a signal is its usual end.
     """
 
     prepare: Callable[[RunConfig], P]
     make_run: type[Run[P]]
     notes: Callable[[P], Iterable[str]] = lambda prepared: ()
     continued: str = "continue with resume=auto run_dir={run_dir}"
+    is_service: bool = False
 
 
 def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | None:
@@ -58,9 +63,11 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     watcher = watcher or RunWatcher()
     if config.data.retrain_from is not None:
         return run(config, make_retraining(), watcher)
+    if config.task == "score" and config.score.path is None and not watcher.asks:
+        raise ConfigError("score.path: is null, so that there is nothing to judge; type score.path=<file of responses>")
     if config.task in SHOWN:
         return SHOWN[config.task](config)
-    if config.task == "evaluate":  # it leaves nothing to resume
+    if config.task in ("evaluate", "score", "serve"):  # they leave nothing to resume
         config = replace(config, resume="never")
     return run(config, RUNS[config.task](), watcher)
 
@@ -87,7 +94,7 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
     if summary.status == "interrupted":
         failure = f" ({summary.failure})" if summary.failure else ""
         raise RunInterrupted(f"interrupted at step {summary.steps}{failure}; {task.continued.format(run_dir=run_dir)}")
-    if request.came:  # a sweep must end too
+    if request.came and not task.is_service:  # a sweep must end too
         raise RunInterrupted(f"interrupted after the end of the run, which is complete: {run_dir}")
     return summary.objective
 
@@ -156,6 +163,26 @@ def evaluation() -> RunTask[PreparedEvaluation]:
     )
 
 
+def make_scoring() -> RunTask[PreparedScoring]:
+    from grmpipe.run.tasks.score import ScoringRun, prepare_scoring
+
+    return RunTask(prepare=prepare_scoring, make_run=ScoringRun, continued="type the command again")
+
+
+def make_serving() -> RunTask[PreparedScoring]:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("task: serve needs aiohttp; type: pip install 'grmpipe[serve]'")
+    from grmpipe.run.tasks.score import prepare_scoring
+    from grmpipe.run.tasks.serve import ServingRun
+
+    def prepare_service(config: RunConfig) -> PreparedScoring:
+        with section("serve."):
+            _ = config.serve.key
+        return prepare_scoring(config)
+
+    return RunTask(prepare=prepare_service, make_run=ServingRun, continued="type the command again", is_service=True)
+
+
 def rejudge() -> RunTask[PreparedRejudging]:
     from grmpipe.run.tasks.rejudge import PreparedRejudging, RejudgeRun, prepare_rejudging
 
@@ -189,6 +216,8 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
+    "score": make_scoring,
+    "serve": make_serving,
     "rejudge": rejudge,
 }
 

@@ -338,6 +338,11 @@ class JudgeReport:
         """Each judge's report by its name; with a single judge this report itself, under an empty name."""
         return self.by_judge or {"": self}
 
+    @property
+    def critiques(self) -> tuple[str, ...]:
+        """The texts of all judgements that count."""
+        return tuple(one.completion.text for own in self.own_reports.values() for one in own.judgements)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedGroup:

@@ -61,7 +61,7 @@ def test_python_of_the_pages_that_starts_runs_compiles_and_names_what_there_is()
     for block in blocks:
         compile(block, "python.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     names = set(re.findall(r"\bgrmpipe\.(\w+)", "".join(blocks)))
-    assert names == {"launch", "start", "read_run"}
+    assert names == {"compose", "launch", "start", "start_judge", "read_run"}
     assert all(hasattr(grmpipe, name) for name in names)
 
 

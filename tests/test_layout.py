@@ -92,7 +92,7 @@ LIBRARIES = {
     "peft": "models/lm/lora.py",
     "math_verify": "grmpipe/judge/kinds/math_rule.py",
     "pydantic_core": "grmpipe/observe/plain_json.py",
-    "aiohttp": ("grmpipe/workflows/server.py", "grmpipe/viewer/"),
+    "aiohttp": ("grmpipe/workflows/server.py", "grmpipe/run/tasks/serve.py", "grmpipe/viewer/"),
     "openai": "grmpipe/workflows/policy.py",
     "mcp": "grmpipe/envs/tools/mcp_tools.py",
     "wandb": "grmpipe/trackers/wandb_tracker.py",

@@ -27,8 +27,8 @@ from grmpipe.roles.machines import SEATING_TASKS, place_roles
 
 # First words of commands that are not ours: nothing here checks them.
 NOT_CHECKED = {
-    "make", "pip", "ray", "docker", "sbatch", "pytest", "pre-commit", "cd", "export", "sleep", "umask", "head", "od",
-    "tr", "[", "break",
+    "make", "pip", "curl", "ray", "docker", "sbatch", "pytest", "pre-commit", "cd", "export", "sleep", "umask", "head",
+    "od", "tr", "[", "break",
 }  # fmt: skip
 MODULES_NOT_CHECKED = {"pytest", "venv", "llama_cpp.server"}
 # Scripts and modules of ours without a parser, and how many words they take.

@@ -11,7 +11,15 @@ from grmpipe.config.journals import JournalsConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.reward import RewardConfig
-from grmpipe.config.task_settings import EvaluateConfig, MetaRmConfig, PlanConfig, RejudgeConfig, SimulateConfig
+from grmpipe.config.task_settings import (
+    EvaluateConfig,
+    MetaRmConfig,
+    PlanConfig,
+    RejudgeConfig,
+    ScoreConfig,
+    ServeConfig,
+    SimulateConfig,
+)
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.models.settings import EngineConfig, PolicyConfig
@@ -20,8 +28,8 @@ from grmpipe.scheduler.slots.engine_replacement import HealthConfig
 from grmpipe.scheduler.weights.weight_push import SyncConfig
 
 TASKS = (
-    "train", "train_judge_rft", "train_meta_rm", "evaluate", "rejudge", "plan", "simulate", "report", "view", "doctor",
-    "new",
+    "train", "train_judge_rft", "train_meta_rm", "evaluate", "score", "serve", "rejudge", "plan", "simulate", "report",
+    "view", "doctor", "new",
 )  # fmt: skip
 RESUMES = ("never", "auto")
 
@@ -38,9 +46,9 @@ class NewConfig:
 class RunKeys:
     """The keys of a run outside all sections."""
 
-    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, judge a run's
-    # rollouts again, plan or simulate the run, write a run's report, show runs in a browser, check what is installed,
-    # or write a new project.
+    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, judge a file of
+    # responses (score), serve the judge to other programs, judge a run's rollouts again, plan or simulate the run,
+    # write a run's report, show runs in a browser, check what is installed, or write a new project.
     task: str = "train"
     experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
@@ -112,6 +120,8 @@ class SharedSections:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     rejudge: RejudgeConfig = field(default_factory=RejudgeConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)

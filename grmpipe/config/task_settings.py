@@ -1,5 +1,6 @@
 """Settings of single tasks: evaluations, judging again, tuning of judges, a meta-RM, plans, simulations."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "greedy")  # and only that of a policy
 ITEMS_AT_ONCE = 64  # labelled items, or prompts, that an evaluation has in flight
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NUM_SAMPLES = 4  # per prompt in task=evaluate, if neither num_samples nor pass_k is set
 TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
 
@@ -146,6 +148,41 @@ class SimulateConfig(Bounded):
     # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths, with
     # the means of task=plan: plan.rollout_tokens, plan.judgement_tokens.
     lengths: str | None = not_empty(None, "give a run's directory, or null")
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Settings of `task=score`, which judges responses that were written elsewhere."""
+
+    # Responses to judge: a .jsonl, .json (one array) or .parquet file whose rows have prompt or messages, and response
+    # or responses (docs/evaluating.md).
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class ServeConfig(Bounded):
+    """Settings of `task=serve`, which serves the judge to other programs."""
+
+    host: str = "127.0.0.1"  # Address to listen at; another than this machine's own needs key_env.
+    port: int = at_least(0, 8710)  # Port; 0: any that is free.
+    key_env: str = ""  # Name of the environment variable that holds the key of the clients; empty: none.
+    max_in_flight: int = at_least(1, 4096)  # [responses] Most responses that are judged at once; above it: status 429.
+    max_body_mb: int = at_least(1, 64)  # Largest body of a request.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.key_env and self.host not in LOOPBACK:
+            raise ValueError(
+                f"host: {self.host} can be reached from other machines, and anybody could use the judge; type "
+                "serve.key_env=<variable that holds a key>, or serve.host=127.0.0.1"
+            )
+
+    @property
+    def key(self) -> str:
+        """What clients send; empty: nothing. Raises ValueError if the variable is empty or isn't there."""
+        if self.key_env and not os.environ.get(self.key_env):
+            raise ValueError(f"key_env: the environment variable {self.key_env} is empty or isn't set")
+        return os.environ[self.key_env] if self.key_env else ""
 
 
 @dataclass(frozen=True)

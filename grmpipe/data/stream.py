@@ -20,8 +20,6 @@ class PromptStream:
     def __init__(
         self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True, max_epochs: int | None = None
     ) -> None:
-        if not prompts:
-            raise ValueError("data.path: no prompts to draw from")
         self.prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
@@ -35,7 +33,7 @@ class PromptStream:
 
     def at(self, prompt_index: int) -> Prompt:
         """The prompt at an index, from 0. Raises EndOfData after `max_epochs`."""
-        assert prompt_index >= 0, prompt_index
+        assert prompt_index >= 0 and self.prompts, prompt_index  # a judge alone has no prompts
         epoch, item = divmod(prompt_index, len(self.prompts))
         if self._max_epochs is not None and epoch >= self._max_epochs:
             raise EndOfData(f"{self._max_epochs} epochs of {len(self.prompts)} prompts have been drawn")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from grmpipe.judge.verdict import describe_verdict, get_reward, get_shown_score
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
 from grmpipe.observe.records import (
@@ -20,7 +21,7 @@ from grmpipe.observe.records import (
     encode_rollout,
     pack_numbers,
 )
-from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout
+from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout
 
 ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl", "trained.jsonl"
 
@@ -135,6 +136,43 @@ class RecordedRollout:
 
     def __repr__(self) -> str:
         return f"<RecordedRollout {describe_rollout(self.rollout)}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedSibling:
+    """A line of judgements.jsonl: what became of a rollout. If a rollout has several lines, the last one counts."""
+
+    group_id: str
+    sibling: int
+    report: JudgeReport
+
+    def __repr__(self) -> str:
+        return f"<JudgedSibling {self.group_id}/{self.sibling}: {describe_verdict(self.report.verdict)}>"
+
+    @property
+    def reward(self) -> float | None:
+        """None: the verdict failed, or the run has no rewards."""
+        return get_reward(self.report.verdict)
+
+    @property
+    def score(self) -> float | None:
+        """On the judge's scale; None: the verdict failed, or nobody judged."""
+        return get_shown_score(self.report.verdict)
+
+    @property
+    def failed(self) -> str:
+        """Why there is no verdict, in one word (docs/judging.md); empty: there is one."""
+        return self.report.verdict.cause if isinstance(self.report.verdict, Failed) else ""
+
+    @property
+    def detail(self) -> str:
+        """The failure in words, which may quote the judge; empty: there is a verdict."""
+        return self.report.verdict.detail if isinstance(self.report.verdict, Failed) else ""
+
+    @property
+    def critiques(self) -> tuple[str, ...]:
+        """What the judges wrote."""
+        return self.report.critiques
 
 
 def describe_rollout(rollout: Rollout) -> str:

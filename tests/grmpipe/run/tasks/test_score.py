@@ -1,0 +1,70 @@
+"""Responses from elsewhere: which rows are read, and what is said of those that aren't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmpipe.models.types import Message
+from grmpipe.run.tasks.score import parse_responses, read_groups
+
+USER = {"role": "user", "content": "why?"}
+
+
+def test_responses_are_the_siblings_of_a_group_and_columns_stay_with_the_prompt() -> None:
+    row = {"prompt": "6 x 7?", "responses": ["42", ""], "reference": 42, "level": 3}
+    found = parse_responses(row, "judge", "g")
+    assert [(one.group_id, one.sibling, one.answer) for one in found.rollouts] == [("g", 0, "42"), ("g", 1, "")]
+    assert (found.prompt.reference, found.prompt.columns["level"]) == ("42", 3)
+    assert "responses" not in found.prompt.columns, "a reward function would be given them"
+
+
+def test_an_episode_keeps_what_its_tools_said() -> None:
+    episode = [
+        {"role": "user", "content": "hint"}, {"role": "assistant", "content": "add(1, 2)"},
+        {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."},
+    ]  # fmt: skip
+    (rollout,) = parse_responses({"prompt": "1 + 2?", "responses": [episode]}, "judge", "g").rollouts
+    assert rollout.opening == (Message(role="user", content="hint"),)
+    assert [turn.completion.text for turn in rollout.turns] == ["add(1, 2)", "It is 3."]
+    assert rollout.turns[0].replies == (Message(role="tool", content="3"),)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"responses": None}, r"exactly one of the fields response and responses; its fields: prompt"),
+        ({"response": "x"}, r"exactly one of the fields response and responses"),
+        ({"responses": "42"}, r"responses: expected a list of texts, or of lists of messages, got '42'"),
+        ({"responses": []}, r"responses: expected a list of texts"),
+        ({"responses": [7]}, r"responses\[0\]: expected a text, or a list of messages, got 7"),
+        ({"responses": ["a", []]}, r"responses\[1\]: expected a text, or a list of messages"),
+        ({"responses": [[USER]]}, r"responses\[0\]: expected a message with role assistant"),
+        (
+            {"responses": [[{"role": "system", "content": "x"}]]},
+            r"responses\[0\]\[0\]\.role: expected one of assistant",
+        ),
+        ({"responses": [[{"role": "assistant", "content": None}]]}, r"responses\[0\]\[0\]: .*content, a text"),
+        ({"responses": ["\ud83d"]}, r"responses\[0\]: text: half of a surrogate pair"),
+        ({"prompt": ""}, r"prompt: expected a text that isn't empty"),
+        ({"prompt": [{"role": "assistant", "content": "x"}]}, r"the last one must have role user"),
+        ({"reference": float("nan")}, r"reference: expected a text or a finite number"),
+        ({"rubric": ["a", 3]}, r"rubric\[1\]"),
+    ],
+)
+def test_what_can_not_be_judged_is_refused_by_its_field(change: dict[str, Any], words: str) -> None:
+    row = {"prompt": "6 x 7?", "responses": ["42"]} | change
+    with pytest.raises(ValueError, match=rf"^judge: {words}|^judge: .*{words}"):
+        parse_responses(row, "judge", "g")
+
+
+def test_a_file_names_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"answers\.jsonl, line 3: expected exactly one"):
+        list(read_groups(file))
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="is empty; a line looks like"):
+        list(read_groups(file))

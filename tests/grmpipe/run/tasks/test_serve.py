@@ -1,0 +1,215 @@
+"""The service of a judge: what it answers, to whom, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+import grmpipe
+from grmpipe.data.rows import Row
+from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.run.tasks.score import parse_responses
+from grmpipe.run.tasks.serve import JudgeService
+
+ROOT = Path(__file__).parents[4]
+ROW = {"prompt": "6 x 7?", "responses": ["42", "no"]}
+
+
+async def judge_by_length(row: Row) -> Sequence[JudgedSibling]:
+    """The length is the reward; "no" fails."""
+    group = parse_responses(row, "judge", "g")
+    return [
+        JudgedSibling(
+            group_id="g",
+            sibling=one.sibling,
+            report=report_failures(make_failure("unparseable", "it ends with 'hm'", 1))
+            if one.text == "no"
+            else report_score(outcome(one, float(len(one.text))), float(len(one.text)), {}),
+        )
+        for one in group.rollouts
+    ]
+
+
+@asynccontextmanager
+async def serving(judge: Callable[[Row], Awaitable[Sequence[JudgedSibling]]] = judge_by_length, *overrides: str) -> Any:
+    config = grmpipe.compose(overrides=["task=serve", *overrides])
+    runner = web.AppRunner(JudgeService(config, judge).app(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+        yield session
+    await runner.cleanup()
+
+
+async def post(session: ClientSession, row: object, **options: Any) -> tuple[int, Any]:
+    body = row if isinstance(row, bytes) else json.dumps(row).encode()
+    async with session.post("/v1/judge", data=body, **options) as answer:
+        return answer.status, await answer.json()
+
+
+def test_each_response_gets_a_verdict_or_why_there_is_none() -> None:
+    async def check() -> None:
+        async with serving() as session:
+            status, found = await post(session, ROW)
+            right, failed = found["verdicts"]
+            assert status == 200 and right["reward"] == 2 and right["num_judgements"] == 1
+            assert failed == {
+                "reward": None, "score": None, "critiques": [], "failed": "unparseable", "detail": "it ends with 'hm'"
+            }  # fmt: skip
+            async with session.get("/metrics") as metrics:
+                lines = (await metrics.text()).splitlines()
+            assert "grmpipe_responses_judged_total 2" in lines
+            assert 'grmpipe_responses_failed_total{cause="unparseable"} 1' in lines
+            assert 'grmpipe_requests_total{status="200"} 1' in lines
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "judge: not JSON"),
+        (b"\xff", 400, "judge: not JSON in UTF-8"),
+        (b"[]", 400, "expected a JSON object"),
+        ({"prompt": "a"}, 400, "exactly one of the fields response and responses"),
+        ({"prompt": "a", "responses": ["x", 3]}, 400, r"responses\[1\]: expected a text"),
+        ({"prompt": "a", "responses": ["\ud83d"]}, 400, "half of a surrogate pair"),
+        (b'{"prompt": "a", "response": "b", "reference": NaN}', 400, "reference: expected a text or a finite number"),
+        ({"prompt": "a", "responses": ["x" * 1_100_000]}, 413, "Too Large"),
+        ({"prompt": "a", "responses": ["x"] * 5}, 429, r"serve\.max_in_flight=4"),
+    ],
+)
+def test_a_bad_request_is_answered_by_its_field(body: object, status: int, words: str) -> None:
+    async def check() -> None:
+        async with serving(judge_by_length, "serve.max_body_mb=1", "serve.max_in_flight=4") as session:
+            found, answer = await post(session, body)
+            assert found == status and re.search(words, answer["error"])
+            assert (await post(session, ROW))[0] == 200, "nothing ends the service"
+
+    asyncio.run(check())
+
+
+def test_what_is_in_flight_is_bounded_and_freed() -> None:
+    async def check() -> None:
+        going_on = asyncio.Event()
+
+        async def slow(row: Row) -> Sequence[JudgedSibling]:
+            await going_on.wait()
+            return await judge_by_length(row)
+
+        async with serving(slow, "serve.max_in_flight=3") as session:
+            first = asyncio.create_task(post(session, ROW))
+            await asyncio.sleep(0.1)
+            async with session.post("/v1/judge", json=ROW) as refused:
+                assert refused.status == 429 and refused.headers["Retry-After"]
+            going_on.set()
+            assert (await first)[0] == 200 and (await post(session, ROW))[0] == 200
+
+    asyncio.run(check())
+
+
+def test_without_a_key_only_this_machine_is_answered() -> None:
+    async def check() -> None:
+        async with serving() as session:
+            assert (await post(session, ROW, headers={"Host": "evil.example"}))[0] == 403
+            assert (await post(session, ROW, headers={"Host": "localhost:1"}))[0] == 200
+
+    asyncio.run(check())
+
+
+def test_a_key_is_asked_for_as_a_bearer_or_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-0123456789")
+
+    async def check() -> None:
+        async with serving(judge_by_length, "serve.key_env=JUDGE_KEY") as session:
+            basic = base64.b64encode(b"me:secret-0123456789").decode()
+            for given, status in (
+                ("Bearer secret-0123456789", 200), (f"Basic {basic}", 200), ("Bearer secret", 401), ("Basic %%", 401),
+                ("", 401), ("Bearer \u00e9", 401),
+            ):  # fmt: skip
+                headers = {"Authorization": given} if given else {}
+                assert (await post(session, ROW, headers=headers))[0] == status, given
+            async with session.get("/health") as health:
+                assert (health.status, (await health.json())["status"]) == (200, "ok")
+            async with session.get("/v1/judges") as judges:
+                assert judges.status == 401
+
+    asyncio.run(check())
+
+
+def test_a_judge_that_fails_too_often_is_degraded() -> None:
+    async def check() -> None:
+        async with serving() as session:
+            for _ in range(64):
+                await post(session, {"prompt": "a", "response": "no"})
+            async with session.get("/health") as health:
+                assert (await health.json())["status"] == "degraded"
+
+    asyncio.run(check())
+
+
+def test_the_page_s_reward_function_gives_trl_none_for_a_failure() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+
+    async def check() -> None:
+        async with serving() as session:
+            names["JUDGE"] = str(session._base_url).rstrip("/") + "/v1/judge"
+            prompts = [[{"role": "user", "content": "6 x 7?"}], "6 x 7?"]
+            completions = [[{"role": "assistant", "content": "42"}], "no"]
+            assert await asyncio.to_thread(names["judged"], prompts, completions, level=[1, 2]) == [2.0, None]
+
+    asyncio.run(check())
+
+
+def test_an_open_door_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(grmpipe.ConfigError, match=r"serve\.host: .*type serve\.key_env="):
+        grmpipe.compose(overrides=["task=serve", "serve.host=0.0.0.0"])
+    monkeypatch.setenv("EMPTY_KEY", "")
+    with pytest.raises(grmpipe.ConfigError, match=r"serve\.key_env: the environment variable EMPTY_KEY is empty"):
+        grmpipe.launch(grmpipe.compose(overrides=["task=serve", "serve.host=0.0.0.0", "serve.key_env=EMPTY_KEY"]))
+
+
+def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\n\ndef reward(prompts, completions, **columns):\n"
+        "    time.sleep(1)\n    return [0.5] * len(completions)\n",
+        encoding="utf-8",
+    )
+    command = [
+        sys.executable, str(ROOT / "launch.py"), "task=serve", "serve.port=0", "judge=function",
+        "judge.function=own.reward", "tracking=none", "run_dir=judge",
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ) as service:
+        assert service.stdout is not None
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+", service.stdout.readline())
+
+        async def ask() -> tuple[int, Any]:
+            async with ClientSession(url) as session:
+                asked = asyncio.create_task(post(session, ROW))
+                await asyncio.sleep(0.5)
+                service.send_signal(signal.SIGTERM)  # it is judging
+                return await asked
+
+        status, found = asyncio.run(ask())
+        assert status == 200 and [one["reward"] for one in found["verdicts"]] == [0.5, 0.5]
+        assert service.wait(timeout=60) == 0
+    run = grmpipe.read_run(tmp_path / "judge")
+    assert run.summary["status"] == "completed" and len(list(run.judgements)) == 2
