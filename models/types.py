@@ -131,6 +131,19 @@ class TokenScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedAnswer:
+    """The end of a completion that was asked for, because the completion had ended without it: a judge's verdict.
+
+    start, end: tokens [start, end) that weren't sampled: they ask for it. From `end` on it is the answer.
+    text_start: where its text begins.
+    """
+
+    start: int
+    end: int
+    text_start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A completion sampled by an engine.
 
@@ -149,6 +162,7 @@ class Completion:
         request migrated.
     drafted_tokens, accepted_tokens: by speculative decoding, as far as the engine says; accepted ones are in token_ids.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
+    asked:     its answer, if that had to be asked for. None: it came unasked, or never.
     stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
     scores:    the prompt's, for a request that asked for them and wasn't aborted.
     """
@@ -166,6 +180,7 @@ class Completion:
     drafted_tokens: int = field(default=0, compare=False)
     accepted_tokens: int = field(default=0, compare=False)
     inserted: tuple[int, int] | None = None
+    asked: AskedAnswer | None = None
     stop_text: str = ""
     scores: TokenScores | None = field(default=None, compare=False)
 
@@ -177,6 +192,12 @@ class Completion:
     def answer(self) -> str:
         """The text without the thought. Empty if the thought never ended."""
         return self.text[self.thought_chars :].lstrip("\n") if self.thought_chars else self.text
+
+    @property
+    def unsampled(self) -> tuple[tuple[int, int], ...]:
+        """All tokens [start, end) that weren't sampled. Never trained."""
+        asked = None if self.asked is None else (self.asked.start, self.asked.end)
+        return tuple(tokens for tokens in (self.inserted, asked) if tokens is not None)
 
     @property
     def oldest_version(self) -> int:

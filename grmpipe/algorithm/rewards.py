@@ -98,9 +98,8 @@ class Rewards:
 
 
 def count_sampled(completion: Completion, end: int) -> int:
-    """The tokens before `end` that were sampled, and not inserted by a thinking budget."""
-    first, last = completion.inserted or (0, 0)
-    return end - (min(end, last) - min(end, first))
+    """The tokens before `end` that were sampled, and not inserted."""
+    return end - sum(min(end, last) - min(end, first) for first, last in completion.unsampled)
 
 
 def place_rewards(rollout: Rollout, verdict: Verdict, *, mask_truncated: bool = False) -> Rewards:

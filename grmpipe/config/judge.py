@@ -97,6 +97,9 @@ class FormatConfig(Bounded):
     """What a judge is shown, and what it may write."""
 
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
+    # A judgement that ends, or is truncated, without a verdict that can be read is asked for it once more: by the
+    # engine's grammar, at an endpoint by a further message. For small models.
+    ask_verdict: bool = False
     show_thoughts: bool = False  # Judges see the policy's thoughts too; false: only its answer.
     # A line after a response that was cut off says so, and why; false: judges aren't told.
     show_truncation: bool = False
@@ -357,6 +360,9 @@ def is_range(ends: object) -> bool:
     return numbers and ends[0] < ends[1]
 
 
+LEAST_TO_ASK = 32  # tokens of a judgement, half of which are enough for a verdict
+
+
 # -- checks of a judge -----------------------------------------------------------------------------------------------
 
 
@@ -393,6 +399,14 @@ def check_template(judge: JudgeConfig) -> None:
         raise ValueError(
             "format.show_truncation: is for generative judges of whole responses; type "
             "judge.format.show_truncation=false, or judge=pointwise"
+        )
+
+
+def check_asked_verdicts(judge: JudgeConfig) -> None:
+    if judge.format.ask_verdict and judge.kind == "generative" and judge.max_new_tokens < LEAST_TO_ASK:
+        raise ValueError(
+            f"format.ask_verdict: judge.max_new_tokens={judge.max_new_tokens} leave no tokens to ask for a verdict; "
+            f"type judge.max_new_tokens={2 * LEAST_TO_ASK} or more, or judge.format.ask_verdict=false"
         )
 
 
@@ -507,6 +521,6 @@ def check_deadline(judge: JudgeConfig) -> None:
 
 
 CHECKS = (
-    check_choices, check_template, check_thinking, check_votes, check_early_stop, check_own, check_scalar,
-    check_deadline,
+    check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_early_stop, check_own,
+    check_scalar, check_deadline,
 )  # fmt: skip

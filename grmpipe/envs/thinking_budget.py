@@ -1,7 +1,10 @@
-r"""Samples completions whose thoughts are marked, within a thinking budget.
+r"""Samples completions whose thoughts are marked, within a thinking budget, and the verdicts that they lack.
 
 prompt -> thought .. (budget used up) | "\n</think>\n\n" | -> answer
           sampled                       inserted             sampled, by a second request that continues the first
+
+prompt -> judgement without a verdict | "\n\n"   | -> verdict
+          sampled                       inserted   sampled, by a further request, within the verdict's pattern
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from grmpipe.models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import (
+    AskedAnswer,
     Completion,
     Generates,
     RequestContext,
@@ -19,6 +24,7 @@ from grmpipe.models.types import (
     ThinkingBudget,
     VersionSpan,
     ignore_first_token,
+    join_spans,
 )
 from grmpipe.scheduler.routing.router import Continuation
 
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
     from grmpipe.models.chat.renderer import Renderer
 
 SECOND = "answer"  # suffix of the second request's id
+# Of thoughts that a prompt asks for in words, from a model whose tokenizer and template have no markers.
+OF_PROMPTS = ThinkingMarkers(open=KNOWN_MARKERS[0][0], close=KNOWN_MARKERS[0][1])
 
 
 class ReasoningEngine:
@@ -60,6 +68,39 @@ class ReasoningEngine:
         if first.finish_reason == "length":
             first = await self._continued(tuple(prompt_ids), first, budget, params, context)
         return self._renderer.with_thought(first)
+
+    async def ask_verdict(
+        self, prompt_ids: Sequence[int], judgement: Completion, params: SamplingParams, context: RequestContext
+    ) -> Completion:
+        """The judgement, continued by the verdict that it lacks: `params.pattern`. Its thought is ended first, if it
+        goes on. An end-of-turn token that was sampled is taken back: a model never goes on after one.
+
+        params: `max_new_tokens` is the limit of the judgement with its verdict.
+        """
+        begun = self._without_end_of_turn(judgement)
+        markers = self._renderer.thinking or OF_PROMPTS
+        is_open = markers.tokens_of_thought(begun.token_ids, self._renderer.decode_special) is None
+        between = self._renderer.encode_inserted(markers.end_of_thought() if is_open else "\n\n")
+        start, end = len(begun.token_ids), len(begun.token_ids) + len(between)
+        if (room := params.max_new_tokens - end) < 1:
+            return judgement
+        ids = (*prompt_ids, *begun.token_ids, *between)
+        rest = await self._engine.generate(ids, replace(params, max_new_tokens=room), context)
+        whole = self._continuation.join((begun, prepend_tokens(rest, between)))
+        asked = AskedAnswer(start=start, end=end, text_start=len(self._renderer.decode(whole.token_ids[:end])))
+        return replace(self._renderer.with_thought(whole), inserted=judgement.inserted, asked=asked)
+
+    def _without_end_of_turn(self, completion: Completion) -> Completion:
+        if completion.token_ids[-1:] not in [(token,) for token in self._renderer.stop_token_ids]:
+            return completion
+        num_kept, last = len(completion.token_ids) - 1, completion.versions[-1]
+        stretches = ((span.version, span.start, min(span.end, num_kept)) for span in completion.versions)
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:num_kept],
+            logprobs=completion.logprobs[:num_kept],
+            versions=join_spans(last.model, stretches, last.version),
+        )
 
     async def _continued(
         self,

@@ -178,6 +178,11 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
         yield f"judgements: {result.num_judgements} asked, {num_failed} failed{causes(result.failed_judgements)}"
+    if result.asked_verdicts:
+        yield (
+            f"judgements without a verdict that were asked for it: {result.asked_verdicts}, of which "
+            f"{result.asked_verdicts_read} then had one"
+        )
     for name, own in result.by_judge.items():
         if own.failed_judgements:
             yield f"  by {name}{causes(own.failed_judgements)}"

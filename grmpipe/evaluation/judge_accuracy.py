@@ -196,6 +196,7 @@ class JudgeEvaluation:
 
     num_judgements, num_tokens, num_prompt_tokens, failed_judgements: where there are several judges, one's counts also
     cover items about which it was asked in part, which are in none of its accuracies.
+    asked_verdicts: judgements without a verdict that were asked for it; asked_verdicts_read: those that then had one.
     num_prompt_tokens: summed over judgements, without shared principles; None for a model that returns no token ids.
     """
 
@@ -214,6 +215,8 @@ class JudgeEvaluation:
     num_prompt_tokens: int | None
     bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
     score_error: float | None  # mean distance from the label, over scored responses
+    asked_verdicts: int = 0
+    asked_verdicts_read: int = 0
     by_judge: Mapping[str, JudgeEvaluation] = field(default_factory=dict)  # empty with a single judge
 
 
@@ -276,6 +279,8 @@ def evaluate_judgements(
         num_prompt_tokens=num_prompt_tokens,
         bias=measure_bias(judged, scale),
         score_error=score_error(judged, scale),
+        asked_verdicts=sum(one.completion.asked is not None for report in reports for one in answers_in(report)),
+        asked_verdicts_read=sum(one.completion.asked is not None for report in reports for one in report.judgements),
     )
 
 

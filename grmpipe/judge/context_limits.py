@@ -187,7 +187,7 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
                 principles.render(prompt)
         form = form_named(judge.parser)
         compile_pattern(form, judge.scale, form.num_scores or (1 if judge.protocol_kind.gives_one_score else 2))
-        if judge.format.structured:
+        if judge.format.structured or judge.format.ask_verdict:
             judgement_pattern(form, judge.scale)
     return template
 

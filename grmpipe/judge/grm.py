@@ -13,14 +13,23 @@ from typing import Literal, Protocol, TypeVar, get_args
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.parse import answer_pattern, form_named, judgement_pattern, parse_scores, scores_in
+from grmpipe.judge.parse import (
+    answer_pattern,
+    asked_pattern,
+    form_named,
+    judgement_pattern,
+    parse_scores,
+    scores_in,
+)
 from grmpipe.judge.verdict import make_failure
 from grmpipe.models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
 from grmpipe.models.engines.endpoint_use import NoRequestLog
 from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.models.types import (
+    AskedAnswer,
     ChatEngine,
     Completion,
     EngineDied,
@@ -58,6 +67,10 @@ def current_purpose() -> Purpose:
     return _PURPOSE.get()
 
 
+# What an endpoint is asked for after a judgement without a verdict, whose prompt names the form.
+ASK_VERDICT = "Give your verdict now, in exactly the form that you were asked for. Write nothing before or after it."
+VERDICT = "verdict"  # suffix of that request's id
+VERDICT_TOKENS, SCORE_TOKENS = 48, 8  # kept for it: for its line and what asks for it, and for each score
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 
 
@@ -105,6 +118,14 @@ class Grm(Protocol):
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one judgement. Raises EngineRefused or EngineDied."""
+        ...
+
+    async def ask_verdict(
+        self, prompt: GrmPrompt, judgement: Completion, params: SamplingParams, context: RequestContext
+    ) -> Completion:
+        """The judgement, continued by the verdict that it lacks; raises what `ask` raises. params: `pattern` is the
+        verdict's, for a GRM that can be held to one; `max_new_tokens` is the limit of both together.
+        """
         ...
 
 
@@ -173,6 +194,19 @@ class LocalGrm(MeteredGrm):
         self._requests.end_request(number, Usage(prompt=prompt.num_tokens, sampled=completion.num_tokens))
         return completion
 
+    async def ask_verdict(
+        self, prompt: GrmPrompt, judgement: Completion, params: SamplingParams, context: RequestContext
+    ) -> Completion:
+        assert isinstance(self._engine, ReasoningEngine), "it continues completions"
+        number = self._requests.begin_request(retry=True)
+        with self._in_flight():
+            whole = await self._engine.ask_verdict(prompt.token_ids, judgement, params, context)
+        asked_at = judgement.num_tokens if whole.asked is None else whole.asked.end
+        self._requests.end_request(
+            number, Usage(prompt=prompt.num_tokens + asked_at, sampled=whole.num_tokens - asked_at)
+        )
+        return whole
+
 
 class RemoteGrm(MeteredGrm):
     """A GRM behind an endpoint. It takes messages, and returns a text and a count of tokens.
@@ -221,6 +255,33 @@ class RemoteGrm(MeteredGrm):
         self._events.span(self.name, context.role, start_s, clock(), request=context.request_id, num_tokens=num_tokens)
         return self._with_thought(completion)
 
+    async def ask_verdict(
+        self, prompt: GrmPrompt, judgement: Completion, params: SamplingParams, context: RequestContext
+    ) -> Completion:
+        """By a further turn. The judge's words may quote those of the policy, so they are escaped alike; a thought
+        isn't repeated, and one in the new answer is no part of the verdict.
+        """
+        said, ask = self.escape_text(judgement.answer), Message(role="user", content=ASK_VERDICT)
+        *before, last = prompt.messages
+        if said.strip():
+            messages = (*prompt.messages, Message(role="assistant", content=said), ask)
+        else:  # endpoints refuse an empty turn, and two of the same role
+            messages = (*before, replace(last, content=f"{last.content}\n\n{ASK_VERDICT}"))
+        num_used = judgement.num_tokens or estimate_tokens(judgement.text)
+        room = params.max_new_tokens - num_used - estimate_tokens(ASK_VERDICT)
+        if room < 1:
+            return judgement
+        params = replace(params, pattern=None, max_new_tokens=room)
+        answer = await self.ask(self.prompt(messages), params, context)
+        start = judgement.num_tokens
+        return replace(
+            judgement,
+            text=f"{judgement.text}\n\n{answer.answer}",
+            finish_reason=answer.finish_reason,
+            unseen_tokens=start + answer.num_tokens,
+            asked=AskedAnswer(start=start, end=start, text_start=len(judgement.text) + 2),
+        )
+
     def _with_thought(self, completion: Completion) -> Completion:
         """The endpoint's template is unknown and may open the thought: the thought's end shows that there is one."""
         if self.thinking is None:
@@ -261,6 +322,8 @@ class GrmQuestion:
 class GrmRequest:
     """One question to a GRM. Its request ids are `<name>.<attempt>`, with the judge's mark; a repeated id samples the
     same answer.
+
+    verdict: the pattern of a verdict that is asked for if the answer can't be read; None: none is.
     """
 
     name: str
@@ -270,6 +333,7 @@ class GrmRequest:
     max_new_tokens: int
     pattern: str | None
     thinking: ThinkingBudget | None
+    verdict: str | None = None
 
 
 T = TypeVar("T")
@@ -317,9 +381,10 @@ class GrmClient:
             group_id=question.group_id,
             priority=priority,
             prompt=question.prompt,
-            max_new_tokens=self._config.max_new_tokens,
+            max_new_tokens=self._config.max_new_tokens - self._kept_for_verdict(question.num_scores),
             pattern=self._pattern(question.num_scores),
             thinking=self._budget_before(question.num_scores),
+            verdict=self._asked_pattern(question.num_scores),
         )
         return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
 
@@ -348,7 +413,7 @@ class GrmClient:
         """Ask with retries while the answer is unusable, unless it is greedy. The router retries a dead engine."""
         results: list[T | Failed] = []
         for attempt in range(1 if self.is_greedy else 1 + self._config.limits.max_retries):
-            answer = await self._answer(request, attempt)
+            answer = await self._answer(request, attempt, read)
             results.append(answer if isinstance(answer, Failed) else read(answer, attempt + 1))
             if not isinstance(results[-1], FailedJudgement):
                 break
@@ -359,6 +424,17 @@ class GrmClient:
         if not self._config.format.structured:
             return None
         return judgement_pattern(self._form, self._scale, num_scores, self.grm.thinking)
+
+    def _asked_pattern(self, num_scores: int) -> str | None:
+        if not self._config.format.ask_verdict:
+            return None
+        return asked_pattern(self._form, self._scale, num_scores)
+
+    def _kept_for_verdict(self, num_scores: int) -> int:
+        """The tokens of `judge.max_new_tokens` that are kept for a verdict that has to be asked for."""
+        if not self._config.format.ask_verdict:
+            return 0
+        return min(VERDICT_TOKENS + SCORE_TOKENS * num_scores, self._config.max_new_tokens // 2)
 
     def _budget_before(self, num_scores: int | None = None) -> ThinkingBudget | None:
         """The budget of a thought before a verdict of `num_scores`; None: before a free text."""
@@ -371,7 +447,8 @@ class GrmClient:
             return budget
         return replace(budget, pattern=answer_pattern(self._form, self._scale, num_scores))
 
-    async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
+    async def _answer(self, request: GrmRequest, attempt: int, read: Read[T]) -> Completion | Failed:
+        """An answer; where `read` finds no verdict in it, with the one that was asked for."""
         request_id = f"{request.name}.{attempt}{self._mark}"
         context = RequestContext(
             request_id=request_id,
@@ -390,6 +467,20 @@ class GrmClient:
         try:
             async with self._places.enter(request.priority), self.grm.time_limit(self._config.limits.timeout_s):
                 completion = await self.grm.ask(request.prompt, params, context)
+                if (
+                    request.verdict is not None
+                    and completion.finish_reason != "abort"
+                    and isinstance(read(completion, attempt + 1), FailedJudgement)
+                ):
+                    params = replace(
+                        params,
+                        max_new_tokens=self._config.max_new_tokens,
+                        seed=derive_seed(params.seed, VERDICT),
+                        pattern=request.verdict,
+                        thinking=None,
+                    )
+                    context = replace(context, request_id=f"{request_id}/{VERDICT}", is_retry=True)
+                    completion = await self.grm.ask_verdict(request.prompt, completion, params, context)
         except TimeoutError:
             return make_failure("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:

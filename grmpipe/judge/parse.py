@@ -249,7 +249,11 @@ def parse_scores(completion: Completion, parser: Parser, num_scores: int, scale:
 
 
 def in_usual_markers(completion: Completion) -> str:
-    """The text with a short thought between the usual markers in place of its own, whatever markers that had."""
+    """The text with a short thought between the usual markers in place of its own, whatever markers that had. A verdict
+    that was asked for is read alone.
+    """
+    if completion.asked is not None:
+        return completion.text[completion.asked.text_start :]
     if not completion.thought_chars:
         return completion.text
     return f"{THOUGHT_BEGINS}\n...\n{THOUGHT_ENDS}{completion.text[completion.thought_chars :]}"
@@ -369,6 +373,17 @@ def verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
     return rf"{BLANKS}{line}{match_closing(form)}{BLANK_LINES}"
 
 
+REPEATED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[*+]")  # escapes and classes, whose signs repeat nothing; repetition
+
+
+def asked_pattern(form: Form, scale: Scale, num_scores: int) -> str:
+    """A verdict that was asked for: its line, without what may stand around it. Nothing is repeated without an end, so
+    its tokens are few, and what a small judge would like to add can't fill them.
+    """
+    line = form.line(match_scores(form, scale), scale, num_scores)
+    return REPEATED.sub(lambda found: {"*": "?", "+": "{1}"}.get(found[0], found[0]), line)
+
+
 def match_closing(form: Form) -> str:
     return f"(?:{'|'.join(map(match_lines, form.closings))})?" if form.closings else ""
 
@@ -402,8 +417,8 @@ def match_scores(form: Form, scale: Scale) -> str:
     """The pattern of all scores of a scale, as a form writes numbers. ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
-            f"format.structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
-            "type judge.format.structured=false, or a smaller scale (judge.scale.low, judge.scale.high)"
+            f"scale: {scale.high - scale.low + 1} different scores are too many for a pattern; type a smaller scale "
+            "(judge.scale.low, judge.scale.high), or judge.format.structured=false judge.format.ask_verdict=false"
         )
     numbers = (f"{score}{match_decimals(form, score, scale)}" for score in range(scale.low, scale.high + 1))
     return f"(?:{'|'.join(numbers)})"

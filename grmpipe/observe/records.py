@@ -121,7 +121,7 @@ SCALES = np.array(
 # Left out where they are empty: of a turn, of a rollout, of a completion, and of anything else.
 RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s", "tool_calls", "rewards")
 RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_failures")
-RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "stop_text")
+RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "asked", "stop_text")
 RARE: Mapping[type, tuple[str, ...]] = {
     Message: ("tool_calls", "name", "tool_call_id"),
     Prompt: ("rubric", "info"),

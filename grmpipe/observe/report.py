@@ -181,6 +181,8 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
     if (asked := run.judging.asked) and run.judge.writes:
         yield Tile(name="judgements", value=f"{asked:,}")
         yield Tile(name="failed", value=percent(failed / asked))
+        if of_them := run.judging.asked_verdicts:
+            yield Tile(name="verdicts asked for", value=f"{of_them:,}, {run.judging.asked_verdicts_read:,} read")
     elif failed:
         yield Tile(name="failed verdicts", value=f"{failed:,}")
     if oldest := run.series("staleness/max"):

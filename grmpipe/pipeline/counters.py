@@ -109,6 +109,8 @@ class JudgeCounts(Counts):
     asked: int = 0  # judgements requested, retries included
     counted: int = 0  # judgements that entered a vote
     forced: int = 0  # judgements whose thought the budget ended
+    asked_verdicts: int = 0  # judgements without a verdict that were asked for it
+    asked_verdicts_read: int = 0  # those of them that then had one
     judge_tokens: int = 0
     kept_tokens: int = 0  # those of them from before a resume
     drafted_tokens: int = 0  # by speculative decoding
@@ -141,6 +143,8 @@ class JudgeCounts(Counts):
         self.asked += len(report.judgements) + len(report.failures)
         self.counted += len(report.judgements)
         self.forced += sum(judgement.is_forced for judgement in report.judgements)
+        self.asked_verdicts += sum(completion.asked is not None for completion in generated)
+        self.asked_verdicts_read += sum(one.completion.asked is not None for one in report.judgements)
         self.judge_tokens += sum(completion.num_tokens for completion in generated)
         self.drafted_tokens += sum(completion.drafted_tokens for completion in generated)
         self.accepted_tokens += sum(completion.accepted_tokens for completion in generated)
@@ -165,6 +169,9 @@ class JudgeCounts(Counts):
         }
         if self.forced:
             metrics["forced_verdicts"] = float(self.forced)
+        if self.asked_verdicts:
+            metrics["asked_verdicts"] = float(self.asked_verdicts)
+            metrics["asked_verdicts_read"] = float(self.asked_verdicts_read)
         if self.drafted_tokens:
             metrics |= {"drafted_tokens": float(self.drafted_tokens), "accepted_tokens": float(self.accepted_tokens)}
         return metrics

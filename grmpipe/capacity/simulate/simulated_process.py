@@ -75,3 +75,9 @@ class AttendedGrm(LocalGrm):
         completion = await super().ask(prompt, params, context)
         await self._driver.attend()
         return completion
+
+    async def ask_verdict(
+        self, prompt: GrmPrompt, judgement: Completion, params: SamplingParams, context: RequestContext
+    ) -> Completion:
+        """Nothing is asked: the simulated share of unparseable judgements is of those that stay without a verdict."""
+        return judgement

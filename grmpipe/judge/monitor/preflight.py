@@ -64,8 +64,8 @@ def explain_useless(config: JudgeConfig, failures: Sequence[Failed]) -> str:
     return (
         f"parser: {config.parser} could read none of {len(failures)} preflight judgements with template "
         f"{config.template}; "
-        f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or "
-        "judge.format.structured=true if its engine has a grammar"
+        f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, "
+        "judge.format.ask_verdict=true, or judge.format.structured=true if its engine has a grammar"
     )
 
 

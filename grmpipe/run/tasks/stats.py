@@ -210,6 +210,8 @@ def judgement_totals(counts: JudgeCounts) -> dict[str, Any]:
         "asked": counts.asked,
         "counted": counts.counted,
         "forced_verdicts": counts.forced,
+        "asked_verdicts": counts.asked_verdicts,
+        "asked_verdicts_read": counts.asked_verdicts_read,
         "failed": counts.failed,
         "tokens": counts.judge_tokens,
         "saved_by_early_stop": counts.saved_tokens,

@@ -68,8 +68,8 @@ def mark_sampled(rollout: Rollout) -> np.ndarray:
     """[C] bool, for the C tokens of all completions: True for the N sampled ones."""
     sampled_C, begin = np.ones(sum(len(turn.completion.token_ids) for turn in rollout.turns), dtype=bool), 0
     for turn in rollout.turns:
-        first, last = turn.completion.inserted or (0, 0)
-        sampled_C[begin + first : begin + last] = False
+        for first, last in turn.completion.unsampled:
+            sampled_C[begin + first : begin + last] = False
         begin += len(turn.completion.token_ids)
     return sampled_C
 

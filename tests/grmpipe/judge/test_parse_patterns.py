@@ -153,5 +153,5 @@ def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str
 
 
 def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:
-    with pytest.raises(ValueError, match=r"^format\.structured: 1002 different scores"):
+    with pytest.raises(ValueError, match=r"^scale: 1002 different scores"):
         judgement_pattern(form_named("boxed"), Scale(low=0, high=1001), 1)
