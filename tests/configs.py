@@ -16,6 +16,7 @@ BLOCKS = {
     "thinking_tokens": "thinking.budget_tokens",
     "answer_start": "thinking.answer_start",
     "structured": "format.structured",
+    "ask_verdict": "format.ask_verdict",
     "show_thoughts": "format.show_thoughts",
     "show_truncation": "format.show_truncation",
     "truncation": "format.truncation",

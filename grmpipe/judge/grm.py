@@ -273,13 +273,13 @@ class RemoteGrm(MeteredGrm):
             return judgement
         params = replace(params, pattern=None, max_new_tokens=room)
         answer = await self.ask(self.prompt(messages), params, context)
-        start = judgement.num_tokens
+        start, text = judgement.num_tokens, f"{judgement.text}\n\n" if judgement.text else ""
         return replace(
             judgement,
-            text=f"{judgement.text}\n\n{answer.answer}",
+            text=text + answer.answer,
             finish_reason=answer.finish_reason,
             unseen_tokens=start + answer.num_tokens,
-            asked=AskedAnswer(start=start, end=start, text_start=len(judgement.text) + 2),
+            asked=AskedAnswer(start=start, end=start, text_start=len(text)),
         )
 
     def _with_thought(self, completion: Completion) -> Completion:

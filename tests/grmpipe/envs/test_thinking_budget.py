@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from grmpipe.config.judge import Scale
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.judge.parse import asked_pattern, form_named
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.engine_kind import EngineSpec
@@ -156,6 +159,63 @@ def test_a_death_during_the_answer_is_the_requests() -> None:
         sample(Dying(QWEN3, ["<think>\nhm and hm and hm"]), budget=3)
 
 
+VERDICT_CONTEXT = replace(CONTEXT, request_id="g/0/j0.0/verdict", is_retry=True)
+
+
+def ask_verdict(script: Script, judgement: Completion, most: int = 100) -> Completion:
+    params = SamplingParams(max_new_tokens=most, seed=8, pattern="Score: (?:3|7)")
+    sampler = ReasoningEngine(script, script.renderer)
+    return asyncio.run(sampler.ask_verdict((1, 2), judgement, params, VERDICT_CONTEXT))
+
+
+def test_a_verdict_that_is_asked_for_continues_the_judgement_without_its_end_of_turn() -> None:
+    script = Script(QWEN3, ["It is right.<|im_end|>", "Score: 7<|im_end|>"])
+    judgement = sample(script, budget=50)
+    whole = ask_verdict(script, judgement)
+    said, between = QWEN3.encode_markup("It is right."), QWEN3.encode_markup("\n\n")
+    assert judgement.token_ids[:-1] == said and judgement.token_ids[-1] in QWEN3.stop_token_ids
+    assert whole.token_ids == (*said, *between, *QWEN3.encode_markup(script.texts[1]))
+    assert (whole.text, whole.finish_reason, whole.inserted) == ("It is right.\n\nScore: 7", "stop", None)
+    assert whole.asked is not None and whole.text[whole.asked.text_start :] == "Score: 7"
+    assert whole.unsampled == ((start := len(said), end := len(said) + len(between)),)
+    assert whole.logprobs[:start] == judgement.logprobs[:-1] and set(whole.logprobs[start:end]) == {0.0}
+    assert whole.logprobs[end:] == tuple(-2.0 - place / 100 for place in range(len(whole.token_ids) - end))
+    assert whole.versions == (
+        VersionSpan(model="grm", version=0, start=0, end=start),
+        VersionSpan(model="grm", version=1, start=start, end=len(whole.token_ids)),
+    )
+    asked_ids, params, context = script.asked[1]
+    assert (asked_ids, context) == ((1, 2, *said, *between), VERDICT_CONTEXT)
+    assert (params.pattern, params.seed, params.max_new_tokens) == ("Score: (?:3|7)", 8, 100 - end)
+
+
+@pytest.mark.parametrize("renderer", [QWEN3, R1], ids=["qwen3", "deepseek_r1"])
+def test_a_thought_ends_before_its_verdict_is_asked_for(renderer: Renderer) -> None:
+    opening = "<think>" if renderer is QWEN3 else ""
+    script = Script(renderer, [f"{opening}hm, Score: 1\nScore: 2", "Score: 7"])
+    judgement = sample(script, budget=9, most=9)
+    whole = ask_verdict(script, judgement)
+    thought, end = judgement.token_ids, renderer.encode_markup("\n</think>\n\n")
+    assert judgement.finish_reason == "length" and script.asked[1][0] == (1, 2, *thought, *end)
+    assert (whole.answer, whole.finish_reason) == ("Score: 7", "stop")
+    assert whole.thought_tokens == len(thought) + end.index(renderer.tokenizer.convert_tokens_to_ids("</think>")) + 1
+
+
+def test_tokens_of_a_budget_and_of_an_asked_verdict_are_both_known_as_unsampled() -> None:
+    script = Script(QWEN3, ["<think>hm and hm and hm", "I don't know.", "Score: 7"])
+    judgement = sample(script, budget=4)
+    whole = ask_verdict(script, judgement)
+    assert whole.inserted == judgement.inserted and whole.asked is not None
+    assert whole.unsampled == (judgement.inserted, (whole.asked.start, whole.asked.end))
+    assert whole.answer == "I don't know.\n\nScore: 7"
+
+
+def test_without_room_for_a_verdict_none_is_asked_for() -> None:
+    script = Script(QWEN3, ["It is right."])
+    judgement = sample(script, budget=50)
+    assert ask_verdict(script, judgement, most=len(judgement.token_ids)) is judgement
+
+
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "hm", "\n", "> ", "12", " é"]), max_size=12).map("".join)
 
 
@@ -201,6 +261,33 @@ def test_a_real_engine_samples_the_answer_after_the_inserted_tokens() -> None:
     assert (start, completion.answer[:6]) == (5, "Score:") and end < len(completion.token_ids)
     assert completion.logprobs[:start] == pytest.approx(own[:start], abs=1e-4)
     assert completion.logprobs[end:] == pytest.approx(own[end:], abs=1e-4)
+
+
+def test_a_real_engine_samples_the_verdict_by_its_pattern_after_what_was_said() -> None:
+    path = str(SHIPPED / "grm")
+    renderer = Renderer.load(path)
+    engine = EmbeddedEngine(EngineSpec(path=path, role="grm"), EmbeddedConfig())
+    pattern = asked_pattern(form_named("boxed"), Scale(), 2)
+
+    async def ask() -> tuple[Completion, Completion, tuple[float, ...]]:
+        prompt_ids, sampler = renderer.render([Message(role="user", content="?")]), ReasoningEngine(engine, renderer)
+        params = SamplingParams(max_new_tokens=9, seed=3)
+        judgement = await sampler.generate(prompt_ids, params, CONTEXT)
+        params = replace(params, max_new_tokens=200, pattern=pattern)
+        whole = await sampler.ask_verdict(prompt_ids, judgement, params, VERDICT_CONTEXT)
+        assert whole == await sampler.ask_verdict(prompt_ids, judgement, params, VERDICT_CONTEXT)
+        return judgement, whole, (await engine.score((*prompt_ids, *whole.token_ids)))[len(prompt_ids) - 1 :]
+
+    try:
+        judgement, whole, scores = asyncio.run(ask())
+    finally:
+        engine.close()
+    assert judgement.finish_reason == "length" and whole.finish_reason == "stop" and whole.asked is not None
+    assert whole.text.startswith(judgement.text)
+    assert re.fullmatch(pattern, whole.text[whole.asked.text_start :])
+    said, verdict = slice(whole.asked.start), slice(whole.asked.end, None)
+    assert whole.logprobs[said] == pytest.approx(scores[said], abs=1e-4)
+    assert all(held >= free - 1e-4 for held, free in zip(whole.logprobs[verdict], scores[verdict], strict=True))
 
 
 class Asks:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.parse import form_named, judgement_pattern, parser_named
+from grmpipe.judge.parse import asked_pattern, form_named, judgement_pattern, parser_named
 from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.tiny.tokenizer import build_tokenizer
 
@@ -142,6 +142,26 @@ def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], nu
     text = f"fine\n\\boxed{{{', '.join(map(str, scores))}}}"
     good = len(scores) == num_scores and all(1 <= score <= 10 for score in scores)
     assert (re.fullmatch(judgement_pattern(form_named("boxed"), Scale(), num_scores), text) is not None) == good
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_a_verdict_that_is_asked_for_parses_and_is_short(name: str) -> None:
+    form, num_scores = form_named(name), 1 if name in ONE else 2
+
+    @settings(max_examples=30)
+    @given(st.from_regex(asked_pattern(form, Scale(), num_scores), fullmatch=True))
+    def holds(text: str) -> None:
+        assert parser_named(name)(text, num_scores, Scale()) != "unparseable"
+        assert len(text) < 200
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["score_line", "boxed"])
+def test_a_verdict_that_is_asked_for_may_be_written_as_templates_show_it(name: str) -> None:
+    pattern = asked_pattern(form_named(name), Scale(), 1)
+    assert all(re.fullmatch(pattern, FORMS[name].format(score)) for score in range(1, 11))
+    assert not any(re.fullmatch(pattern, text) for text in ("", "fine\nScore: 7", "Score: 7\n\n", "Score: 11"))
 
 
 @given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(ONE))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grmpipe.models.types import Completion, Message, TokenScores, VersionSpan
+from grmpipe.models.types import AskedAnswer, Completion, Message, TokenScores, VersionSpan
 from grmpipe.observe.all_trackers import JsonlSink
 from grmpipe.observe.journal import AppendFile, Journal, Mark, read_journal
 from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_trained, load_verdicts
@@ -58,6 +58,7 @@ COMPLETIONS = st.builds(
     thought_tokens=COUNTS,
     thought_chars=COUNTS,
     inserted=st.none() | st.tuples(COUNTS, COUNTS),
+    asked=st.none() | st.builds(AskedAnswer, start=COUNTS, end=COUNTS, text_start=COUNTS),
 )
 RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from grmpipe.algorithm.distill import DistillConfig
 from grmpipe.algorithm.parts import ESTIMATORS
+from grmpipe.algorithm.rewards import count_sampled
 from grmpipe.algorithm.settings import OverlongConfig, PassAtK
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.verdict import only_finite
-from grmpipe.models.types import Completion, TokenScores, VersionSpan
+from grmpipe.models.types import AskedAnswer, Completion, TokenScores, VersionSpan
 from grmpipe.train.batching.samples import count, kl_of_sample, mean_advantages, rollout_key, split_rollout, to_samples
 from grmpipe.train.critic.value_samples import make_sequences, values_of_samples
 from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, TeacherScores, Turn, Verdict
@@ -200,8 +201,13 @@ def test_a_sample_without_trained_tokens_is_no_sequence() -> None:
 
 
 def test_inserted_tokens_are_never_trained() -> None:
-    """A thinking budget inserts the end of a thought: the learner sees it, and gets no gradient from it."""
+    """A thinking budget inserts the end of a thought: the learner sees it, and gets no gradient from it. So it is with
+    what asks for a verdict.
+    """
     thought = replace(completion((5, 6, 7, 8, 9)), inserted=(1, 3))
+    asked = replace(thought, asked=AskedAnswer(start=4, end=5, text_start=9))
+    (sample,) = split_rollout(replace(rollout(0), turns=(Turn(new_ids=(1, 2), completion=asked),)), np.ones(5))
+    assert sample.loss_mask == (0, 0, 1, 0, 0, 1, 0) and count_sampled(asked, 5) == 2
     (sample,) = split_rollout(replace(rollout(0), turns=(Turn(new_ids=(1, 2), completion=thought),)), np.ones(5))
     assert sample.token_ids == (1, 2, 5, 6, 7, 8, 9)
     assert sample.loss_mask == (0, 0, 1, 0, 0, 1, 1)
