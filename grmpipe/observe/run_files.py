@@ -256,6 +256,8 @@ def summarise_judging(metrics: Sequence[Metrics]) -> JudgingSummary:
         cascades |= by_part(line, "cascade")
     return JudgingSummary(
         asked=int(sum(line.get("judge/asked", 0) for line in metrics)),
+        asked_verdicts=int(sum(line.get("judge/asked_verdicts", 0) for line in metrics)),
+        asked_verdicts_read=int(sum(line.get("judge/asked_verdicts_read", 0) for line in metrics)),
         failed=failures_in(metrics),
         by_judge={
             name: JudgeSummary(

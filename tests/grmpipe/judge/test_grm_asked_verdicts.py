@@ -240,3 +240,8 @@ def test_a_draft_or_a_thought_is_no_verdict_that_was_asked_for(
     result, _ = ask_endpoint(reply(said, "length"), reply(answer, finish_reason), **parser)
     assert isinstance(result, FailedJudgement) and result.cause == cause
     assert result.completion.asked is not None
+
+
+def test_a_judgement_too_short_to_be_asked_for_a_verdict_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"format\.ask_verdict: .*=31 leave .*type judge\.max_new_tokens=64 or more"):
+        judge_config(ask_verdict=True, max_new_tokens=31)

@@ -181,7 +181,9 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
     write_metrics(tmp_path, step(1), step(2, alarm__hacking=1.0))
     summary(
         eval=EvalSummary(initial={"true_accuracy": 0.25}, final={"true_accuracy": 0.875}),
-        judging=JudgingSummary(asked=200, counted=198, failed={"unparseable": 2}),
+        judging=JudgingSummary(
+            asked=200, counted=198, failed={"unparseable": 2}, asked_verdicts=30, asked_verdicts_read=28
+        ),
         busy_s={"grm": 3.0},
         bottleneck="the learner waited for judging",
         alarms=("the score rises, the truth falls",),
@@ -191,7 +193,8 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
     for told in (
         "completed", "1 min 15 s", "0.25 → 0.875", "the learner waited for judging", "the score rises, the truth falls",
         "Began again at its last checkpoint; step 7: learner-0 died",
-        "unparseable 2 (1 %)", "waits for verdicts 50 %", "grm 75 %", "True accuracy", "GRM score",
+        "unparseable 2 (1 %)", "verdicts asked for 30, 28 read", "waits for verdicts 50 %",
+        "grm 75 %", "True accuracy", "GRM score",
     ):  # fmt: skip
         assert told in text, told
     assert (tmp_path / REPORT).read_text().count('class="band"') == 2, "the alarm is marked beside score and truth"
