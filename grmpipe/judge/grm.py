@@ -17,11 +17,11 @@ from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import (
     answer_pattern,
-    asked_pattern,
     form_named,
     judgement_pattern,
     parse_scores,
     scores_in,
+    short_verdict_pattern,
 )
 from grmpipe.judge.verdict import make_failure
 from grmpipe.models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers, thinks
@@ -384,7 +384,7 @@ class GrmClient:
             max_new_tokens=self._config.max_new_tokens - self._kept_for_verdict(question.num_scores),
             pattern=self._pattern(question.num_scores),
             thinking=self._budget_before(question.num_scores),
-            verdict=self._asked_pattern(question.num_scores),
+            verdict=self._pattern_of_verdict(question.num_scores),
         )
         return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
 
@@ -425,10 +425,10 @@ class GrmClient:
             return None
         return judgement_pattern(self._form, self._scale, num_scores, self.grm.thinking)
 
-    def _asked_pattern(self, num_scores: int) -> str | None:
+    def _pattern_of_verdict(self, num_scores: int) -> str | None:
         if not self._config.format.ask_verdict:
             return None
-        return asked_pattern(self._form, self._scale, num_scores)
+        return short_verdict_pattern(self._form, self._scale, num_scores)
 
     def _kept_for_verdict(self, num_scores: int) -> int:
         """The tokens of `judge.max_new_tokens` that are kept for a verdict that has to be asked for."""

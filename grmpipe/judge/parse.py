@@ -376,7 +376,7 @@ def verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
 REPEATED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[*+]")  # escapes and classes, whose signs repeat nothing; repetition
 
 
-def asked_pattern(form: Form, scale: Scale, num_scores: int) -> str:
+def short_verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
     """A verdict that was asked for: its line, without what may stand around it. Nothing is repeated without an end, so
     its tokens are few, and what a small judge would like to add can't fill them.
     """

@@ -18,7 +18,7 @@ from grmpipe.config.judge import Scale
 from grmpipe.envs.env import Action, Episode, Observation, Opening
 from grmpipe.envs.play import EpisodeLimits, RolloutRequest, play
 from grmpipe.envs.thinking_budget import ReasoningEngine
-from grmpipe.judge.parse import asked_pattern, form_named
+from grmpipe.judge.parse import form_named, short_verdict_pattern
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.engine_kind import EngineSpec
@@ -267,7 +267,7 @@ def test_a_real_engine_samples_the_verdict_by_its_pattern_after_what_was_said() 
     path = str(SHIPPED / "grm")
     renderer = Renderer.load(path)
     engine = EmbeddedEngine(EngineSpec(path=path, role="grm"), EmbeddedConfig())
-    pattern = asked_pattern(form_named("boxed"), Scale(), 2)
+    pattern = short_verdict_pattern(form_named("boxed"), Scale(), 2)
 
     async def ask() -> tuple[Completion, Completion, tuple[float, ...]]:
         prompt_ids, sampler = renderer.render([Message(role="user", content="?")]), ReasoningEngine(engine, renderer)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.parse import asked_pattern, form_named, judgement_pattern, parser_named
+from grmpipe.judge.parse import form_named, judgement_pattern, parser_named, short_verdict_pattern
 from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.tiny.tokenizer import build_tokenizer
 
@@ -149,7 +149,7 @@ def test_a_verdict_that_is_asked_for_parses_and_is_short(name: str) -> None:
     form, num_scores = form_named(name), 1 if name in ONE else 2
 
     @settings(max_examples=30)
-    @given(st.from_regex(asked_pattern(form, Scale(), num_scores), fullmatch=True))
+    @given(st.from_regex(short_verdict_pattern(form, Scale(), num_scores), fullmatch=True))
     def holds(text: str) -> None:
         assert parser_named(name)(text, num_scores, Scale()) != "unparseable"
         assert len(text) < 200
@@ -159,7 +159,7 @@ def test_a_verdict_that_is_asked_for_parses_and_is_short(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["score_line", "boxed"])
 def test_a_verdict_that_is_asked_for_may_be_written_as_templates_show_it(name: str) -> None:
-    pattern = asked_pattern(form_named(name), Scale(), 1)
+    pattern = short_verdict_pattern(form_named(name), Scale(), 1)
     assert all(re.fullmatch(pattern, FORMS[name].format(score)) for score in range(1, 11))
     assert not any(re.fullmatch(pattern, text) for text in ("", "fine\nScore: 7", "Score: 7\n\n", "Score: 11"))
 
