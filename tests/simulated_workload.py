@@ -26,12 +26,24 @@ ROLLOUTS, CRITIQUES = always(100), always(50)
 
 
 def workload(
-    *, staleness: int = 0, lengths: Lengths = ROLLOUTS, critiques: Lengths = CRITIQUES, unparseable_share: float = 0.0
+    *,
+    staleness: int = 0,
+    lengths: Lengths = ROLLOUTS,
+    critiques: Lengths = CRITIQUES,
+    unparseable_share: float = 0.0,
+    ask_verdict: bool = False,
 ) -> Workload:
     config = run_config(
         train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
         rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
-        judge=judge_config(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),
+        judge=judge_config(
+            num_judgements=2,
+            max_new_tokens=200,
+            min_tokens_per_s=1,
+            timeout_s=3600,
+            max_retries=1,
+            ask_verdict=ask_verdict,
+        ),
     )
     question = Message(role="user", content="how many apples are left? " * 4)
     return Workload(
