@@ -59,7 +59,8 @@ def explain_useless(config: JudgeConfig, failures: Sequence[Failed]) -> str:
         return (
             f"max_new_tokens: {count} of {len(failures)} preflight judgements were truncated at "
             f"{config.max_new_tokens} "
-            "tokens, and none ended; type a larger judge.max_new_tokens, or a template for shorter judgements"
+            "tokens, and none ended; type a larger judge.max_new_tokens, a template for shorter judgements, or "
+            "judge.format.ask_verdict=true"
         )
     return (
         f"parser: {config.parser} could read none of {len(failures)} preflight judgements with template "
