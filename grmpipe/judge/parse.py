@@ -373,14 +373,16 @@ def verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
     return rf"{BLANKS}{line}{match_closing(form)}{BLANK_LINES}"
 
 
+IN_ANY_CASE = re.compile(r"(?:\[[A-Z][a-z]\])+")  # a word, as `any_case` makes it
 REPEATED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[*+]")  # escapes and classes, whose signs repeat nothing; repetition
 
 
 def short_verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
-    """A verdict that was asked for: its line, without what may stand around it. Nothing is repeated without an end, so
-    its tokens are few, and what a small judge would like to add can't fill them.
+    """A verdict that was asked for: its line as people write it, without what may stand around it. Nothing is repeated
+    without an end, so its tokens are few, and what a small judge would like to add can't fill them.
     """
-    line = form.line(match_scores(form, scale), scale, num_scores)
+    line = form.line(match_scores(form, scale), scale, num_scores).removeprefix(LEAD).removesuffix(TAIL)
+    line = IN_ANY_CASE.sub(lambda word: re.sub(r"[\[\]]|(?<=[A-Z])[a-z]", "", word[0]).capitalize(), line)
     return REPEATED.sub(lambda found: {"*": "?", "+": "{1}"}.get(found[0], found[0]), line)
 
 
