@@ -374,6 +374,7 @@ def verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
 
 
 IN_ANY_CASE = re.compile(r"(?:\[[A-Z][a-z]\])+")  # a word, as `any_case` makes it
+DIGITS = re.compile(r"(\\d|\[[^\]]*0-9[^\]]*\])([*+])")  # a number as a form of the user's may write it
 REPEATED = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[*+]")  # escapes and classes, whose signs repeat nothing; repetition
 
 
@@ -383,6 +384,7 @@ def short_verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
     """
     line = form.line(match_scores(form, scale), scale, num_scores).removeprefix(LEAD).removesuffix(TAIL)
     line = IN_ANY_CASE.sub(lambda word: re.sub(r"[\[\]]|(?<=[A-Z])[a-z]", "", word[0]).capitalize(), line)
+    line = DIGITS.sub(lambda found: f"{found[1]}{{{int(found[2] == '+')},6}}", line)
     return REPEATED.sub(lambda found: {"*": "?", "+": "{1}"}.get(found[0], found[0]), line)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
-from grmpipe.judge.parse import form_named, judgement_pattern, parser_named, short_verdict_pattern
+from grmpipe.judge.parse import Form, form_named, judgement_pattern, parser_named, short_verdict_pattern
 from grmpipe.models.engines.embedded.grammar import Grammar
 from grmpipe.tiny.tokenizer import build_tokenizer
 
@@ -156,6 +156,13 @@ def test_a_verdict_that_is_asked_for_parses_and_is_short(name: str) -> None:
         assert len(text) < 200
 
     holds()
+
+
+def test_a_form_of_the_users_may_be_asked_for_with_all_its_scores() -> None:
+    form = Form(line=lambda number, scale, num_scores: r"=>\s*([0-9]+)( of \d+)?")
+    pattern = short_verdict_pattern(form, Scale(), 1)
+    assert all(re.fullmatch(pattern, text) for text in ("=>7", "=> 10", "=> 10 of 10"))
+    assert not re.fullmatch(pattern, "=>  " + "1" * 99)
 
 
 @pytest.mark.parametrize("name", ["score_line", "boxed"])
