@@ -9,12 +9,19 @@ from collections.abc import Iterator
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import arrival_orders
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.roles.roles import Roles
 from grmpipe.scheduler.placement import Placement
 
 FINE_TUNING = ("train_judge_rft", "train_meta_rm")
 CHECKED = ("train", "plan", "simulate", *FINE_TUNING)
+
+
+def check_deterministic(config: RunConfig, placement: Placement, roles: Roles) -> None:
+    """Raises ConfigError for a run that shall be deterministic, and can't."""
+    if config.train.deterministic and config.task in CHECKED:
+        for refusal in list_refusals(config, placement, roles):
+            raise ConfigError(f"train.deterministic: {refusal}, or train.deterministic=false")
 
 
 def list_refusals(config: RunConfig, placement: Placement, roles: Roles) -> Iterator[str]:

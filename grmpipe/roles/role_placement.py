@@ -12,7 +12,7 @@ from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.engines.installed import nccl_version
 from grmpipe.models.types import TransportKind
 from grmpipe.models.weights.transports import TRANSPORTS, transport_kind
-from grmpipe.roles.determinism import CHECKED, list_refusals
+from grmpipe.roles.determinism import check_deterministic
 from grmpipe.roles.machines import place_roles
 from grmpipe.roles.roles import ResolvedRole, Roles, ServedRole, resolve_roles
 from grmpipe.scheduler.placement import Placement
@@ -31,9 +31,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
         check_correction(roles.served[POLICY], config.algorithm)
     check_deadlines(config)
     check_shares(roles, placement)
-    if config.train.deterministic and config.task in CHECKED:
-        for refusal in list_refusals(config, placement, roles):
-            raise ConfigError(f"train.deterministic: {refusal}, or train.deterministic=false")
+    check_deterministic(config, placement, roles)
     for learner in roles.learners.values():
         learner.check_ranks()
     if placement.time_sharing_roles and (backend := config.train.backend) != FSDP2:  # `LearnerRank` has no call for it

@@ -39,6 +39,7 @@ from grmpipe.models.lm.scalar_head import outline_scalar_head
 from grmpipe.models.settings import ParallelConfig
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.health import OutageBreaker
+from grmpipe.roles.determinism import check_deterministic
 from grmpipe.roles.find_models import find_model, find_shared_limit
 from grmpipe.roles.learners import check_experts
 from grmpipe.roles.machines import check_machine, check_shared
@@ -79,6 +80,7 @@ def prepare_meta_training(config: RunConfig) -> MetaRmTraining:
     for placement in (sampling, learning):
         check_machine(config.cluster, placement)
     roles, learner = resolve_roles(config, sampling), resolve_roles(config, learning).learners["learner"]
+    check_deterministic(config, sampling, roles)
     learner.check_ranks()
     check_shares_no_samples(learner.parallel)
     stored: tuple[LabelledJudgement, ...] = ()

@@ -9,17 +9,21 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
-from grmpipe.config.run_config import ConfigError
+from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Roles
+from grmpipe.run.tasks.train_meta_rm import prepare_meta_training
 
 ROOT = Path(__file__).parents[3]
 
 
-def seated(*overrides: str) -> Roles:
+def deterministic(experiment: str, *overrides: str) -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = build(compose("config", ["+experiment=quickstart", "train.deterministic=true", *overrides]))
-    return seat_roles(config)[1]
+        return build(compose("config", [f"+experiment={experiment}", "train.deterministic=true", *overrides]))
+
+
+def seated(*overrides: str) -> Roles:
+    return seat_roles(deterministic("quickstart", *overrides))[1]
 
 
 @pytest.mark.parametrize(
@@ -40,12 +44,17 @@ def seated(*overrides: str) -> Roles:
         (["judge.vote=weighted", "meta_rm=tiny"], "a meta-RM .*; type meta_rm.max_batch_tokens=1"),
         (["+judge@judges.exact=rule", "reward=cascade", "reward.first=judge", "reward.then=exact"],
          "reward.share=0.25 goes .*; type reward.share=1"),
-        (["task=train_meta_rm", "judge=label"], "task=train_meta_rm learns .*; type task=train"),
+        (["task=train_judge_rft", "judge=label"], "task=train_judge_rft learns .*; type task=train"),
     ],
 )  # fmt: skip
 def test_deterministic_training_refuses_settings_that_depend_on_arrival(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.deterministic: .*({message}), or train\.deterministic=false$"):
         seated(*overrides)
+
+
+def test_a_meta_rm_learns_from_judgements_as_they_come() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.deterministic: task=train_meta_rm learns .*; type task=train"):
+        prepare_meta_training(deterministic("train_meta_rm"))
 
 
 def test_engines_of_a_deterministic_run_are_batch_invariant() -> None:
