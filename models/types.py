@@ -87,6 +87,7 @@ class SamplingParams:
     """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch.
 
     scoring: the prompt is scored instead, and no completion is kept; see `make_scoring_params`.
+    top_logprobs: how many likely tokens to return for each sampled one (`Completion.top`); not every engine can.
     """
 
     max_new_tokens: int
@@ -97,6 +98,7 @@ class SamplingParams:
     pattern: str | None = None  # a regular expression that the whole text must match; not every engine can
     thinking: ThinkingBudget | None = None  # for a ReasoningEngine; others ignore it
     scoring: PromptScoring | None = None
+    top_logprobs: int = 0
 
 
 def make_scoring_params(start: int, top_k: int = 0) -> SamplingParams:
@@ -144,6 +146,20 @@ class AskedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The likeliest tokens for each of the last T places of a completion, in the distribution that was sampled from, as
+    `logprobs` are. The sampled token comes first, then the likeliest ones, which may have it again.
+
+    logprobs_TK: float32; -inf where an engine returned fewer than others.
+    ids_TK: int32; None from an engine that returns no ids, but the tokens' UTF-8 in `bytes_TK`.
+    """
+
+    logprobs_TK: np.ndarray
+    ids_TK: np.ndarray | None = None
+    bytes_TK: tuple[tuple[bytes, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A completion sampled by an engine.
 
@@ -165,6 +181,7 @@ class Completion:
     asked:     its answer, if that had to be asked for. None: it came unasked, or never.
     stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
     scores:    the prompt's, for a request that asked for them and wasn't aborted.
+    top:       the likeliest tokens of its last places, for a request that asked for them.
     """
 
     token_ids: tuple[int, ...]
@@ -183,6 +200,7 @@ class Completion:
     asked: AskedAnswer | None = None
     stop_text: str = ""
     scores: TokenScores | None = field(default=None, compare=False)
+    top: TopLogprobs | None = field(default=None, compare=False)
 
     @property
     def num_tokens(self) -> int:

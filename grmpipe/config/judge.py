@@ -60,11 +60,12 @@ FUNCTION_BATCHES = ("rollout", "group")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
+SCORE_SOURCES = ("text", "expectation")
 EARLY_STOPS = ("none", "exact", "relaxed")
 # Settings of judges that write judgements; a scalar reward model writes none.
 OF_JUDGEMENTS = (
-    "protocol", "num_judgements", "template", "parser", "format.structured", "vote", "votes.abstain_above_std",
-    "principles.kind", "format.truncation",
+    "protocol", "num_judgements", "template", "parser", "score_from", "format.structured", "vote",
+    "votes.abstain_above_std", "principles.kind", "format.truncation",
 )  # fmt: skip
 
 
@@ -238,6 +239,9 @@ class JudgeConfig(Bounded):
     # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own
     # (grmpipe/judge/parse.py).
     parser: str = "score_line"
+    # What a judgement's score is: the number that it wrote (text), or the mean over the numbers that it might have
+    # written in that place, by the probabilities of their tokens (expectation).
+    score_from: str = one_of(SCORE_SOURCES, "text")
     format: FormatConfig = field(default_factory=FormatConfig)
     scale: Scale = field(default_factory=Scale)
     # How the scores of several judgements become one, or the dotted path of a function of your own; weighted and best
@@ -445,6 +449,11 @@ def check_votes(judge: JudgeConfig) -> None:
         raise ValueError(
             f"vote: {judge.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {judge.vote}; "
             f"type judge.vote={protocol.votes[0]}"
+        )
+    if judge.score_from == "expectation" and judge.vote == "majority" and not protocol.votes:
+        raise ValueError(
+            "vote: majority counts equal scores, and no two are equal with judge.score_from=expectation; type "
+            "judge.vote=mean"
         )
     if judge.votes.abstain_above_std is not None and judge.kind == "generative" and judge.gives_one_score:
         raise ValueError(

@@ -200,6 +200,17 @@ def check_engine(judge: JudgeConfig, judging: Judging) -> None:
             f"{key}.format.structured=false, "
             f"or {model.key}.engine={able}"
         )
+    if judge.score_from == "expectation" and not engine.top_logprobs:
+        able = " or ".join(engines_that(lambda kind: kind.top_logprobs))
+        raise ValueError(
+            f"{key}.score_from: {model.engine} returns no log-probs of the tokens that a judge might have written; "
+            f"type {key}.score_from=text, or {model.key}.engine={able}"
+        )
+    if judge.score_from == "expectation" and engine.outside and judge.temperature not in (0, 1):
+        raise ValueError(
+            f"{key}.temperature: endpoints return log-probs before or after the temperature, so "
+            f"{key}.score_from=expectation needs {key}.temperature=1 or 0, where both are the same"
+        )
     if judge.vote in VOTES_WITH_META_RM and engine.outside:
         raise ValueError(
             f"{key}.vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "

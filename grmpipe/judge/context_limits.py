@@ -1,5 +1,6 @@
 """Checks that prompts, answers and thoughts fit the templates and context windows of the policy and the judges."""
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
+from grmpipe.judge.expectation import check_expectation
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
@@ -112,6 +114,9 @@ def check_judge(
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
+    with section(f"{judge.key}."):
+        split = None if grm is None else functools.partial(split_number, grm.renderer)
+        check_expectation(judge, form_named(judge.parser), split)
     what, cut = describe_longest(judge, env)
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
@@ -126,6 +131,11 @@ def check_judge(
         what=what,
         cut=cut,
     )
+
+
+def split_number(renderer: Renderer, number: int) -> list[str]:
+    """The texts of the tokens of a number after a label."""
+    return [renderer.decode([token_id]) for token_id in renderer.encode_inserted(f"Score: {number}")]
 
 
 def describe_longest(judge: JudgeConfig, env: EnvConfig) -> tuple[str, str]:

@@ -14,10 +14,13 @@ from typing import Literal, Protocol, TypeVar, get_args
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.judge.expectation import TOP_LOGPROBS, Decode, TokenPlace, expect_scores, find_place
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import (
+    Scores,
     answer_pattern,
     form_named,
+    in_usual_markers,
     judgement_pattern,
     parse_scores,
     scores_in,
@@ -71,6 +74,7 @@ def current_purpose() -> Purpose:
 ASK_VERDICT = "Give your verdict now, in exactly the form that you were asked for. Write nothing before or after it."
 VERDICT = "verdict"  # suffix of that request's id
 VERDICT_TOKENS, SCORE_TOKENS = 48, 8  # kept for it: for its line and what asks for it, and for each score
+BY_TEXT = "judge.score_from=expectation needs them, judge.score_from=text doesn't"
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 
 
@@ -90,11 +94,14 @@ class GrmPrompt:
 
 
 class Grm(Protocol):
-    """A GRM to ask. `context_tokens`: its window; 0 if unknown. `thinking`: the markers of its thoughts, if any."""
+    """A GRM to ask. `context_tokens`: its window; 0 if unknown. `thinking`: the markers of its thoughts, if any.
+    `decode`: its tokens as text; None if it returns none.
+    """
 
     name: str
     context_tokens: int
     thinking: ThinkingMarkers | None
+    decode: Decode | None
 
     @property
     def thinks(self) -> bool:
@@ -132,6 +139,8 @@ class Grm(Protocol):
 class MeteredGrm:
     """What both kinds of GRM have in common: the time in which they are asked."""
 
+    decode: Decode | None = None
+
     def __init__(self, name: str, context_tokens: int) -> None:
         self.name = name
         self.context_tokens = context_tokens
@@ -154,6 +163,7 @@ class LocalGrm(MeteredGrm):
     clock:    times its answers; stands still while all its engines are being replaced.
     thinking: the markers of thoughts, for a model whose engine marks them in its completions.
     requests: counts each request.
+    decode:   its tokens as text, for scores by tokens.
     """
 
     def __init__(
@@ -165,8 +175,10 @@ class LocalGrm(MeteredGrm):
         clock: ActiveClock | None = None,
         thinking: ThinkingMarkers | None = None,
         requests: RequestLog | None = None,
+        decode: Decode | None = None,
     ) -> None:
         super().__init__(name, context_tokens)
+        self.decode = decode
         self._engine = engine
         self._requests = requests or NoRequestLog()
         self.thinking = thinking
@@ -334,6 +346,7 @@ class GrmRequest:
     pattern: str | None
     thinking: ThinkingBudget | None
     verdict: str | None = None
+    top_logprobs: int = 0
 
 
 T = TypeVar("T")
@@ -385,6 +398,7 @@ class GrmClient:
             pattern=self._pattern(question.num_scores),
             thinking=self._budget_before(question.num_scores),
             verdict=self._pattern_of_verdict(question.num_scores),
+            top_logprobs=TOP_LOGPROBS if self._config.score_from == "expectation" else 0,
         )
         return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
 
@@ -463,6 +477,7 @@ class GrmClient:
             seed=derive_seed(self._seed, first_name(request_id)),
             pattern=request.pattern,
             thinking=request.thinking,
+            top_logprobs=request.top_logprobs,
         )
         try:
             async with self._places.enter(request.priority), self.grm.time_limit(self._config.limits.timeout_s):
@@ -484,18 +499,28 @@ class GrmClient:
         except TimeoutError:
             return make_failure("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:
-            return make_failure("refused", str(error), attempt + 1)
+            hint = f"; {BY_TEXT}" if params.top_logprobs and "logprob" in str(error) else ""
+            return make_failure("refused", f"{error}{hint}", attempt + 1)
         except EngineDied as error:
             return make_failure("died", str(error), attempt + 1)
         if completion.finish_reason == "abort":
             return make_failure("died", "the request was aborted", attempt + 1)
+        if params.top_logprobs and completion.top is None:
+            return make_failure("refused", f"{self.grm.name} returned no log-probs; {BY_TEXT}", attempt + 1)
         return completion
 
     def _read(self, question: GrmQuestion, completion: Completion, attempts: int) -> Judgement | FailedJudgement:
-        scores = parse_scores(completion, self._parser, question.num_scores, self._scale)
+        asked, sampled = question.num_scores, completion
+        completion = replace(completion, top=None)
+        scores = parse_scores(completion, self._parser, asked, self._scale)
         if isinstance(scores, str):
             detail = f"it ends with {completion.text[-80:]!r}"
             return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
+        if self._config.score_from == "expectation":
+            expected = self._expect(sampled, asked)
+            if isinstance(expected, str):
+                return make_failed_judgement("unparseable", attempts, expected, question.prompt, completion)
+            scores = expected
         return Judgement(
             group_id=question.group_id,
             siblings=question.siblings,
@@ -505,6 +530,17 @@ class GrmClient:
             grm=self.grm.name,
             version=completion.oldest_version,
         )
+
+    def _expect(self, sampled: Completion, num_scores: int) -> Scores | str:
+        """The expected scores, or why there are none. The thought is shorter in the text that is parsed."""
+        text = in_usual_markers(sampled)
+        shift = len(text) - len(sampled.text)
+
+        def find(at: int) -> TokenPlace | None:
+            place = find_place(sampled, at - shift, self.grm.decode)
+            return place and replace(place, start=place.start + shift, end=place.end + shift)
+
+        return expect_scores(self._form, text, num_scores, self._scale, self._config.temperature, find)
 
 
 def make_failed_judgement(

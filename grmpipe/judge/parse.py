@@ -272,6 +272,24 @@ def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | 
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
+def find_groups(form: Form, text: str, num_scores: int, scale: Scale) -> list[tuple[int, int]]:
+    """Where the groups of the verdict stand in a judgement that parses: the characters [start, end) of each."""
+    pattern = compile_pattern(form, scale, num_scores)
+    match = next(filter(None, map(pattern.fullmatch, find_ends(text, form))), None)
+    if match is None:
+        return []
+    lines = match.string.split("\n")  # each is a part of a line of the text, in its order
+    begins, end = [0] * len(lines), len(text)
+    for number in reversed(range(len(lines))):
+        begins[number] = end = text.rfind(lines[number], 0, end)
+    found = []
+    for start, stop in (match.span(group) for group in range(1, pattern.groups + 1) if match[group] is not None):
+        line = match.string.count("\n", 0, start)
+        moved = begins[line] - sum(len(one) + 1 for one in lines[:line])
+        found.append((start + moved, stop + moved))
+    return found
+
+
 class FormError(UserCodeError, ValueError):
     """A form of the user's can't be used. The text names its code."""
 

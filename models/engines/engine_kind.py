@@ -112,6 +112,7 @@ class EngineKind(ABC, Generic[Options]):
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, where EngineSpec asks for that.
     scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
+    top_logprobs:      it can return the likeliest tokens for each sampled one (SamplingParams.top_logprobs).
     """
 
     section: ClassVar[str] = ""
@@ -128,6 +129,7 @@ class EngineKind(ABC, Generic[Options]):
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
     scores: ClassVar[bool] = False
+    top_logprobs: ClassVar[bool] = False
 
     options: Options
 

@@ -60,6 +60,7 @@ class Continuation:
             finish_reason=pieces[-1].finish_reason,
             versions=join_spans(last.model, _stretches(pieces), last.version),
             experts_TLK=_joined_experts(pieces),
+            top=pieces[-1].top,
             cached_tokens=pieces[0].cached_tokens,
             drafted_tokens=sum(piece.drafted_tokens for piece in pieces),
             accepted_tokens=sum(piece.accepted_tokens for piece in pieces),
@@ -97,9 +98,10 @@ class PartialRequest:
 
 def can_be_continued(params: SamplingParams) -> bool:
     """Whether a request can be split. Not with a stop string, which may cross the border, nor with a grammar, which
-    would restart, nor if it scores its prompt, in a single pass.
+    would restart, nor if it scores its prompt, in a single pass, nor if it asks for likely tokens, of which only the
+    last piece has any.
     """
-    return not params.stop and params.pattern is None and params.scoring is None
+    return not (params.stop or params.pattern is not None or params.scoring or params.top_logprobs)
 
 
 def _stretches(pieces: Sequence[Completion]) -> Iterator[tuple[int, int, int]]:

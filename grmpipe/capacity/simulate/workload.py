@@ -116,6 +116,7 @@ def with_writable_form(judge: JudgeConfig) -> JudgeConfig:
     r"""The judge with a form of verdicts that a simulation writes: its own, or `\boxed{..}`. Its prompts stay the
     same.
     """
+    judge = replace(judge, score_from="text")  # a script has no log-probs
     if judge.parser in WRITTEN:
         return judge
     return replace(judge, template=str(find_template("template", judge.template)), parser="boxed")

@@ -217,7 +217,8 @@ def local_grm(
     """A GRM on this run's engines, whose thoughts are marked."""
     sampler = ReasoningEngine(engine, grm.renderer)
     thinking = grm.renderer.thinking
-    return LocalGrm(grm.name, sampler, grm.renderer, grm.context_tokens, answering, thinking, requests)
+    window, decode = grm.context_tokens, grm.renderer.decode
+    return LocalGrm(grm.name, sampler, grm.renderer, window, answering, thinking, requests, decode)
 
 
 def remote_grm(role: ServedRole, client: ChatEngine, events: EventSink) -> RemoteGrm:

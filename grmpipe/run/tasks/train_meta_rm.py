@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -193,7 +193,8 @@ class MetaRmRun(Run[MetaRmTraining]):
             engines = await cluster.start_engines(prepared.grm.name, make_engine)
             router = Router(prepared.grm.name, engines, self._observers.timeline)
             requests = self._observers.requests.of_model(prepared.grm.name)
-            client = GrmClient(local_grm(prepared.grm, router, requests=requests), judge, self._config.seed)
+            as_read = replace(judge, score_from="text")  # the meta-RM learns whether what it reads is right
+            client = GrmClient(local_grm(prepared.grm, router, requests=requests), as_read, self._config.seed)
             breaker = OutageBreaker(compose_health(self._config))
             self._sampled = await sample(client, prepared.judging_tasks, judge.num_judgements, breaker)
         breaker.check()

@@ -28,7 +28,7 @@ from grmpipe.models.engines.embedded.prompt_packing import PrefillPace, bin_by_l
 from grmpipe.models.engines.embedded.sampling import draw, uniforms
 from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.score import ScoredPass, ScoredText
-from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores, join_spans
+from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores, TopLogprobs, join_spans
 
 # Sequences, and how many tokens the next forward pass may take -> what each pass gave: see `score_in_passes`.
 ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int]], Iterator[ScoredPass]]
@@ -37,6 +37,23 @@ ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int]], Iterator[Score
 def refuse_to_score(sequences: Sequence[ScoredText], pass_tokens: Callable[[], int]) -> Iterator[ScoredPass]:
     """The default for `score`, of a batch that only samples."""
     raise AssertionError("this batch only samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikelyTokens:
+    """The likeliest tokens in one place: ids, and their log-probs."""
+
+    ids_K: np.ndarray
+    logprobs_K: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """A token that a row may take. top: None if the row doesn't ask for likely tokens."""
+
+    token_id: int
+    logprob: float
+    top: LikelyTokens | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +91,7 @@ class Row:
     draft: RowDraft | None = None
     experts_TLK: np.ndarray | None = None  # for all fed tokens, once it has left; None if not recorded
     scores: TokenScores | None = None  # its prompt's
+    top: list[LikelyTokens] = field(default_factory=list)  # of each token, if they are asked for
 
     @property
     def last_position(self) -> int:
@@ -332,6 +350,7 @@ class RunningBatch:
             drafted_tokens=row.draft.num_drafted if row.draft else 0,
             accepted_tokens=row.draft.num_accepted if row.draft else 0,
             scores=row.scores,
+            top=join_likely(row),
         )
 
     def _score(self) -> list[Row]:
@@ -376,9 +395,9 @@ class RunningBatch:
             for row in self._running
         ]
 
-    def _sample(self, drafts: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
-        """Each row's next token with its log-prob, and what would follow it if the draft came true. Every position has
-        its own random number, the same without a draft.
+    def _sample(self, drafts: Sequence[Sequence[int]]) -> list[list[SampledToken]]:
+        """Each row's next token, and what would follow it if the draft came true. Every position has its own random
+        number, the same without a draft.
         """
         if self._columns is None:
             self._columns = Columns.of(self._running, self._slots.shape.device)
@@ -390,10 +409,34 @@ class RunningBatch:
         logits_BQV = self._decoder.verify(fed_BQ, positions_BQ, columns.num_attended)
         self._hold_to_patterns(logits_BQV[:, 0])
         uniforms_P = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
-        token_ids_P, logprobs_P = draw(logits_BQV.flatten(0, 1), columns.temperature_B, columns.top_p_B, uniforms_P)
+        token_ids_P, logprobs_P, logprobs_PV = draw(
+            logits_BQV.flatten(0, 1), columns.temperature_B, columns.top_p_B, uniforms_P
+        )
         self._columns = columns.advance(token_ids_P) if width == 1 else None
-        sampled = list(zip(token_ids_P.tolist(), logprobs_P.tolist(), strict=True))
+        top = self._find_likely(logprobs_PV, width)
+        sampled = [
+            SampledToken(token_id=token_id, logprob=logprob, top=top.get(place))
+            for place, (token_id, logprob) in enumerate(zip(token_ids_P.tolist(), logprobs_P.tolist(), strict=True))
+        ]
         return [sampled[start : start + width] for start in range(0, len(sampled), width)]
+
+    def _find_likely(self, logprobs_PV: Tensor, width: int) -> dict[int, LikelyTokens]:
+        """The likeliest tokens for the places of the rows that ask for them; each row has `width` places."""
+        asked = {
+            place: row.params.top_logprobs
+            for index, row in enumerate(self._running)
+            if row.params.top_logprobs
+            for place in range(index * width, (index + 1) * width)
+        }
+        if not asked:
+            return {}
+        most = min(max(asked.values()), logprobs_PV.shape[1])
+        top = logprobs_PV[[*asked]].topk(most)
+        ids_NK, logprobs_NK = top.indices.cpu().numpy(), top.values.cpu().numpy()
+        return {
+            place: LikelyTokens(ids_K=ids_K[:k], logprobs_K=logprobs_K[:k])
+            for (place, k), ids_K, logprobs_K in zip(asked.items(), ids_NK, logprobs_NK, strict=True)
+        }
 
     def _hold_to_patterns(self, logits_BV: Tensor) -> None:
         """Tokens that would leave a row's pattern get -inf, in place: log-probs are those of what is left."""
@@ -404,12 +447,15 @@ class RunningBatch:
             forbidden_BV[[*matchers]] = ~self._grammar.mask_next_tokens([*matchers.values()]).to(logits_BV.device)
             logits_BV.masked_fill_(forbidden_BV, -torch.inf)
 
-    def _extend(self, row: Row, draft: Sequence[int], sampled: Sequence[tuple[int, float]]) -> None:
+    def _extend(self, row: Row, draft: Sequence[int], sampled: Sequence[SampledToken]) -> None:
         """Append the first sampled token, and each further one while those before it are the draft's, up to an end."""
         num_new = 0
-        for token_id, logprob in sampled:
+        for token in sampled:
+            token_id = token.token_id
             row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
+            row.logprobs.append(token.logprob)
+            if token.top is not None:
+                row.top.append(token.top)
             num_new += 1
             if row.matcher is not None:
                 row.matcher.consume_token(token_id)
@@ -533,6 +579,16 @@ class RunningBatch:
         row.siblings.num_members -= 1
         if row.siblings.num_members == 0:
             del self._siblings_by_prompt[row.siblings.prompt_ids]
+
+
+def join_likely(row: Row) -> TopLogprobs | None:
+    if not row.top:
+        return None
+    ids_T1, logprobs_T1 = np.array(row.token_ids)[:, None], np.array(row.logprobs)[:, None]
+    return TopLogprobs(
+        ids_TK=np.hstack([ids_T1, [one.ids_K for one in row.top]]).astype(np.int32),
+        logprobs_TK=np.hstack([logprobs_T1, [one.logprobs_K for one in row.top]]).astype(np.float32),
+    )
 
 
 def _prefilled_together(ends: Sequence[int], starts: Sequence[int]) -> list[list[int]]:

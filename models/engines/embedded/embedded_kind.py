@@ -9,6 +9,7 @@ from grmpipe.models.types import Engine
 class EmbeddedKind(EngineKind[EmbeddedConfig]):
     section = "embedded"
     scores = True
+    top_logprobs = True
     transports = ("cuda_ipc", "nccl", "shared_memory", "object_store")
     any_transport = True
     in_process = True

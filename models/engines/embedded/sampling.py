@@ -18,8 +18,11 @@ def uniforms(seeds_B: Tensor, counters_B: Tensor) -> Tensor:
     return _shift_right(bits_B, 11).double() * 2.0**-53
 
 
-def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token per row. Returns it and its log-prob under the distribution that was sampled from.
+def draw(
+    logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, uniforms_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token per row. Returns it, its log-prob under the distribution that was sampled from, and all of
+    these log-probs.
 
     A row of temperature 0 takes the likeliest token, with its log-prob at temperature 1. `top_p_B`: None if no row uses
     it.
@@ -32,7 +35,7 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, unifo
     drawn_B = _invert_cdf(logprobs_BV.exp(), uniforms_B)
     if greedy_B.any():  # argmax takes longer than all else here
         drawn_B = torch.where(greedy_B, logprobs_BV.argmax(-1), drawn_B)
-    return drawn_B, logprobs_BV.gather(-1, drawn_B[:, None])[:, 0]
+    return drawn_B, logprobs_BV.gather(-1, drawn_B[:, None])[:, 0], logprobs_BV
 
 
 def keep_top_p(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from grmpipe.models.engines.typed_json import NoAnswer, read_as
 from grmpipe.models.terminal_text import replace_controls
-from grmpipe.models.types import Usage
+from grmpipe.models.types import TopLogprobs, Usage
 
 MOST_TOKENS = 2**53  # in a count; a larger one is an error of the endpoint
 OUT_OF_QUOTA = re.compile(
@@ -38,9 +39,29 @@ class Entry(msgspec.Struct, kw_only=True):
     index: Any = None  # some gateways leave it out, or write something else
 
 
+class LikelyToken(msgspec.Struct):
+    token: str
+    logprob: float
+    numbers: list[Annotated[int, msgspec.Meta(ge=0, lt=256)]] | None = msgspec.field(default=None, name="bytes")
+
+    @property
+    def utf8(self) -> bytes:
+        """Its bytes: a token may be a part of a character."""
+        return self.token.encode("utf-8", "replace") if self.numbers is None else bytes(self.numbers)
+
+
+class SampledToken(LikelyToken):
+    top_logprobs: list[LikelyToken] = []
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    content: list[SampledToken] | None = None
+
+
 class Choice(Entry, kw_only=True):
     message: ChatMessage
     finish_reason: str | None = None
+    logprobs: Any = None  # ChoiceLogprobs, if they were asked for
 
 
 class ChatCompletion(msgspec.Struct):
@@ -59,6 +80,7 @@ class ChatAnswer:
     text: str
     refusal: str
     finish_reason: str
+    top: TopLogprobs | None = None
 
 
 def pick_first(entries: Sequence[E]) -> E:
@@ -80,7 +102,23 @@ def read_answer(body: Mapping[str, Any]) -> ChatAnswer:
         text="".join(part if isinstance(part, str) else _read_part(part) for part in parts),
         refusal=replace_controls(choice.message.refusal or ""),
         finish_reason=choice.finish_reason or "",
+        top=read_top(choice.logprobs),
     )
+
+
+def read_top(logprobs: Any) -> TopLogprobs | None:
+    """The likely tokens for each token of an answer. None if the endpoint returned none, or nothing that is known."""
+    try:
+        content = msgspec.convert(logprobs or {}, ChoiceLogprobs).content
+    except (msgspec.ValidationError, RecursionError):
+        return None
+    if not content or not any(sampled.top_logprobs for sampled in content):
+        return None
+    rows = [[sampled, *sampled.top_logprobs] for sampled in content]
+    logprobs_TK = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
+    for place, row in enumerate(rows):
+        logprobs_TK[place, : len(row)] = [one.logprob for one in row]
+    return TopLogprobs(logprobs_TK=logprobs_TK, bytes_TK=tuple(tuple(one.utf8 for one in row) for row in rows))
 
 
 def completion_tokens(body: Mapping[str, Any], most: int) -> int:

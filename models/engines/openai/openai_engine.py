@@ -30,7 +30,7 @@ from grmpipe.models.types import (
 from grmpipe.models.urls import join_path
 
 BYTES_PER_TOKEN = 4  # rough value for English prose: expected size of a prompt until the endpoint counts it
-MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # limit of an answer, plus a part per allowed token
+MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # limit of an answer, plus a part per allowed or likely token
 FIELDS_OF_OURS = frozenset({"model", "messages", "n", "stream", "max_tokens", "max_completion_tokens"})
 # Besides OpenAI's own: text-generation-inference, Together, Anthropic, Cohere, Gemini, Mistral. In any case of letters.
 FINISH_REASONS: dict[str, FinishReason] = {
@@ -115,6 +115,8 @@ class OpenAIEngine:
             "top_p": params.top_p,
             "seed": params.seed % 2**31,  # some endpoints accept no more
             "stop": list(params.stop) or None,
+            "logprobs": bool(params.top_logprobs) or None,
+            "top_logprobs": params.top_logprobs or None,
         }
         return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
 
@@ -124,7 +126,7 @@ class OpenAIEngine:
         size = RequestSize(
             expected_tokens=estimate_tokens(messages, params),
             most_tokens=most_tokens(messages, params),
-            max_bytes=max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens),
+            max_bytes=max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens * (1 + params.top_logprobs)),
         )
         body = self._body(messages, params, max_tokens_field)
         return await self._client.post(
@@ -148,6 +150,7 @@ class OpenAIEngine:
                 finish_reason=self._finish_reason(answer, num_tokens, max_new_tokens),
                 versions=(VersionSpan(model=self.model_name, version=0, start=0, end=0),),
                 unseen_tokens=num_tokens,
+                top=answer.top,
             )
         raise BusyError(cause)
 

@@ -38,6 +38,7 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
     section = "openai"
     outside = True
     scores = True
+    top_logprobs = True
 
     @classmethod
     def read_options(cls, sections: EngineConfig) -> OpenAIConfig:

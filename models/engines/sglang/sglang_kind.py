@@ -12,6 +12,7 @@ class SglangKind(EngineKind[SglangConfig]):
     tensor_parallel = True
     grammar = True
     scores = True
+    top_logprobs = True
     transports = ("nccl", "gloo", "disk")
 
     @classmethod

@@ -20,6 +20,7 @@ from grmpipe.models.types import (
     FinishReason,
     PromptScoring,
     TokenScores,
+    TopLogprobs,
     VersionSpan,
     ignore_first_token,
     join_spans,
@@ -50,6 +51,11 @@ class Sampled(msgspec.Struct, array_like=True):
     logprob: LogProb
 
 
+class Likely(msgspec.Struct, array_like=True):
+    logprob: float | None  # none for a token that the grammar excludes
+    token_id: TokenId
+
+
 class SampledMeta(msgspec.Struct):
     completion_tokens: int
     prompt_tokens: int
@@ -58,6 +64,7 @@ class SampledMeta(msgspec.Struct):
     cached_tokens: int | None = None
     weight_versions: list[Stretch] | None = None
     output_token_logprobs: list[Sampled] | None = None
+    output_top_logprobs: list[list[Likely]] | None = None
     output_token_sampling_logprobs: list[LogProb] | None = None  # after top_p, if it was set
 
 
@@ -90,6 +97,7 @@ class SglangSample:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[list[Likely]] = field(default_factory=list)
     pieces: list[tuple[int, str]] = field(default_factory=list)
     finish: Finish | None = None
     spans: Sequence[Stretch] = ()
@@ -105,6 +113,7 @@ class SglangSample:
             logprobs = [sampled.logprob for sampled in meta.output_token_logprobs or ()]
         self.token_ids = _joined(self.token_ids, part.output_ids, meta.completion_tokens)
         self.logprobs = _joined(self.logprobs, logprobs, meta.completion_tokens)
+        self.top = _joined(self.top, meta.output_top_logprobs or (), meta.completion_tokens)
         self.pieces.append((len(self.token_ids), str(meta.weight_version)))
         self.finish = meta.finish_reason
         self.spans = meta.weight_versions or ()
@@ -167,6 +176,8 @@ def make_body(
         "priority": ticket.priority,
         "extra_key": namespace,
     }
+    if params.top_logprobs:
+        body["top_logprobs_num"] = params.top_logprobs
     if params.top_p < 1 and params.temperature > 0:
         sampling["top_k"] = min(vocab_size, MASKED_TOP_K)
         body["return_sampling_mask"] = True
@@ -232,6 +243,21 @@ def make_completion(ticket: SglangRequest, text: str, model: str, versions: Mapp
         finish_reason=finish_reason,
         versions=make_spans(sampled, model, versions),
         cached_tokens=sampled.num_cached,
+        top=read_top(sampled, ticket.params.top_logprobs),
+    )
+
+
+def read_top(sampled: SglangSample, top_k: int) -> TopLogprobs | None:
+    """None if no likely tokens were asked for. Raises NoAnswer if there aren't `top_k` for each token."""
+    if not top_k or not sampled.token_ids:
+        return None
+    likely = [[(one.token_id, -np.inf if one.logprob is None else one.logprob) for one in row] for row in sampled.top]
+    if len(likely) != len(sampled.token_ids) or any(len(row) != top_k for row in likely):
+        raise NoAnswer(f"not {top_k} likely tokens for each of {len(sampled.token_ids)}")
+    rows = [[own, *row] for own, row in zip(zip(sampled.token_ids, sampled.logprobs, strict=True), likely, strict=True)]
+    return TopLogprobs(
+        ids_TK=np.array([[token_id for token_id, _ in row] for row in rows], np.int32),
+        logprobs_TK=np.array([[logprob for _, logprob in row] for row in rows], np.float32),
     )
 
 

@@ -24,6 +24,7 @@ from grmpipe.models.engines.vllm.vllm_requests import (
     read_prompt_scores,
     read_scores,
     read_spans,
+    read_top,
 )
 from grmpipe.models.types import Completion, EngineDied, EngineRefused, PromptScoring, RequestContext, SamplingParams
 
@@ -178,9 +179,10 @@ class VllmGeneration:
 
     def _completion(self, ticket: VllmRequest, sampled: VllmSample) -> Completion:
         text, stop_text = self._endings.cut_text(sampled.token_ids, ticket.params.stop)
+        top_k = ticket.params.top_logprobs
         return Completion(
             token_ids=tuple(sampled.token_ids),
-            logprobs=tuple(sampled.logprobs),
+            logprobs=tuple(sampled.likely_logprobs[:: 1 + top_k]),
             text=text,
             stop_text=stop_text,
             finish_reason=read_finish_reason(sampled),
@@ -188,4 +190,5 @@ class VllmGeneration:
             experts_TLK=read_experts(sampled, self._expert_layers),
             cached_tokens=sampled.num_cached_tokens,
             scores=sampled.scores,
+            top=read_top(sampled, top_k),
         )

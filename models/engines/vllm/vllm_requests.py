@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grmpipe.models.engines.shared_requests import SharedRequest
-from grmpipe.models.types import EngineRefused, FinishReason, PromptScoring, SamplingParams, TokenScores, VersionSpan
+from grmpipe.models.types import (
+    EngineRefused,
+    FinishReason,
+    PromptScoring,
+    SamplingParams,
+    TokenScores,
+    TopLogprobs,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -37,7 +45,8 @@ class VllmSample:
     """The sampled tokens of a request."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    likely_ids: list[int] = field(default_factory=list)  # for each token: itself, then the likeliest if asked for
+    likely_logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     spans: Sequence[WeightVersionSpan] = ()
     num_cached_tokens: int = 0
@@ -51,7 +60,8 @@ class VllmSample:
         self.token_ids += piece.token_ids
         if piece.logprobs is not None:
             assert isinstance(piece.logprobs, FlatLogprobs)
-            self.logprobs += piece.logprobs.logprobs
+            self.likely_ids += piece.logprobs.token_ids
+            self.likely_logprobs += piece.logprobs.logprobs
         self.finish_reason = piece.finish_reason
         self.spans = piece.weight_versions or ()
         self.num_cached_tokens = output.num_cached_tokens or 0
@@ -81,7 +91,7 @@ def make_sampling(params: SamplingParams, seed: int, stop_token_ids: Sequence[in
             stop=list(params.stop) or None,
             stop_token_ids=list(stop_token_ids),
             structured_outputs=None if params.pattern is None else StructuredOutputsParams(regex=params.pattern),
-            logprobs=0,  # only of the sampled token
+            logprobs=params.top_logprobs,  # and the sampled token's
             flat_logprobs=True,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.DELTA,
@@ -152,6 +162,17 @@ def read_finish_reason(sampled: VllmSample) -> FinishReason:
         case "abort":
             return "abort"
     raise EngineRefused(f"vLLM could not serve this request (finish reason {sampled.finish_reason!r})")
+
+
+def read_top(sampled: VllmSample, top_k: int) -> TopLogprobs | None:
+    """The `top_k` likely tokens for each sampled one, which vLLM puts first. None if none were asked for."""
+    if not top_k or not sampled.token_ids:
+        return None
+    shape = (len(sampled.token_ids), 1 + top_k)
+    return TopLogprobs(
+        ids_TK=np.array(sampled.likely_ids, np.int32).reshape(shape),
+        logprobs_TK=np.array(sampled.likely_logprobs, np.float32).reshape(shape),
+    )
 
 
 def read_experts(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:

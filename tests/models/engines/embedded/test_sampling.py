@@ -22,7 +22,7 @@ def test_draws_follow_temperature_and_top_p() -> None:
     logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
     num_rows = 20_000
     for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (2.0, 0.7)):
-        token_ids, logprobs = draw(
+        token_ids, logprobs, _ = draw(
             logits_V.expand(num_rows, -1),
             torch.full((num_rows,), temperature),
             torch.full((num_rows,), top_p),
@@ -48,6 +48,6 @@ def test_a_row_without_top_p_is_untouched_by_its_neighbours() -> None:
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]] * 3)
     edges = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
-    token_ids, logprobs = draw(logits, torch.ones(3), None, edges)
+    token_ids, logprobs, _ = draw(logits, torch.ones(3), None, edges)
     assert token_ids.tolist() == [1, 3, 3]
     torch.testing.assert_close(logprobs, torch.full((3,), 0.5).log())
