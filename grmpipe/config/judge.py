@@ -231,12 +231,12 @@ class JudgeConfig(Bounded):
     max_new_tokens: int = at_least(1, 160)  # Most tokens of a judgement.
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     temperature: float = at_least(0, 1.0)  # Sampling temperature of judgements; 0: greedy.
-    # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, turns,
+    # Prompt of the judge: tiny, pointwise, yes_no, boxed, reference, listwise, pairwise, rubric, steps, turns,
     # shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a
     # Jinja file.
     template: str = "tiny"
     # How the end of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
-    # a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own
+    # "Yes" or "No" (yes_no), as a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own
     # (grmpipe/judge/parse.py).
     parser: str = "score_line"
     # What a judgement's score is: the number that it wrote (text), or the mean over the numbers that it might have

@@ -107,7 +107,18 @@ def any_case(word: str) -> str:
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
+def yes_or_no(number: str, scale: Scale, num_scores: int) -> str:
+    """The pattern of `Yes` or `No`."""
+    return rf"[ \t*_]*({either('yes', 'no')}){TAIL}"
+
+
+def by_answer(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    """The highest score for yes, the lowest for no."""
+    return (scale.high if found[0].lower() == "yes" else scale.low,)
+
+
 SCORE_LINE = Form(line=score_line, most_lines=2, num_scores=1)
+YES_NO = Form(line=yes_or_no, num_scores=1, scores_of=by_answer)
 BOXED = Form(line=match_boxed, closings=("$$", "\\]"))
 
 

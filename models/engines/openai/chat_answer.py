@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from grmpipe.models.engines.typed_json import NoAnswer, read_as
+from grmpipe.models.engines.typed_json import LogProb, NoAnswer, read_as
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.models.types import TopLogprobs, Usage
 
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
 class LikelyToken(msgspec.Struct):
     token: str
-    logprob: float
+    logprob: LogProb | None
     numbers: list[Annotated[int, msgspec.Meta(ge=0, lt=256)]] | None = msgspec.field(default=None, name="bytes")
 
     @property
@@ -117,7 +117,7 @@ def read_top(logprobs: Any) -> TopLogprobs | None:
     rows = [[sampled, *sampled.top_logprobs] for sampled in content]
     logprobs_TK = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
     for place, row in enumerate(rows):
-        logprobs_TK[place, : len(row)] = [one.logprob for one in row]
+        logprobs_TK[place, : len(row)] = [-np.inf if one.logprob is None else one.logprob for one in row]
     return TopLogprobs(logprobs_TK=logprobs_TK, bytes_TK=tuple(tuple(one.utf8 for one in row) for row in rows))
 
 

@@ -92,6 +92,11 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
         ),
         ({"kind": "custom"}, r"^custom\.target: is empty"),
         (
+            {"score_from": "expectation", "vote": "majority", "num_judgements": 2},
+            r"^vote: majority counts equal scores, .* type judge\.vote=mean",
+        ),
+        ({"score_from": "tokens"}, r"^score_from: .*text.*expectation"),
+        (
             {"abstain_above_std": 1.0, "num_judgements": 1},
             r"^votes\.abstain_above_std: one judgement has no standard deviation; type judge\.num_judgements=4",
         ),

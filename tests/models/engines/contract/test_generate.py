@@ -31,6 +31,32 @@ def test_logprobs_are_those_of_transformers_after_temperature_and_top_p(
         assert completion.versions == (VersionSpan(model="policy", version=0, start=0, end=8),)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_likely_tokens_are_those_of_transformers_after_temperature(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, plain: Any, temperature: float
+) -> None:
+    async def sample() -> list[Completion]:
+        """Others in the batch ask for fewer, or none."""
+        asked = (
+            ask(engine, prompt_of(10 + i), i, temperature=temperature, top_logprobs=top_k)
+            for i, top_k in enumerate((5, 0, 20, 5))
+        )
+        return await asyncio.gather(*asked)
+
+    for i, (completion, top_k) in enumerate(zip(run(sample()), (5, 0, 20, 5), strict=True)):
+        assert len(completion.logprobs) == 8
+        if not top_k:
+            assert completion.top is None
+            continue
+        ids = (*prompt_of(10 + i), *completion.token_ids)
+        top = (plain.logits(ids)[-9:-1] / (temperature or 1)).log_softmax(-1).topk(top_k)
+        assert completion.top.ids_TK.shape == completion.top.logprobs_TK.shape == (8, 1 + top_k)
+        assert tuple(completion.top.ids_TK[:, 0]) == completion.token_ids
+        assert completion.top.logprobs_TK[:, 0] == pytest.approx(completion.logprobs, abs=1e-6)
+        assert completion.top.logprobs_TK[:, 1:] == pytest.approx(top.values.numpy(), abs=1e-4)
+        assert (completion.top.ids_TK[:, 1:3] == top.indices[:, :2].numpy()).all()  # of less likely ones some are tied
+
+
 def test_temperature_zero_is_greedy(engine: Any, ask: Any, run: Any, prompt_of: Any, greedy: Any) -> None:
     completion = run(ask(engine, prompt_of(25), max_new_tokens=30, temperature=0.0))
     assert list(completion.token_ids) == greedy(prompt_of(25), 30)

@@ -74,6 +74,20 @@ def test_where_top_p_restricts_tokens_the_log_probs_are_of_what_is_left() -> Non
     assert sampled.logprobs == [-0.1]
 
 
+def test_likely_tokens_follow_the_sampled_one_and_those_that_a_grammar_excludes_have_no_probability() -> None:
+    assert body(top_logprobs=2)["top_logprobs_num"] == 2 and "top_logprobs_num" not in body()
+    ticket = ticket_of(top_logprobs=2)
+    ticket.add(event([5], total=1, output_top_logprobs=[[[-0.1, 5, None], [-2.5, 7, None]]]))
+    ticket.add(event([6], total=2, output_top_logprobs=[[[0.0, 6, None], [None, 1, None]]], finish={"type": "stop"}))
+    top = make_completion(ticket, "", "grm", {"0": 0}).top
+    assert top is not None and top.ids_TK is not None
+    assert top.ids_TK.tolist() == [[5, 5, 7], [6, 6, 1]]
+    assert top.logprobs_TK.tolist() == [pytest.approx([-5.5, -0.1, -2.5]), [-6.5, 0.0, -float("inf")]]
+    ticket.sampled.top.pop()
+    with pytest.raises(NoAnswer, match="not 2 likely tokens for each of 2"):
+        make_completion(ticket, "", "grm", {"0": 0})
+
+
 def test_each_try_has_an_id_of_its_own_that_is_no_beginning_of_another() -> None:
     ids = []
     for ticket in (ticket_of(), ticket_of()):

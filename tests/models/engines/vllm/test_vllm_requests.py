@@ -7,7 +7,7 @@ import pytest
 
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.vllm.options import VllmStart, check_vllm_options, make_arguments
-from grmpipe.models.engines.vllm.vllm_requests import VllmSample, read_experts
+from grmpipe.models.engines.vllm.vllm_requests import VllmSample, read_experts, read_top
 from grmpipe.models.settings import VllmConfig
 
 
@@ -22,6 +22,17 @@ def test_layers_without_experts_are_left_out(told: type, carried: type) -> None:
 
 def test_an_answer_that_tells_none_has_none() -> None:
     assert read_experts(VllmSample(), layers=(0,)) is None
+
+
+def test_each_sampled_token_is_followed_by_its_likely_ones() -> None:
+    sampled = VllmSample(
+        token_ids=[4, 5], likely_ids=[4, 4, 9, 5, 8, 5], likely_logprobs=[-0.5, -0.5, -1.5, -3.0, -0.25, -3.0]
+    )
+    top = read_top(sampled, 2)
+    assert top is not None and top.ids_TK is not None
+    assert top.ids_TK.tolist() == [[4, 4, 9], [5, 8, 5]]
+    assert top.logprobs_TK.tolist() == [[-0.5, -0.5, -1.5], [-3.0, -0.25, -3.0]]
+    assert read_top(sampled, 0) is None and read_top(VllmSample(), 2) is None
 
 
 @pytest.mark.vllm
