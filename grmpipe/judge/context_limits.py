@@ -115,7 +115,7 @@ def check_judge(
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
     with section(f"{judge.key}."):
-        split = None if grm is None else functools.partial(split_number, grm.renderer)
+        split = None if grm is None else functools.partial(split_verdict, grm.renderer)
         check_expectation(judge, form_named(judge.parser), split)
     what, cut = describe_longest(judge, env)
     check_thinking_budget(judge, role, grm)
@@ -133,9 +133,10 @@ def check_judge(
     )
 
 
-def split_number(renderer: Renderer, number: int) -> list[str]:
-    """The texts of the tokens of a number after a label."""
-    return [renderer.decode([token_id]) for token_id in renderer.encode_inserted(f"Score: {number}")]
+def split_verdict(renderer: Renderer, verdict: str) -> list[str]:
+    """The texts of the tokens of a verdict, after a label and alone."""
+    token_ids = (*renderer.encode_inserted(f"Score: {verdict}"), *renderer.encode_markup(verdict))
+    return [renderer.decode([token_id]) for token_id in token_ids]
 
 
 def describe_longest(judge: JudgeConfig, env: EnvConfig) -> tuple[str, str]:

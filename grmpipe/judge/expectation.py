@@ -10,12 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from grmpipe.config.judge import JudgeConfig, Scale
-from grmpipe.judge.parse import Form, Scores, find_groups, scores_in
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.parse import Form, Scores, Unparseable
 from grmpipe.models.types import Completion
 
 TOP_LOGPROBS = 20  # the most that OpenAI, and vLLM by default, return
 WINDOW = 8  # tokens before a place with which its likely tokens are decoded: some tokenizers strip a leading space
+CLOSING = " \t\r\n]})>.*_\"'"
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -62,103 +63,119 @@ def _place_by_ids(completion: Completion, at: int, decode: Decode) -> TokenPlace
 
 
 def _place_by_bytes(completion: Completion, at: int) -> TokenPlace | None:
-    """Some endpoints strip the text, or return the tokens of a thought before it too."""
-    top, text = completion.top, completion.text
+    """The tokens may have a thought before the text, or only the end of it, and white space around it."""
+    top, text = completion.top, completion.text.encode("utf-8", "replace")
     assert top is not None
     whole = b"".join(row[0] for row in top.bytes_TK)
-    offset = whole.rfind(text.encode("utf-8", "replace"))
-    target, end = offset + len(text[:at].encode("utf-8", "replace")), 0
-    if offset < 0:
-        return None
+    shift = whole.rfind(text)  # bytes of the tokens before the text
+    if shift < 0:
+        shift = len(whole) - len(whole.lstrip()) - text.rfind(whole.strip())
+        if whole.strip() not in text:
+            return None
+    target, end = shift + len(completion.text[:at].encode("utf-8", "replace")), 0
     for row, logprobs_K in zip(top.bytes_TK, top.logprobs_TK.tolist(), strict=True):
         start, end = end, end + len(row[0])
         if start <= target < end:
             likely = dict(zip(row, logprobs_K[: len(row)], strict=True))
             return TokenPlace(
-                start=len(whole[offset : max(start, offset)].decode("utf-8", "replace")),
-                end=len(whole[offset:end].decode("utf-8", "replace")),
+                start=len(text[: max(0, start - shift)].decode("utf-8", "replace")),
+                end=len(text[: end - shift].decode("utf-8", "replace")),
                 likely=tuple((token.decode("utf-8", "replace"), logprob) for token, logprob in likely.items()),
             )
     return None
 
 
 def expect_scores(
-    form: Form,
+    parse: Callable[[str], Scores | Unparseable],
     text: str,
-    num_scores: int,
-    scale: Scale,
     temperature: float,
     find: Callable[[int], TokenPlace | None],
-) -> Scores | str:
-    """The expected scores of a judgement that parses, or why there are none. Of several scores each is expected given
-    the sampled ones before it.
+) -> Scores | Unparseable:
+    """The expected scores of a judgement that parses; unparseable if the log-probs aren't those of its tokens. Of
+    several scores each is expected given the sampled ones before it.
 
     temperature: that of the sample. The probabilities are the model's own, at temperature 1 and without a grammar:
     among the candidates p is proportional to q^temperature, where q was sampled from. A greedy q is at temperature 1.
     find: the token that wrote a character of the text.
     """
-    sampled = scores_in(form, text, num_scores, scale)
-    groups = find_groups(form, text, num_scores, scale)
+    sampled = parse(text)
     assert not isinstance(sampled, str)
-    expected = list(sampled)
-    for start, end in groups:
-        place = find(start)
+    expected, fixed = list(sampled), set(range(len(sampled)))  # scores of which no other candidate was seen
+    begin, at = _find_verdict(parse, text, sampled), len(text.rstrip()) - 1
+    while at >= begin and fixed:
+        place = find(at)
         if place is None:
-            return f"the log-probs aren't those of its score {text[start:end]!r}"
-        if end > place.end:
-            return (
-                f"its score {text[start:end]!r} takes several tokens, and judge.score_from=expectation reads one; type "
-                "judge.score_from=text, or a judge.scale of one digit"
-            )
-        candidates = list(_read_candidates(form, text, end, num_scores, scale, place))
-        most = max(logprob for _, logprob in candidates)
-        weights = [math.exp((temperature or 1.0) * (logprob - most)) for _, logprob in candidates]
-        for index in range(num_scores):
-            mean = math.fsum(w * scores[index] for w, (scores, _) in zip(weights, candidates, strict=True))
-            expected[index] += mean / math.fsum(weights) - sampled[index]
-    return tuple(expected) if groups else "its score isn't found in its text"
+            return "unparseable"
+        candidates = list(_read_candidates(parse, text, place, sampled))
+        weights = _weigh([logprob for _, logprob in candidates], temperature)
+        for index in range(len(sampled)):
+            if any(scores[index] != sampled[index] for scores, _ in candidates):
+                fixed.discard(index)
+                mean = math.fsum(w * scores[index] for w, (scores, _) in zip(weights, candidates, strict=True))
+                expected[index] += mean - sampled[index]
+        at = place.start - 1
+    return tuple(expected)
+
+
+def _find_verdict(parse: Callable[[str], Scores | Unparseable], text: str, sampled: Scores) -> int:
+    """Where the lines begin that hold the verdict: the last ones that give its scores."""
+    begin = len(text)
+    while (begin := text.rfind("\n", 0, begin)) >= 0:
+        if parse(text[begin + 1 :]) == sampled:
+            return begin + 1
+    return 0
 
 
 def _read_candidates(
-    form: Form, text: str, end: int, num_scores: int, scale: Scale, place: TokenPlace
+    parse: Callable[[str], Scores | Unparseable], text: str, place: TokenPlace, sampled: Scores
 ) -> Iterator[tuple[Scores, float]]:
-    """The scores that a judgement would have with each likely token in a place, and that token's log-prob. end: of the
-    score; what else its token wrote (a bracket) may come in further tokens.
+    """The scores that a judgement would have with each likely token in a place, and that token's log-prob. None for a
+    place that doesn't matter: signs, and words that other ones could replace.
     """
-    for token, logprob in place.likely:
-        if not token.strip() or not math.isfinite(logprob):
+    token, before, after = text[place.start : place.end], text[: place.start], text[place.end :]
+    if not _has_words(token) or parse(f"{before}\0{after}") == sampled:
+        return
+    closing = token[len(token.rstrip(CLOSING)) :]  # which may come in further tokens
+    for other, logprob in place.likely:
+        if not _has_words(other) or not math.isfinite(logprob):
             continue
-        for rest in dict.fromkeys((text[place.end :], text[end:])):
-            other = text[: place.start] + token + rest
-            scores = scores_in(form, other, num_scores, scale)
-            if isinstance(scores, str):
-                continue
-            groups = find_groups(form, other, num_scores, scale)
-            if any(place.start <= start < place.start + len(token) for start, _ in groups):
+        for rest in dict.fromkeys((after, closing + after)):
+            scores = parse(before + other + rest)
+            if not isinstance(scores, str):
                 yield scores, logprob
                 break
 
 
-def check_expectation(judge: JudgeConfig, form: Form, decode_number: Callable[[int], Sequence[str]] | None) -> None:
-    """Check that each score of the judge's scale is one token. Raises ValueError, which begins with `score_from`.
+def _has_words(text: str) -> bool:
+    return any(map(str.isalnum, text))
 
-    decode_number: a number -> the texts of its tokens; None for an endpoint, whose tokenizer isn't known.
+
+def _weigh(logprobs: Sequence[float], temperature: float) -> list[float]:
+    """Shares of a whole by their log-probs in a sample at this temperature; 0: at temperature 1."""
+    powers = [math.exp((temperature or 1.0) * (logprob - max(logprobs))) for logprob in logprobs]
+    return [power / math.fsum(powers) for power in powers]
+
+
+def check_expectation(judge: JudgeConfig, form: Form, split: Callable[[str], Sequence[str]] | None) -> None:
+    """Check that each score of the judge is one token. Raises ValueError, which begins with `score_from`.
+
+    split: a verdict -> the texts of its tokens; None for an endpoint, whose tokenizer isn't known.
     """
-    if judge.score_from != "expectation" or "\0" not in form.line("\0", judge.scale, form.num_scores or 1):
+    if judge.score_from != "expectation":
         return
-    if form.decimals or form.halves:
+    by_text = "or type judge.score_from=text"
+    if (form.decimals or form.halves) and not form.words:
         raise ValueError(
-            f"score_from: {judge.parser} reads decimals, which are several tokens; type judge.score_from=text, or a "
-            "template and parser of whole numbers, such as judge=pointwise"
+            f"score_from: {judge.parser} reads decimals, which are several tokens; take a template and parser of whole "
+            f"numbers, such as judge=pointwise, {by_text}"
         )
-    for score in range(judge.scale.low, judge.scale.high + 1):
-        if decode_number is None and len(str(score)) > 1:
+    for verdict in form.words or map(str, range(judge.scale.low, judge.scale.high + 1)):
+        way_out = f"take a model with a token for it, {by_text}"
+        if not form.words:
+            way_out = f"type judge.scale.low=1 judge.scale.high=9, {by_text}"
+        if split is not None and verdict not in map(str.strip, split(verdict)):
+            raise ValueError(f"score_from: {verdict} is several tokens of {judge.model}; {way_out}")
+        if split is None and not form.words and len(verdict) > 1:
             raise ValueError(
-                f"score_from: an endpoint's tokenizer isn't known, and {score} may be several tokens; type "
-                "judge.scale.low=1 judge.scale.high=9, or judge.score_from=text"
-            )
-        if decode_number is not None and str(score) not in map(str.strip, decode_number(score)):
-            raise ValueError(
-                f"score_from: {score} is several tokens of {judge.model}; type judge.scale.low=1 judge.scale.high=9, "
-                "or judge.score_from=text"
+                f"score_from: an endpoint's tokenizer isn't known, and {verdict} may be several tokens; {way_out}"
             )

@@ -18,6 +18,7 @@ from grmpipe.judge.expectation import TOP_LOGPROBS, Decode, TokenPlace, expect_s
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.parse import (
     Scores,
+    Unparseable,
     answer_pattern,
     form_named,
     in_usual_markers,
@@ -517,10 +518,10 @@ class GrmClient:
             detail = f"it ends with {completion.text[-80:]!r}"
             return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
         if self._config.score_from == "expectation":
-            expected = self._expect(sampled, asked)
-            if isinstance(expected, str):
-                return make_failed_judgement("unparseable", attempts, expected, question.prompt, completion)
-            scores = expected
+            scores = self._expect(sampled, asked)
+            if isinstance(scores, str):
+                detail = "the endpoint's log-probs aren't those of its text"
+                return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
         return Judgement(
             group_id=question.group_id,
             siblings=question.siblings,
@@ -531,8 +532,8 @@ class GrmClient:
             version=completion.oldest_version,
         )
 
-    def _expect(self, sampled: Completion, num_scores: int) -> Scores | str:
-        """The expected scores, or why there are none. The thought is shorter in the text that is parsed."""
+    def _expect(self, sampled: Completion, num_scores: int) -> Scores | Unparseable:
+        """The expected scores. The text that is parsed has a shorter thought."""
         text = in_usual_markers(sampled)
         shift = len(text) - len(sampled.text)
 
@@ -540,7 +541,10 @@ class GrmClient:
             place = find_place(sampled, at - shift, self.grm.decode)
             return place and replace(place, start=place.start + shift, end=place.end + shift)
 
-        return expect_scores(self._form, text, num_scores, self._scale, self._config.temperature, find)
+        def parse(text: str) -> Scores | Unparseable:
+            return self._parser(text, num_scores, self._scale)
+
+        return expect_scores(parse, text, self._config.temperature, find)
 
 
 def make_failed_judgement(

@@ -59,6 +59,7 @@ class Form:
     lead_ends_thought: whether the lead is the end of the judge's thinking.
     halves:     whether numbers may end with .5 or .0.
     decimals:   whether numbers may have decimals.
+    words:      what the verdict may be, if it isn't a number: scores by tokens need each to be one token.
     scores_of:  makes the scores from the groups of the pattern: a tuple of numbers.
     """
 
@@ -70,6 +71,7 @@ class Form:
     lead_ends_thought: bool = False
     halves: bool = False
     decimals: bool = False
+    words: tuple[str, ...] = ()
     scores_of: Callable[[Sequence[str], Scale], tuple[float, ...]] = integers
 
     def whole_line(self, number: str, scale: Scale, num_scores: int) -> str:
@@ -118,7 +120,7 @@ def by_answer(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
 
 
 SCORE_LINE = Form(line=score_line, most_lines=2, num_scores=1)
-YES_NO = Form(line=yes_or_no, num_scores=1, scores_of=by_answer)
+YES_NO = Form(line=yes_or_no, num_scores=1, words=("Yes", "No"), scores_of=by_answer)
 BOXED = Form(line=match_boxed, closings=("$$", "\\]"))
 
 
@@ -171,21 +173,22 @@ def by_ranking(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     return (scale.low + scale.high - ranking, ranking)
 
 
+AB = ("A", "B")
 RATING = Form(  # [[7]]
     line=lambda number, scale, num_scores: rf"\[\[{number}\]\]{QUOTED_TAIL}",
     lead=PROSE_WITHOUT_BRACKETS, num_scores=1, decimals=True, scores_of=decimals,
 )  # fmt: skip
 LETTER = Form(  # [[A]] or [[B]]
     line=lambda number, scale, num_scores: rf"\[\[([AB])\]\]{QUOTED_TAIL}",
-    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter,
+    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 LETTER_OR_TIE = Form(  # [[A]], [[B]], or [[C]] for a tie
     line=lambda number, scale, num_scores: rf"\[\[([ABC])\]\]{QUOTED_TAIL}",
-    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter,
+    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, words=(*AB, "C"), scores_of=by_letter,
 )  # fmt: skip
 ANSWER_LETTER = Form(  # <answer>[[A]]</answer> or <answer>[[B]]</answer>
     line=lambda number, scale, num_scores: rf"<answer>{GAP}\[\[([AB])\]\]{GAP}</answer>",
-    most_lines=3, lead=TAGS_WITHOUT_BRACKETS, num_scores=2, scores_of=by_letter,
+    most_lines=3, lead=TAGS_WITHOUT_BRACKETS, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 ANSWER_SCORES = Form(  # <answer>3</answer><answer>5</answer>, one answer for each score
     line=lambda number, scale, num_scores: GAP.join([rf"<answer>{GAP}{number}{GAP}</answer>"] * num_scores),
@@ -197,7 +200,7 @@ RESULT = Form(  # [RESULT] 4 or [RESULT] (4)
 )  # fmt: skip
 RESULT_LETTER = Form(  # [RESULT] A or [RESULT] (B)
     line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?([AB]){CLOSED_TAIL}",
-    most_lines=2, lead=PROSE, num_scores=2, scores_of=by_letter,
+    most_lines=2, lead=PROSE, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 BOLD_RESULT = Form(  # **Result:** 4
     line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?{number}\)?{match_highest(scale)}{CLOSED_TAIL}",
@@ -205,11 +208,11 @@ BOLD_RESULT = Form(  # **Result:** 4
 )  # fmt: skip
 BOLD_RESULT_LETTER = Form(  # **Result:** A or **Result:** B
     line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?([AB]){CLOSED_TAIL}",
-    most_lines=2, num_scores=2, scores_of=by_letter,
+    most_lines=2, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 CHOICE_FIELD = Form(  # the JSON field "Choice": "Model A"
     line=lambda number, scale, num_scores: json_field("Choice", r'"\[?Model ([AB])\]?"'),
-    most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, scores_of=by_letter,
+    most_lines=MANY_LINES, closings=JSON_ENDS, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 RANKING_FIELD = Form(  # the JSON field "ranking": 2
     line=lambda number, scale, num_scores: json_field("ranking", number),
@@ -281,24 +284,6 @@ def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | 
         found = form.scores_of(match.groups(), scale)
     scores = check_scores(found, num_scores, form)
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
-
-
-def find_groups(form: Form, text: str, num_scores: int, scale: Scale) -> list[tuple[int, int]]:
-    """Where the groups of the verdict stand in a judgement that parses: the characters [start, end) of each."""
-    pattern = compile_pattern(form, scale, num_scores)
-    match = next(filter(None, map(pattern.fullmatch, find_ends(text, form))), None)
-    if match is None:
-        return []
-    lines = match.string.split("\n")  # each is a part of a line of the text, in its order
-    begins, end = [0] * len(lines), len(text)
-    for number in reversed(range(len(lines))):
-        begins[number] = end = text.rfind(lines[number], 0, end)
-    found = []
-    for start, stop in (match.span(group) for group in range(1, pattern.groups + 1) if match[group] is not None):
-        line = match.string.count("\n", 0, start)
-        moved = begins[line] - sum(len(one) + 1 for one in lines[:line])
-        found.append((start + moved, stop + moved))
-    return found
 
 
 class FormError(UserCodeError, ValueError):

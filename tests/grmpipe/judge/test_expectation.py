@@ -29,8 +29,8 @@ from grmpipe.judge.parse import (
     SCORE_LINE,
     YES_NO,
     Form,
-    find_groups,
     form_named,
+    scores_in,
 )
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
@@ -51,7 +51,20 @@ def expected(form: Form, text: str, token: str, num_scores: int = 1, temperature
     start = text.rindex(token)
     likely = tuple((name, math.log(share)) for name, share in odds.items())
     place = TokenPlace(start=start, end=start + len(token), likely=likely)
-    return expect_scores(form, text, num_scores, NINE, temperature, lambda at: place if at >= start else None)
+    return expect_scores(parser_of(form, num_scores), text, temperature, finder_of(place, text))
+
+
+def parser_of(form: Form, num_scores: int = 1) -> Any:
+    return lambda text: scores_in(form, text, num_scores, NINE)
+
+
+def finder_of(place: TokenPlace, text: str) -> Any:
+    """Every other character is a token of its own, and sure."""
+
+    def find(at: int) -> TokenPlace:
+        return place if place.start <= at < place.end else TokenPlace(start=at, end=at + 1, likely=((text[at], 0.0),))
+
+    return find
 
 
 def test_the_mean_is_over_the_candidates_alone_in_any_spelling() -> None:
@@ -87,34 +100,25 @@ def test_every_form_of_a_verdict_has_a_mean_between_its_ends(
 
 
 def test_each_score_of_a_list_has_a_place_of_its_own() -> None:
-    text = "\\boxed{4, 8}"
+    text = "Good: 3\n\\boxed{4, 8}"
     places = {
-        7: TokenPlace(start=7, end=8, likely=(("4", math.log(0.5)), ("6", math.log(0.5)))),
-        10: TokenPlace(start=10, end=11, likely=(("8", math.log(0.25)), ("4", math.log(0.75)))),
+        text.index("4"): (("4", math.log(0.5)), ("6", math.log(0.5))),
+        text.index("8"): (("8", math.log(0.25)), ("4", math.log(0.75))),
+        text.index("3"): (("3", math.log(0.5)), ("9", math.log(0.5))),
     }
-    assert expect_scores(BOXED, text, 2, NINE, 1.0, places.get) == pytest.approx((5, 5))
+
+    def find(at: int) -> TokenPlace:
+        return TokenPlace(start=at, end=at + 1, likely=places.get(at, ((text[at], 0.0),)))
+
+    assert expect_scores(parser_of(BOXED, 2), text, 1.0, find) == pytest.approx((5, 5))
 
 
 def test_a_token_that_leaves_another_line_as_the_verdict_is_no_candidate() -> None:
     assert expected(YES_NO, "No\nYes", "Yes", **{"Yes": 0.5, "\n": 0.25, " ": 0.25}) == (9,)
 
 
-def test_a_score_of_several_tokens_is_none() -> None:
-    said = expect_scores(SCORE_LINE, "Score: 10", 1, Scale(), 1.0, lambda at: TokenPlace(start=7, end=8, likely=()))
-    assert said == (
-        "its score '10' takes several tokens, and judge.score_from=expectation reads one; type judge.score_from=text, "
-        "or a judge.scale of one digit"
-    )
-
-
-def test_groups_are_found_in_the_text_as_it_was_written() -> None:
-    for form, text, found in (
-        (SCORE_LINE, "Score: 3\n\n  **Score:** \n\n 7\t\n\n", ["7"]),
-        (BOXED, "So $$\\boxed{1, 2}$$\n \\boxed{ 4,5}\n\\]\n", ["4", "5"]),
-    ):
-        spans = find_groups(form, text, len(found), NINE)
-        assert [text[start:end] for start, end in spans] == found
-    assert find_groups(SCORE_LINE, "none", 1, NINE) == []
+def test_a_place_without_log_probs_is_no_score() -> None:
+    assert expect_scores(parser_of(SCORE_LINE), "Score: 7", 1.0, lambda at: None) == "unparseable"
 
 
 # -- an embedded engine ------------------------------------------------------------------------------------------------
@@ -234,9 +238,9 @@ def test_an_endpoint_without_log_probs_gives_no_score_and_says_what_to_type(logp
 
 
 def test_log_probs_of_another_text_are_a_failed_judgement() -> None:
-    failed, _ = judged_at_an_endpoint({"content": TOKENS[1:]})
+    failed, _ = judged_at_an_endpoint({"content": [sampled_token("Good"), *TOKENS[1:]]})
     assert isinstance(failed, FailedJudgement) and failed.cause == "unparseable"
-    assert failed.detail == "the log-probs aren't those of its score '7'"
+    assert failed.detail == "the endpoint's log-probs aren't those of its text"
 
 
 def test_a_place_of_a_part_of_the_tokens_is_found_from_the_end() -> None:
@@ -262,8 +266,8 @@ def test_a_place_of_a_part_of_the_tokens_is_found_from_the_end() -> None:
 # -- what is refused at the start --------------------------------------------------------------------------------------
 
 
-def by_digit(number: int) -> list[str]:
-    return [" ", *str(number)]
+def by_digit(verdict: str) -> list[str]:
+    return [" ", *(verdict if verdict[-1].isdigit() else [verdict])]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,8 @@ def by_digit(number: int) -> list[str]:
         ({"template": "mt_bench", "parser": "rating", "score_max": 9}, by_digit, r"^score_from: rating reads decimals"),
         ({"score_min": -1, "score_max": 3}, by_digit, r"^score_from: -1 is several tokens"),
         ({"score_max": 9}, by_digit, None),
-        ({}, lambda number: ["Score", ":", f" {number}"], None),
+        ({}, lambda verdict: ["Score", ":", f" {verdict}"], None),
+        ({"template": "yes_no", "parser": "yes_no"}, list, r"^score_from: Yes is several tokens of grm; take a model"),
         ({"template": "yes_no", "parser": "yes_no"}, by_digit, None),
         ({"score_from": "text"}, by_digit, None),
     ],
