@@ -34,7 +34,7 @@ FORMS = {
     "answer_scores": "<answer>{}</answer>",
 }
 ONE = sorted(FORMS)  # what can hold one score
-PAIRS = sorted(set(PARSERS) - set(ONE))
+PAIRS = sorted(set(PARSERS) - {*ONE, "yes_no"})
 PAIR_PIECES = (
     "[[A]]", "[[B]]", "[[C]]", "[", "<answer>", "</answer>", "[RESULT] ", "A", "B.", "**Result:** ",
     '{"Choice": "Model A"}', '"Choice": "[Model B]"', '"ranking": 2', "{", "}", "```", "\\boxed{2}",
@@ -48,7 +48,8 @@ def matches(name: str, scale: Scale, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [*itertools.product(("score_line", "boxed"), SCALES), *((name, Scale()) for name in ONE)]
+    ("name", "scale"),
+    [*itertools.product(("score_line", "boxed"), SCALES), *((name, Scale()) for name in (*ONE, "yes_no"))],
 )
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
     @settings(max_examples=50)

@@ -82,6 +82,16 @@ def test_shipped_templates_end_with_the_line_that_their_parser_reads(bench: Any,
     assert "End with one line, and nothing after it" in text
 
 
+def test_the_template_of_yes_or_no_asks_for_a_word_that_its_parser_reads(bench: Any) -> None:
+    template, _ = shipped("yes_no")
+    asked = shown(template.render(bench.prompt(), "12"))
+    assert asked.endswith("Answer with one word, Yes or No, and nothing else.")
+    read = parser_named(SHIPPED_TEMPLATES["yes_no"][0])
+    words = {"Yes": 10, "**No**": 1, "It adds up.\nyes.": 10, "Yes, it is.": None, "> Yes": None, "Maybe": None}
+    for word, score in words.items():
+        assert read(word, 1, Scale()) == ("unparseable" if score is None else (score,))
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 @given(text=hostile)
 def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) -> None:
@@ -213,6 +223,7 @@ OF_ONE_MESSAGE = {
     "rm_r1_distilled": "47d3c6e820d8", "rubric": "1a2bd38dfa8d", "selene": "082273d4e23d",
     "selene_pairwise": "b5e95ea3a406", "shared_principles": "c1d682c72b99", "skywork_critic": "c294cba9c253",
     "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b",
+    "yes_no": "563e2f2d236e",
 }  # fmt: skip
 
 
