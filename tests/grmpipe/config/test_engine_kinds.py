@@ -96,6 +96,16 @@ def test_an_object_that_is_no_engine_kind_is_refused_by_its_key(mine: str, engin
         config(engine)
 
 
+def test_an_engine_that_returns_no_likely_tokens_serves_no_scores_by_tokens(mine: str) -> None:
+    sections = {"grm": {"engine": f"{mine}.MyEngine"}, "placement": PLACEMENT}
+    build_config(sections | {"judge": {"score_from": "text"}})
+    able = r"type judge\.score_from=text, or grm\.engine=embedded or vllm or sglang or openai"
+    with pytest.raises(
+        ConfigError, match=rf"^judge\.score_from: engine_of_mine\.MyEngine returns no log-probs .*{able}"
+    ):
+        build_config(sections | {"judge": {"score_from": "expectation"}})
+
+
 def test_options_of_an_own_engine_are_checked_like_any_other(mine: str) -> None:
     with pytest.raises(ConfigError, match=r"^unknown key 'policy\.engine_options\.row'; did you mean .*\.rows"):
         seat_roles(config(f"{mine}.MyEngine", engine_options={"row": 5}))
