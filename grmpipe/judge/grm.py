@@ -292,6 +292,7 @@ class RemoteGrm(MeteredGrm):
             text=text + answer.answer,
             finish_reason=answer.finish_reason,
             unseen_tokens=start + answer.num_tokens,
+            top=answer.top,
             asked=AskedAnswer(start=start, end=start, text_start=len(text)),
         )
 
@@ -486,6 +487,7 @@ class GrmClient:
                 if (
                     request.verdict is not None
                     and completion.finish_reason != "abort"
+                    and (completion.top is not None or not params.top_logprobs)
                     and isinstance(read(completion, attempt + 1), FailedJudgement)
                 ):
                     params = replace(

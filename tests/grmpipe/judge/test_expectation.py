@@ -18,6 +18,7 @@ from configs import judge_config
 from transformers import AutoModelForCausalLM
 
 from grmpipe.config.judge import Scale
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.expectation import TokenPlace, check_expectation, expect_scores, find_place
 from grmpipe.judge.grm import GrmClient, GrmQuestion, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
@@ -135,16 +136,19 @@ def unsure_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("temperature", "structured"), [(0.5, False), (0.0, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("temperature", "settings"),
+    [(0.5, {}), (0.0, {}), (1.0, {"structured": True}), (0.5, {"ask_verdict": True, "max_new_tokens": 36})],
+)
 def test_an_expectation_is_that_of_a_forward_pass_over_all_scores(
-    unsure_path: str, temperature: float, structured: bool
+    unsure_path: str, temperature: float, settings: dict[str, Any]
 ) -> None:
     path = unsure_path
     renderer, model = Renderer.load(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = EmbeddedEngine(EngineSpec(path=path, role="grm"), EmbeddedConfig(max_context_tokens=256))
-    grm = LocalGrm("grm", engine, renderer, 256, decode=renderer.decode)
-    settings: dict[str, Any] = {"temperature": temperature, "structured": structured}
-    client = GrmClient(grm, judge_config(score_from="expectation", max_new_tokens=60, **settings), seed=3)
+    grm = LocalGrm("grm", ReasoningEngine(engine, renderer), renderer, 256, decode=renderer.decode)
+    judge = judge_config(**{"score_from": "expectation", "max_new_tokens": 60, "temperature": temperature, **settings})
+    client = GrmClient(grm, judge, seed=3)
 
     async def ask_all() -> list[list[Judgement | Failed]]:
         questions = [f"Q: What is {n} x 2?\nA:\n> {n} x 2 = {2 * n - n % 3}." for n in range(3, 11)]
@@ -158,18 +162,22 @@ def test_an_expectation_is_that_of_a_forward_pass_over_all_scores(
     assert len(parsed) > 3, judgements
     for one in parsed:
         assert one.completion.top is None  # journals keep the score
+        assert (one.completion.asked is not None) == judge.format.ask_verdict
         assert one.scores == pytest.approx((mean_by_forward_pass(model, renderer, one),), abs=1e-4)
     assert any(score % 1 > 0.001 for one in parsed for score in one.scores)
 
 
 def mean_by_forward_pass(model: Any, renderer: Renderer, judgement: Judgement) -> float:
-    """The mean score by the logits in the score's place, over the scores among the 20 likeliest tokens there."""
+    """The mean score by the logits in the score's place, over the scores among the 20 likeliest tokens there: of all
+    tokens, or of those of a verdict's grammar.
+    """
     ids = judgement.completion.token_ids
     place = max(i for i, token_id in enumerate(ids) if renderer.decode([token_id]).strip().isdigit())
     with torch.no_grad():
         logits_V = model(torch.tensor([[*judgement.prompt_ids, *ids[:place]]])).logits[0, -1]
     scores = {i: int(text) for i in range(len(logits_V)) if (text := renderer.decode([i]).strip()) in TEN}
-    likely = [token_id for token_id in logits_V.topk(20).indices.tolist() if token_id in scores]
+    most = len(logits_V) if judgement.completion.asked else 20
+    likely = [token_id for token_id in logits_V.topk(most).indices.tolist() if token_id in scores]
     probs = logits_V[likely].softmax(-1)
     return math.fsum(p * scores[token_id] for p, token_id in zip(probs.tolist(), likely, strict=True))
 
@@ -196,19 +204,22 @@ TOKENS = [
 ]
 
 
-def judged_at_an_endpoint(logprobs: Any, status: int = 200) -> tuple[Judgement | Failed, dict[str, Any]]:
+def judged_at_an_endpoint(
+    *logprobs: Any, status: int = 200, texts: Sequence[str] = ("Größe: gut.\nScore: 7",)
+) -> tuple[Judgement | Failed, dict[str, Any]]:
     asked: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
+        message = {"role": "assistant", "content": texts[len(asked)]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs[len(asked)]}
         asked.append(json.loads(request.content))
-        message = {"role": "assistant", "content": "Größe: gut.\nScore: 7"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
         return httpx.Response(status, json={"choices": [choice], "error": {"message": "no logprobs for this model"}})
 
     async def go() -> Judgement | Failed:
         engine = OpenAIEngine("judge", "grm", OpenAIConfig(api_key_env=""), httpx.MockTransport(answer))
         grm = RemoteGrm("grm", engine, 0, NoEvents(), Markup(()))
-        client = GrmClient(grm, judge_config(score_from="expectation", score_max=9, max_retries=0), seed=1)
+        settings = {"score_max": 9, "max_retries": 0, "ask_verdict": len(texts) > 1}
+        client = GrmClient(grm, judge_config(score_from="expectation", **settings), seed=1)
         last = (await client.judgement(question_to(grm, "Q"), 0, 0))[-1]
         await engine.close()
         return last
@@ -224,6 +235,16 @@ def test_an_endpoint_is_asked_for_likely_tokens_which_make_the_score() -> None:
     assert judgement.scores == pytest.approx(((7 * 0.5 + 5 * 0.3) / 0.8,))
     thought = [sampled_token("<think>Score: 7</think>"), *TOKENS, sampled_token("")]
     assert judged_at_an_endpoint({"content": thought})[0].scores == pytest.approx(judgement.scores)  # type: ignore[union-attr]
+
+
+def test_a_verdict_that_an_endpoint_was_asked_for_has_its_own_log_probs() -> None:
+    first, texts = {"content": [sampled_token("Good", Good=0.9), sampled_token(".")]}, ("Good.", "Score: 7")
+    second = {"content": [sampled_token("Score"), *TOKENS[1:]]}
+    judgement, _ = judged_at_an_endpoint(first, second, texts=texts)
+    assert isinstance(judgement, Judgement) and judgement.completion.text == "Good.\n\nScore: 7"
+    assert judgement.scores == pytest.approx(((7 * 0.5 + 5 * 0.3) / 0.8,))
+    failed, _ = judged_at_an_endpoint(None, texts=texts)  # nothing is asked of an endpoint that returns none
+    assert isinstance(failed, Failed) and failed.cause == "refused"
 
 
 @pytest.mark.parametrize("logprobs", [None, {"content": None}, {"content": [{"token": 3}]}, [1], {"tokens": ["7"]}])
