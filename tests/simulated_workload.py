@@ -32,6 +32,7 @@ def workload(
     critiques: Lengths = CRITIQUES,
     unparseable_share: float = 0.0,
     ask_verdict: bool = False,
+    score_from: str = "text",
 ) -> Workload:
     config = run_config(
         train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
@@ -43,6 +44,7 @@ def workload(
             timeout_s=3600,
             max_retries=1,
             ask_verdict=ask_verdict,
+            score_from=score_from,
         ),
     )
     question = Message(role="user", content="how many apples are left? " * 4)

@@ -245,7 +245,8 @@ def test_critiques_go_through_the_real_parser() -> None:
     assert run.failed_judgements.keys() == {"unparseable"}
     assert 0 < run.failed_judgements["unparseable"] < 60
     assert run.dropped == {}
-    assert simulated(unparseable_share=0.1, ask_verdict=True).failed_judgements == run.failed_judgements
+    by_tokens = {"ask_verdict": True, "score_from": "expectation"}  # a script has neither
+    assert simulated(unparseable_share=0.1, **by_tokens).failed_judgements == run.failed_judgements
 
 
 def test_endless_critique_is_cut_and_counted() -> None:
