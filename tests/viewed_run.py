@@ -88,7 +88,12 @@ def write_run(run_dir: Path, *, experiment: str = "mine", lr: float = 1e-4, comp
         answer("g1", 0, ""), report(8.0, judgement("g1", (0,), (8.0,), f"Convincing {SCRIPT}"), spread=2.5)
     )
     bad = FailedJudgement(
-        stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion("no mark")
+        stage="judge",
+        cause="unparseable",
+        attempts=1,
+        detail="no verdict in it:",
+        prompt_ids=(1,),
+        completion=completion("no mark"),
     )
     recorder.record_verdict(
         answer("g1", 1, ""), report(3.0, judgement("g1", (1,), (3.0,), "Too short"), failures=(bad,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -64,7 +65,7 @@ SCORE_SOURCES = ("text", "expectation")
 EARLY_STOPS = ("none", "exact", "relaxed")
 # Settings of judges that write judgements; a scalar reward model writes none.
 OF_JUDGEMENTS = (
-    "protocol", "num_judgements", "template", "parser", "score_from", "format.structured", "vote",
+    "protocol", "num_judgements", "template", "parser", "pattern", "score_from", "format.structured", "vote",
     "votes.abstain_above_std", "principles.kind", "format.truncation",
 )  # fmt: skip
 
@@ -111,16 +112,23 @@ class FormatConfig(Bounded):
 
 @dataclass(frozen=True)
 class Scale:
-    """The scores that a judge may give: integers, including both ends."""
+    """The scores that a judge may give: from the lowest to the highest, including both ends."""
 
     low: int = 1  # [score] Lowest score.
     high: int = 10  # [score] Highest score.
+    step: float = 1  # [score] Difference of neighbouring scores: 1, or 0.5 for half points.
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ValueError(
                 f"high: must be above low = {self.low}, got {self.high}; type judge.scale.low=1 judge.scale.high=10"
             )
+        if self.step not in (0.5, 1):
+            raise ValueError(f"step: must be 1 or 0.5, got {self.step}; type judge.scale.step=1, or =0.5 for halves")
+
+    @property
+    def has_halves(self) -> bool:
+        return self.step != 1
 
     def to_reward(self, score: float) -> float:
         """The reward of a score: 0 at the low end, 1 at the high end."""
@@ -231,14 +239,16 @@ class JudgeConfig(Bounded):
     max_new_tokens: int = at_least(1, 160)  # Most tokens of a judgement.
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     temperature: float = at_least(0, 1.0)  # Sampling temperature of judgements; 0: greedy.
-    # Prompt of the judge: tiny, pointwise, yes_no, boxed, reference, listwise, pairwise, rubric, steps, turns,
-    # shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of a
-    # Jinja file.
+    # Prompt of the judge: tiny, pointwise, short, yes_no, boxed, reference, listwise, pairwise, rubric, steps,
+    # turns, shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of
+    # a Jinja file.
     template: str = "tiny"
-    # How the end of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed), as
-    # "Yes" or "No" (yes_no), as a public GRM writes it (docs/judging.md), or the dotted path of a Form of your own
-    # (grmpipe/judge/parse.py).
+    # How the end of a judgement is read: as a form of "Score: N" (score_line), the same or N alone (score), a form of
+    # "\boxed{N, ...}" (boxed), as "Yes" or "No" (yes_no), as a public GRM writes it (docs/judging.md), or the dotted
+    # path of a Form of your own (grmpipe/judge/parse.py).
     parser: str = "score_line"
+    # Instead of judge.parser: a regular expression for the line of the verdict, with one group, which holds the score.
+    pattern: str = ""
     # What a judgement's score is: the number that it wrote (text), or the mean over the numbers that it might have
     # written in that place, by the probabilities of their tokens (expectation).
     score_from: str = one_of(SCORE_SOURCES, "text")
@@ -385,7 +395,10 @@ def check_template(judge: JudgeConfig) -> None:
             f"template: {judge.template} is for the {protocol} protocol; type judge.protocol={protocol}, or "
             f"judge={judge.protocol} for all keys of {judge.protocol}"
         )
-    if judge.parser != parser:
+    if judge.pattern:
+        check_pattern(judge)
+        return
+    if judge.parser != parser and judge.parser in PARSERS:
         raise ValueError(
             f"parser: {judge.parser} can't read the format of template {judge.template}; type judge.parser={parser}"
         )
@@ -412,6 +425,46 @@ def check_asked_verdicts(judge: JudgeConfig) -> None:
             f"format.ask_verdict: judge.max_new_tokens={judge.max_new_tokens} leave no tokens to ask for a verdict; "
             f"type judge.max_new_tokens={2 * LEAST_TO_ASK} or more, or judge.format.ask_verdict=false"
         )
+
+
+def check_pattern(judge: JudgeConfig) -> None:
+    """Check the regular expression of a verdict's line."""
+    example = r"type judge.pattern='Verdict: ([0-9]+)'"
+    try:
+        compiled = re.compile(judge.pattern)
+    except re.error as error:
+        raise ValueError(f"pattern: {judge.pattern!r} is no regular expression: {error}; {example}") from error
+    if compiled.groups != 1:
+        raise ValueError(
+            f"pattern: {judge.pattern!r} has {compiled.groups} groups, and one must hold the score; {example}, with "
+            "(?:...) for groups that don't"
+        )
+    if repeats_repetitions(judge.pattern):
+        raise ValueError(
+            f"pattern: {judge.pattern!r} repeats a group that repeats something itself, or has alternatives: on some "
+            f"lines that takes for ever; {example}, or a Form of your own (judge.parser)"
+        )
+    if not judge.protocol_kind.gives_one_score:
+        raise ValueError(
+            f"pattern: reads one score, and a {judge.protocol} judgement holds several; type judge.pattern='' and a "
+            "judge.parser"
+        )
+    if key := "structured" if judge.format.structured else "ask_verdict" if judge.format.ask_verdict else "":
+        raise ValueError(
+            f"format.{key}: a pattern of your own is no grammar that keeps to the scale; type "
+            f"judge.format.{key}=false, or judge.parser=<the dotted path of a Form of yours> for judge.pattern"
+        )
+
+
+def repeats_repetitions(pattern: str) -> bool:
+    """Whether a group within which something repeats, or that has alternatives, is repeated itself."""
+    rest = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", pattern))
+    while not re.search(r"\([^()]*[*+{|][^()]*\)[*+{]", rest):
+        opened = re.sub(r"\(([^()]*)\)", r"\1", rest)
+        if opened == rest:
+            return False
+        rest = opened
+    return True
 
 
 def check_thinking(judge: JudgeConfig) -> None:

@@ -78,6 +78,7 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         templates={
             "tiny": "score_line",
             "pointwise": "score_line",
+            "short": "score",
             "yes_no": "yes_no",
             "boxed": "boxed",
             "reference": "boxed",

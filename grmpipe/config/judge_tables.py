@@ -15,7 +15,7 @@ VOTES = PathTable(
 PARSERS = PathTable(
     "judge.parser", (), "grmpipe.judge.parse",
     {
-        "score_line": "SCORE_LINE", "boxed": "BOXED", "yes_no": "YES_NO",
+        "score_line": "SCORE_LINE", "score": "SCORE", "boxed": "BOXED", "yes_no": "YES_NO",
         "rating": "RATING", "letter": "LETTER", "letter_or_tie": "LETTER_OR_TIE",
         "answer_letter": "ANSWER_LETTER", "answer_scores": "ANSWER_SCORES",
         "result": "RESULT", "result_letter": "RESULT_LETTER",
@@ -24,7 +24,15 @@ PARSERS = PathTable(
         "overall_boxed": "OVERALL_BOXED",
     },
 )  # fmt: skip
-ONE_SCORE = ("score_line", "yes_no", "rating", "result", "bold_result", "overall_boxed")  # parsers of one score
+ONE_SCORE = (
+    "score_line",
+    "score",
+    "yes_no",
+    "rating",
+    "result",
+    "bold_result",
+    "overall_boxed",
+)  # parsers of one score
 TWO_SCORES = (  # parsers of the better one of two responses
     "letter", "letter_or_tie", "answer_letter", "result_letter", "bold_result_letter",
     "choice_field", "ranking_field", "ranking_box",

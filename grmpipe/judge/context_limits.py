@@ -13,7 +13,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
 from grmpipe.judge.expectation import check_expectation
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
-from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern
+from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern, scores_in
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.chat.thinking import ThinkingMarkers, thinks
@@ -196,8 +196,15 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
-        form = form_named(judge.parser)
-        compile_pattern(form, judge.scale, form.num_scores or (1 if judge.protocol_kind.gives_one_score else 2))
+        form = form_named(judge.parser, judge.pattern)
+        num_scores = form.num_scores or (1 if judge.protocol_kind.gives_one_score else 2)
+        compile_pattern(form, judge.scale, num_scores)
+        if template.example and scores_in(form, template.example, num_scores, judge.scale) == "unparseable":
+            key = "pattern" if judge.pattern else "parser"
+            raise ValueError(
+                f"{key}: {judge.pattern or judge.parser} can't read {template.example!r}, as template {judge.template} "
+                f"asks for it; type a judge.{key} that reads it, or a judge.template for another form of verdicts"
+            )
         if judge.format.structured or judge.format.ask_verdict:
             judgement_pattern(form, judge.scale)
     return template

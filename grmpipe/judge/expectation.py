@@ -164,7 +164,7 @@ def check_expectation(judge: JudgeConfig, form: Form, split: Callable[[str], Seq
     if judge.score_from != "expectation":
         return
     by_text = "or type judge.score_from=text"
-    if (form.decimals or form.halves) and not form.words:
+    if (form.decimals or form.halves or judge.scale.has_halves) and not form.words:
         raise ValueError(
             f"score_from: {judge.parser} reads decimals, which are several tokens; take a template and parser of whole "
             f"numbers, such as judge=pointwise, {by_text}"

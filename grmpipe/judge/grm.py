@@ -23,6 +23,7 @@ from grmpipe.judge.parse import (
     form_named,
     in_usual_markers,
     judgement_pattern,
+    last_line,
     parse_scores,
     scores_in,
     short_verdict_pattern,
@@ -369,7 +370,7 @@ class GrmClient:
         self._seed = seed
         self._mark = "" if config.name == JUDGE else f"@{config.name}"
         self._scale = config.scale
-        self._form = form_named(config.parser)
+        self._form = form_named(config.parser, config.pattern)
         self._parser = functools.partial(scores_in, self._form)
         self._budget = config.make_thinking_budget(thinks=grm.thinks)  # of a thought
         self._places = PrioritySemaphore(config.limits.max_concurrency)
@@ -517,7 +518,8 @@ class GrmClient:
         completion = replace(completion, top=None)
         scores = parse_scores(completion, self._parser, asked, self._scale)
         if isinstance(scores, str):
-            detail = f"it ends with {completion.text[-80:]!r}"
+            what = "it ends with" if scores == "truncated" else "no clear verdict in its last line,"
+            detail = f"{what} {last_line(completion)!r}"
             return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
         if self._config.score_from == "expectation":
             scores = self._expect(sampled, asked)

@@ -3,17 +3,19 @@ never a guess.
 
 The verdict is what ends the judgement: the last line that isn't blank or, for some forms, the last few. Text elsewhere
 (a draft, the score of a criterion, a quotation of the work under judgement) is never used instead. The verdict is not
-part of the judge's thinking: thinking that begins a judgement must end, in a line that isn't a quotation, before the
-verdict's first line. A line ends at "\n" only: other line breaks may stand within a quotation.
+part of the judge's thinking: thinking that begins a judgement must end, outside of a quotation, before the verdict. A
+line ends at "\n" only: other line breaks may stand within a quotation.
 
-A form accepts what a judge writes when asked for `Score: 7` or `\boxed{7}`: in any case, in Markdown emphasis, as a
-heading or a list item, as `7/10` if 10 is the highest score, with the number in the line after its label. A line of our
-own forms holds nothing else: a sentence around the score could quote the work under judgement. The expressions use only
-what the grammars of vLLM and SGLang support: classes, groups, alternatives, repetition; no lookarounds. No two adjacent
-parts repeat the same characters, so a line is matched in linear time.
+Each form has one strict pattern, which the last lines must match as a whole: as they stand, or in one spelling
+(normalise.py), in which `**Rating** = 7.0/10` is `Score: 7`. After a verdict may stand its explanation, if it can be
+nothing else and no other line has another score. Whatever could mean two scores, or none, is unparseable: a range, a
+negative or quoted score, one outside the scale, one with decimals that the scale doesn't have.
 
-Last, the patterns of judgements: regular expressions for an engine's grammar. A pattern and its parser accept the same
-language: what the pattern matches parses, and what parses is matched. Numbers have no leading zeros.
+Last, the patterns of judgements: regular expressions for an engine's grammar, made of the strict patterns alone. What
+such a pattern matches parses (unless the line before says that the work is quoted); much that parses isn't matched. The
+expressions use only what the grammars of vLLM and SGLang support: classes, groups, alternatives, repetition; no
+lookarounds. No two adjacent parts repeat the same characters, so a line is matched in linear time. Numbers have no
+leading zeros.
 """
 
 import contextlib
@@ -27,7 +29,22 @@ from typing import Literal
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.keys.user_code import UserCodeError, describe_code, describe_error, format_value
-from grmpipe.models.chat.thinking import KNOWN_MARKERS, ThinkingMarkers
+from grmpipe.judge.normalise import (
+    THOUGHT_BEGINS,
+    THOUGHT_ENDS,
+    Ending,
+    clean,
+    cut_thought,
+    find_endings,
+    find_explained,
+    is_explanation,
+    spell_box,
+    spell_brackets,
+    spell_result,
+    spell_score_line,
+    split_lines,
+)
+from grmpipe.models.chat.thinking import ThinkingMarkers
 from grmpipe.models.types import Completion
 from grmpipe.types import DataCause
 
@@ -39,11 +56,7 @@ MATH_OPENS = r"(?:(?:\$|\$\$|\\\(|\\\[)[ \t]*)?"
 MATH_CLOSES = r"(?:[ \t]*(?:\$|\$\$|\\\)|\\\]))?"
 
 
-def integers(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
-    return tuple(map(int, found))
-
-
-def decimals(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+def numbers(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
@@ -53,26 +66,34 @@ class Form:
 
     line:       makes its pattern from the pattern of one number, the scale, and the number of scores.
     most_lines: over how many lines it may be written; blank ones don't count.
+    most_chars: longer lines hold no verdict; None: no limit.
     closings:   lines that may follow without a meaning: the end of displayed mathematics, of a JSON object.
     num_scores: the scores that it always gives; None: as many as are asked for.
     lead:       pattern of what may stand before the verdict in its line; empty: nothing.
     lead_ends_thought: whether the lead is the end of the judge's thinking.
-    halves:     whether numbers may end with .5 or .0.
+    alone:      whether the verdict must be all that the judge writes after its thought.
+    halves:     whether numbers may end with .5 or .0, whatever the scale's steps.
     decimals:   whether numbers may have decimals.
     words:      what the verdict may be, if it isn't a number: scores by tokens need each to be one token.
+    spell:      brings spellings of the verdict to the one of the pattern, after `clean`.
+    also:       forms that are read as well, though an engine's grammar has only this one.
     scores_of:  makes the scores from the groups of the pattern: a tuple of numbers.
     """
 
     line: Callable[[str, Scale, int], str]
     most_lines: int = 1
+    most_chars: int | None = None
     closings: tuple[str, ...] = ()
     num_scores: int | None = None
     lead: str = ""
     lead_ends_thought: bool = False
+    alone: bool = False
     halves: bool = False
     decimals: bool = False
     words: tuple[str, ...] = ()
-    scores_of: Callable[[Sequence[str], Scale], tuple[float, ...]] = integers
+    spell: Callable[[str, Scale], str] = lambda text, scale: text
+    also: "tuple[Form, ...]" = ()
+    scores_of: Callable[[Sequence[str], Scale], tuple[float, ...]] = numbers
 
     def whole_line(self, number: str, scale: Scale, num_scores: int) -> str:
         """The pattern of the verdict's line, with all that may stand before the verdict."""
@@ -119,9 +140,8 @@ def by_answer(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     return (scale.high if found[0].lower() == "yes" else scale.low,)
 
 
-SCORE_LINE = Form(line=score_line, most_lines=2, num_scores=1)
 YES_NO = Form(line=yes_or_no, num_scores=1, words=("Yes", "No"), scores_of=by_answer)
-BOXED = Form(line=match_boxed, closings=("$$", "\\]"))
+BOXED = Form(line=match_boxed, closings=("$$", "\\]"), spell=spell_box)
 
 
 # -- public GRMs -------------------------------------------------------------------------------------------------------
@@ -157,6 +177,11 @@ def other_than(key: str) -> str:
     return f"(?:{'|'.join(leaves)}|{key}{rest}+)"
 
 
+def quotable(number: str, scale: Scale) -> str:
+    """The pattern of a JSON number, or of a text that holds one."""
+    return rf'"?{number}{match_highest(scale)}"?'
+
+
 def match_boxed_score(number: str) -> str:
     r"""The pattern of `\boxed{7}`."""
     return rf"{MATH_OPENS}\\boxed\{{{SPACE}{number}{SPACE}\}}{MATH_CLOSES}{TAIL}"
@@ -176,27 +201,27 @@ def by_ranking(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
 AB = ("A", "B")
 RATING = Form(  # [[7]]
     line=lambda number, scale, num_scores: rf"\[\[{number}\]\]{QUOTED_TAIL}",
-    lead=PROSE_WITHOUT_BRACKETS, num_scores=1, decimals=True, scores_of=decimals,
+    lead=PROSE_WITHOUT_BRACKETS, spell=spell_brackets, num_scores=1, decimals=True, scores_of=numbers,
 )  # fmt: skip
 LETTER = Form(  # [[A]] or [[B]]
     line=lambda number, scale, num_scores: rf"\[\[([AB])\]\]{QUOTED_TAIL}",
-    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, words=AB, scores_of=by_letter,
+    lead=PROSE_WITHOUT_BRACKETS, spell=spell_brackets, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 LETTER_OR_TIE = Form(  # [[A]], [[B]], or [[C]] for a tie
     line=lambda number, scale, num_scores: rf"\[\[([ABC])\]\]{QUOTED_TAIL}",
-    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, words=(*AB, "C"), scores_of=by_letter,
+    lead=PROSE_WITHOUT_BRACKETS, spell=spell_brackets, num_scores=2, words=(*AB, "C"), scores_of=by_letter,
 )  # fmt: skip
 ANSWER_LETTER = Form(  # <answer>[[A]]</answer> or <answer>[[B]]</answer>
     line=lambda number, scale, num_scores: rf"<answer>{GAP}\[\[([AB])\]\]{GAP}</answer>",
-    most_lines=3, lead=TAGS_WITHOUT_BRACKETS, num_scores=2, words=AB, scores_of=by_letter,
+    most_lines=3, lead=TAGS_WITHOUT_BRACKETS, spell=spell_brackets, num_scores=2, words=AB, scores_of=by_letter,
 )  # fmt: skip
 ANSWER_SCORES = Form(  # <answer>3</answer><answer>5</answer>, one answer for each score
     line=lambda number, scale, num_scores: GAP.join([rf"<answer>{GAP}{number}{GAP}</answer>"] * num_scores),
-    most_lines=MANY_LINES, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True, decimals=True, scores_of=decimals,
+    most_lines=MANY_LINES, lead=THOUGHT_AND_ITS_END, lead_ends_thought=True, decimals=True, scores_of=numbers,
 )  # fmt: skip
 RESULT = Form(  # [RESULT] 4 or [RESULT] (4)
     line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?{number}\)?{match_highest(scale)}{CLOSED_TAIL}",
-    most_lines=2, lead=PROSE, num_scores=1,
+    most_lines=2, lead=PROSE, spell=spell_result, num_scores=1,
 )  # fmt: skip
 RESULT_LETTER = Form(  # [RESULT] A or [RESULT] (B)
     line=lambda number, scale, num_scores: rf"{RESULT_LABEL}\(?([AB]){CLOSED_TAIL}",
@@ -220,14 +245,23 @@ RANKING_FIELD = Form(  # the JSON field "ranking": 2
 )  # fmt: skip
 RANKING_BOX = Form(  # \boxed{2}
     line=lambda number, scale, num_scores: match_boxed_score(number),
-    closings=("[The End of Ranking Score]",), num_scores=2, scores_of=by_ranking,
+    closings=("[The End of Ranking Score]",), spell=spell_box, num_scores=2, scores_of=by_ranking,
 )  # fmt: skip
 OVERALL_BOXED = Form(  # Overall score: $\boxed{7.5}$, in any words: boxes of single criteria stand before it
     line=lambda number, scale, num_scores: (
         rf"{BEFORE_OVERALL}{any_case('overall')}{AFTER_OVERALL}{match_boxed_score(number)}"
     ),
-    num_scores=1, halves=True, scores_of=decimals,
+    spell=spell_box, num_scores=1, halves=True, scores_of=numbers,
 )  # fmt: skip
+SCORE_FIELD = Form(  # a JSON object with the field "score": 7
+    line=lambda number, scale, num_scores: rf"(?=\{{){json_field('score', quotable(number, scale))}",
+    most_lines=MANY_LINES, num_scores=1,
+)  # fmt: skip
+SCORE_LINE = Form(line=score_line, most_lines=2, num_scores=1, spell=spell_score_line, also=(SCORE_FIELD,))
+NUMBER_ALONE = Form(  # 7
+    line=lambda number, scale, num_scores: rf"{number}{match_highest(scale)}{TAIL}", alone=True, num_scores=1
+)
+SCORE = replace(SCORE_LINE, also=(NUMBER_ALONE, SCORE_FIELD))  # for a prompt that ends with "Score:"
 
 
 Scores = tuple[float, ...]
@@ -237,20 +271,39 @@ Parser = Callable[[str, int, Scale], Scores | Unparseable]
 NUMBER = r"(0|-?[1-9][0-9]{0,5})"  # short: int() refuses thousands of digits
 HALVES = r"((?:0|-?[1-9][0-9]{0,5})(?:\.[05])?)"
 DECIMALS = r"((?:0|-?[1-9][0-9]{0,5})(?:\.[0-9]{1,4})?)"
-BLANK = " \t\r"
-THOUGHT_BEGINS, THOUGHT_ENDS = KNOWN_MARKERS[0]  # of a judgement whose thought isn't marked
+MOST_SHOWN = 160  # characters of a line in the words of a failure
+MOST_SPELT = 4000  # characters of a verdict's lines, with its lead and explanation; longer ones are read as they stand
+MOST_FOR_A_PATTERN = 300  # characters; a user's regular expression may take their third power
+MOST_WITH_EXPLANATION = 2  # lines of a verdict that an explanation may follow
 
 
-def parser_named(name: str) -> Parser:
-    """Reads the end of a judgement, which must be of the form that `judge.parser` names, with exactly `num_scores`
-    scores.
+def parser_named(name: str, pattern: str = "") -> Parser:
+    """Reads the end of a judgement, which must be of the form that `judge.parser` or `judge.pattern` names, with
+    exactly `num_scores` scores.
     """
-    return functools.partial(scores_in, form_named(name))
+    return functools.partial(scores_in, form_named(name, pattern))
 
 
-def form_named(name: str) -> Form:
-    """The form of verdicts that `judge.parser` names. Raises ValueError if it can't be imported, or isn't a Form."""
-    return PARSERS.find_object(name, Form)
+def form_named(name: str, pattern: str = "") -> Form:
+    """The form of verdicts that `judge.parser` names, or the one of `judge.pattern` if there is any. Raises ValueError
+    if it can't be imported, or isn't a Form.
+    """
+    if not pattern:
+        return PARSERS.find_object(name, Form)
+    return Form(
+        line=lambda number, scale, num_scores: pattern,
+        num_scores=1,
+        most_chars=MOST_FOR_A_PATTERN,
+        scores_of=find_number,
+    )
+
+
+def find_number(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    """The score in the group of a user's pattern; one below the scale for what is no score of it."""
+    with contextlib.suppress(TypeError, ValueError):
+        if ((score := float(found[0])) / scale.step).is_integer():
+            return (score,)
+    return (scale.low - 1,)
 
 
 def parse_scores(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
@@ -270,20 +323,67 @@ def in_usual_markers(completion: Completion) -> str:
         return completion.text[completion.asked.text_start :]
     if not completion.thought_chars:
         return completion.text
-    return f"{THOUGHT_BEGINS}\n...\n{THOUGHT_ENDS}{completion.text[completion.thought_chars :]}"
+    *_, last = completion.text[: completion.thought_chars].rsplit("\n", 1)
+    is_apart = last == completion.text[: completion.thought_chars] or len(last.split()) == 1  # see cut_thought
+    begun = f"{THOUGHT_BEGINS}\n...\n" if is_apart else f"{THOUGHT_BEGINS}\n... "
+    return f"{begun}{THOUGHT_ENDS}{completion.text[completion.thought_chars :]}"
+
+
+def last_line(completion: Completion) -> str:
+    """The end of the line in which a judgement has no verdict, or of its thought if no answer follows."""
+    return (split_lines(completion.answer) or split_lines(completion.text) or [""])[-1][-MOST_SHOWN:]
 
 
 def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    if form.num_scores not in (None, num_scores):
+    answer = cut_thought(text, within_lines=form.lead_ends_thought)
+    if form.num_scores not in (None, num_scores) or answer is None:
         return "unparseable"
-    pattern = compile_pattern(form, scale, num_scores)
-    match = next(filter(None, map(pattern.fullmatch, find_ends(text, form))), None)
-    if match is None:
-        return "unparseable"
-    with blame(form.scores_of):
-        found = form.scores_of(match.groups(), scale)
-    scores = check_scores(found, num_scores, form)
-    return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
+    for one in (form, *form.also):
+        pattern = compile_pattern(one, scale, num_scores)
+        if (found := find_verdict(one, pattern, answer, scale)) is None:
+            continue
+        with blame(one.scores_of):
+            made = one.scores_of(found, scale)
+        scores = check_scores(made, num_scores, one)
+        return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
+    return "unparseable"
+
+
+def find_verdict(form: Form, pattern: re.Pattern[str], answer: str, scale: Scale) -> tuple[str, ...] | None:
+    """The groups of the pattern in the verdict. None: there is none, or it isn't clear."""
+
+    def spell(text: str) -> str:
+        return form.spell(clean(text, scale), scale)
+
+    lines = split_lines(answer)
+    if form.alone and len(lines) != 1:
+        return None
+    endings = list(find_endings(lines, form.most_lines, form.closings))
+    most_chars = form.most_chars or MOST_SPELT
+    for end in endings:
+        is_short = len(end.text) <= most_chars
+        match = pattern.fullmatch(end.text) if is_short or form.most_chars is None else None
+        if match is None and is_short:
+            match = pattern.fullmatch(spell(end.text))
+        if match is not None:
+            return None if end.is_quoted_in(answer) else match.groups()
+    if form.most_lines > MOST_WITH_EXPLANATION:
+        return None
+    if explained := find_explained(lines):
+        endings += [
+            Ending([*end.lines, *lines[explained:]], end.before)
+            for end in find_endings(lines[:explained], form.most_lines, form.closings)
+        ]
+    for end in endings:
+        text = spell(end.text) if len(end.text) <= most_chars else ""
+        if (
+            (match := pattern.match(text))
+            and is_explanation(match[0], text[match.end() :])
+            and not end.is_quoted_in(answer)
+        ):
+            others = filter(None, (pattern.match(spell(line[:most_chars])) for line in end.before))
+            return match.groups() if all(other.groups() == match.groups() for other in others) else None
+    return None
 
 
 class FormError(UserCodeError, ValueError):
@@ -315,7 +415,7 @@ def check_scores(found: object, num_scores: int, form: Form) -> Scores:
 @functools.lru_cache(maxsize=256)
 def compile_pattern(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
     """Raises FormError, which names the user's code, for a form whose pattern can't be made or has no group."""
-    number = DECIMALS if form.decimals else HALVES if form.halves else NUMBER
+    number = DECIMALS if form.decimals else HALVES if form.halves or scale.has_halves else NUMBER
     with blame(form.line):
         pattern = re.compile(form.whole_line(number, scale, num_scores))
     if not pattern.groups:
@@ -326,28 +426,6 @@ def compile_pattern(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str
     return pattern
 
 
-def find_ends(text: str, form: Form) -> Iterator[str]:
-    """Where the verdict may be: the last line, the last two, and so on. Nothing if the judge wrote only thinking."""
-    lines = [line for line in (line.strip(BLANK) for line in text.split("\n")) if line]
-    for closing in form.closings:
-        ends = closing.split("\n")
-        if lines[-len(ends) :] == ends:
-            lines = lines[: -len(ends)]
-            break
-    for start in reversed(range(max(0, len(lines) - form.most_lines), len(lines))):
-        if not is_still_thinking(text, lines if form.lead_ends_thought else lines[:start]):
-            yield "\n".join(lines[start:])
-
-
-def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:
-    """Whether a judgement begins with thinking that doesn't end within these lines. An end inside a quotation doesn't
-    count.
-    """
-    if not text.lstrip(BLANK + "\n").startswith(THOUGHT_BEGINS):
-        return False
-    return not any(THOUGHT_ENDS in line and not line.startswith((">", "|")) for line in lines_before)
-
-
 # -- patterns ---------------------------------------------------------------------------------------------------------
 
 MAX_SCORES = 1001  # alternatives in one pattern
@@ -356,7 +434,7 @@ USUAL = ThinkingMarkers(open=THOUGHT_BEGINS, close=THOUGHT_ENDS)
 BLANKS = r"[ \t\r]*"
 BLANK_LINES = r"[ \t\r\n]*"
 LINES = r"(?:[^\n]*\n)*"
-OWN = rf"{BLANKS}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a quotation
+OWN = rf"{BLANKS}(?:[^ \t\r\n>|][^\n]*)?"  # the beginning of a line that isn't a quotation
 
 
 def judgement_pattern(form: Form, scale: Scale, num_scores: int = 1, markers: ThinkingMarkers | None = None) -> str:
@@ -447,4 +525,4 @@ def match_decimals(form: Form, score: int, scale: Scale) -> str:
     leaves = score == (scale.high if score >= 0 else scale.low)
     if form.decimals:
         return r"(?:\.0{1,4})?" if leaves else r"(?:\.[0-9]{1,4})?"
-    return "" if not form.halves else r"(?:\.0)?" if leaves else r"(?:\.[05])?"
+    return "" if not (form.halves or scale.has_halves) else r"(?:\.0)?" if leaves else r"(?:\.[05])?"

@@ -144,7 +144,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 ITEM_OF = {"responses": "response", "steps": "step"}  # lists of texts, and the name of each in a loop
 PAIR = ("response_a", "response_b")  # a template of pairs may name its two texts instead
 FIELDS = (
-    "question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max",
+    "question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max", "score_step",
     "has_environment",
 )  # fmt: skip
 NEIGHBOURS = ("previtem", "nextitem")  # attributes of a loop that hold its texts under another name
@@ -156,6 +156,7 @@ PROBE = Prompt(
     reference="an answer",
     rubric=(Criterion(text="a criterion"),),
 )
+EXAMPLE = re.compile(r"\bN\b")  # where the score stands in the line that asks for it
 PROBE_PRINCIPLES = "what matters here"
 
 
@@ -163,6 +164,7 @@ class JudgePrompt:
     """A template, checked on construction: ValueError names the template and the field.
 
     shared_principles: whether the judge wrote them before any response, so that the template must show them.
+    example: see find_example.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class JudgePrompt:
     ) -> None:
         self._label = f"template {name}"
         self._scale = scale or Scale()
+        self.example = find_example(template_text, self._scale)
         kind = protocol_named(protocol)
         self._template = ConversationTemplate(self._label, template_text)
         self._guard = TextGuard.of(self._label, self._template.markers)
@@ -222,6 +225,7 @@ class JudgePrompt:
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
+            "score_step": self._scale.step,
             "has_environment": any(trajectory.has_environment for trajectory in shown),
         }
         fields |= self._guarded(shown)
@@ -294,6 +298,12 @@ class PrinciplesPrompt:
             return self._template.render(fields, self._guard.messages(prompt.messages))
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
+
+
+def find_example(template_text: str, scale: Scale) -> str:
+    """A verdict as the template asks for it: its last line with a score for the N in it. Empty: it has none."""
+    last = template_text.rstrip().rpartition("\n")[2].strip()
+    return "" if "{{" in last or "{%" in last or not EXAMPLE.search(last) else EXAMPLE.sub(str(scale.high), last)
 
 
 def find_template(key: str, template: str) -> Path:

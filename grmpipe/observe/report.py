@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Series, chart, short
-from grmpipe.observe.console import failures_text
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 
@@ -92,7 +91,7 @@ def render(run: RunFiles) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"readable": replace_controls, "shown": show_text, "short": short, "percent": percent}
-    environment.filters["failures"] = failures_text
+    environment.filters["failures"] = describe_failures
     template = environment.get_template("report.html.jinja")
     return template.render(run=run, never_ended=NEVER_ENDED, **make_sections(run))
 
@@ -207,6 +206,12 @@ def failure_bars(run: RunFiles) -> list[Bar]:
         )
         for cause, count in sorted(failed.items(), key=lambda item: -item[1])
     ]
+
+
+def describe_failures(failed: Mapping[str, int], asked: int) -> str:
+    """The failed judgements of a judge by cause, with their shares of all that were asked for."""
+    shares = (f"{count:,} {cause} ({percent(count / max(1, asked))})" for cause, count in failed.items())
+    return ", ".join(shares) or "none"
 
 
 def percent(share: float) -> str:

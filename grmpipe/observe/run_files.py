@@ -44,6 +44,8 @@ from grmpipe.types import Failed, JudgeReport, Metrics, Prompt, RewardSpan, Roll
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
+UNREAD = ("unparseable", "truncated")
+MOST_UNREAD = 5  # of a judge
 LARGEST = 1e100  # number that is shown
 NEVER_ENDED = "no end recorded"
 JUDGED = "judged.jsonl"  # labelled items, and what a judge said of them
@@ -113,6 +115,7 @@ class RunFiles:
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
     figures: str  # for task=evaluate
     shown: Sequence[ShownRollout]
+    unread: Mapping[str, Sequence[str]]  # by judge: the failures of judgements without a verdict to read
     config: str
     log_end: str
     present: Sequence[str]  # names of files
@@ -155,6 +158,7 @@ def read_run(run_dir: Path) -> RunFiles:
         groups=count_groups(summary, metrics),
         figures=to_text(read_bytes(run_dir / FIGURES)),
         shown=pick_rollouts(run_dir) or pick_answers(run_dir),
+        unread=pick_unread(run_dir),
         config=config,
         log_end=mask(to_text(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
@@ -359,6 +363,18 @@ def pick_rollouts(run_dir: Path) -> list[ShownRollout]:
         ("late, judging failed", next((one for one in late if one.score is None), None)),
         ("the last", late[-1] if late else None),
     )
+
+
+def pick_unread(run_dir: Path) -> dict[str, list[str]]:
+    """Words of up to five judgements of each judge that had no verdict to read: the last ones."""
+    found: dict[str, dict[str, None]] = {}
+    first, last = read_ends(run_dir / "judgements.jsonl", decode_judged)
+    for _, report in reversed([*first, *last]):
+        for judge, own in report.own_reports.items():
+            for failed in own.failures:
+                if failed.cause in UNREAD:
+                    found.setdefault(judge, {})[failed.detail] = None
+    return {judge: list(details)[:MOST_UNREAD] for judge, details in found.items()}
 
 
 def pick_answers(run_dir: Path) -> list[ShownRollout]:

@@ -5,7 +5,7 @@ import functools
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -104,10 +104,34 @@ def truth_by_reward(connection: sqlite3.Connection, evaluation: str) -> list[tup
     return [(row["place"] / NUM_BINS, (row["place"] + 1) / NUM_BINS, row["rollouts"], row["truth"]) for row in rows]
 
 
-def failures_by_judge(connection: sqlite3.Connection) -> list[tuple[str, str, int]]:
-    """Judge, cause and number of the single judgements that failed, the most frequent first."""
+class JudgeFailures(NamedTuple):
+    """Single judgements of a judge that failed by one cause. share: of all its judgements, where their number is known.
+    details: what was said of up to five, with the last line of one that could not be read.
+    """
+
+    judge: str
+    cause: str
+    number: int
+    share: float | None
+    details: list[str]
+
+
+def failures_by_judge(connection: sqlite3.Connection) -> list[JudgeFailures]:
+    """The most frequent first."""
+    votes = "SELECT '', sum(votes) FROM rollouts UNION ALL SELECT judge, sum(votes) FROM opinions GROUP BY judge"
+    asked = {judge: number for judge, number in connection.execute(votes) if number is not None}
     query = "SELECT judge, cause, count(*) AS n FROM failures GROUP BY judge, cause ORDER BY n DESC, judge, cause"
-    return [(row["judge"], row["cause"], row["n"]) for row in connection.execute(query)]
+    rows = connection.execute(query).fetchall()
+    for judge in asked:
+        asked[judge] += sum(row["n"] for row in rows if row["judge"] == judge)
+    some = "SELECT DISTINCT detail FROM failures WHERE judge = ? AND cause = ? AND detail != '' LIMIT 5"
+    return [
+        JudgeFailures(
+            judge, cause, number, number / asked[judge] if judge in asked else None,
+            [detail for (detail,) in connection.execute(some, (judge, cause))],
+        )
+        for judge, cause, number in map(tuple, rows)
+    ]  # fmt: skip
 
 
 def verdict_failures(connection: sqlite3.Connection) -> list[tuple[str, int]]:

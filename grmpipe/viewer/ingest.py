@@ -20,6 +20,7 @@ from grmpipe.viewer.journal_lines import (
     read_line,
 )
 
+MOST_DETAIL = 300  # characters of what is said of a failed judgement
 # A journal's place is its number in the keys.
 WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS, JUDGED)
 HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
@@ -120,7 +121,8 @@ class Ingest:
         self._connection.execute("DELETE FROM failures WHERE id = ?", (id_,))
         for place, failed in enumerate(found):
             self._note("cause", failed.cause)
-            self._write("failures", {"id": id_, "place": place, "judge": failed.judge, "cause": failed.cause})
+            row = {"judge": failed.judge, "cause": failed.cause, "detail": failed.detail[:MOST_DETAIL]}
+            self._write("failures", {"id": id_, "place": place, **row})
 
     def _write(self, table: str, row: Mapping[str, object]) -> None:
         places = ", ".join("?" * len(row))

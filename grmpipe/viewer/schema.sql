@@ -29,7 +29,7 @@ CREATE TABLE opinions (
 
 -- Single judgements that failed, also where the verdict came about without them.
 CREATE TABLE failures (
-  id INTEGER, place INTEGER, judge TEXT, cause TEXT,
+  id INTEGER, place INTEGER, judge TEXT, cause TEXT, detail TEXT,
   PRIMARY KEY (id, place)
 ) WITHOUT ROWID;
 CREATE INDEX by_cause ON failures (cause, judge);

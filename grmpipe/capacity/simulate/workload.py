@@ -117,6 +117,6 @@ def with_writable_form(judge: JudgeConfig) -> JudgeConfig:
     same.
     """
     judge = replace(judge, score_from="text")  # a script has no log-probs
-    if judge.parser in WRITTEN:
+    if judge.parser in WRITTEN and not judge.pattern:
         return judge
-    return replace(judge, template=str(find_template("template", judge.template)), parser="boxed")
+    return replace(judge, template=str(find_template("template", judge.template)), parser="boxed", pattern="")

@@ -140,7 +140,7 @@ def find_rule(judge: JudgeConfig) -> Rule:
     """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
     if judge.kind != "label":
         return rule_named(judge.rule, judge.key)
-    return label_rule(parser_named(judge.parser), judge.scale)
+    return label_rule(parser_named(judge.parser, judge.pattern), judge.scale)
 
 
 class LabelReward:

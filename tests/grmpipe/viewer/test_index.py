@@ -326,7 +326,7 @@ def test_the_index_counts_truth_by_reward_and_failures_by_judge(tmp_path: Path) 
     follow(index)
     with contextlib.closing(index.read()) as connection:
         assert truth_by_reward(connection, "") == [(0.2, 0.4, 1, 1.0), (0.8, 1.0, 1, 0.0)]
-        assert failures_by_judge(connection) == [("", "unparseable", 1)]
+        assert failures_by_judge(connection) == [("", "unparseable", 1, 1 / 3, ["no verdict in it:"])]
         since = means_around(connection, 1)[""]
     assert (since[True].reward, since[True].truth, since[True].tokens) == (0.55, 0.5, 15.0)
     assert False not in since

@@ -219,7 +219,7 @@ def test_a_group_has_its_siblings_side_by_side_with_their_critiques(tmp_path: Pa
     assert "score 8 reward 0.8 spread 2.5 truth 0 advantage 1 tokens 10 step 1" in first
     assert "judge: 8 Convincing" in first
     assert "judge: 3 Too short" in second
-    assert "failed: unparseable no mark" in second
+    assert "failed: unparseable no verdict in it: no mark" in second
 
 
 def test_a_reward_function_has_its_name_and_no_score_on_the_pages(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_an_episode_is_a_conversation_with_calls_faults_and_branches(tmp_path: P
 def test_failed_judgements_are_counted_by_cause_and_shown(tmp_path: Path) -> None:
     (page,) = fetch(write_run(tmp_path / "run"), "/failures/run?cause=unparseable")
     text = visible(page)
-    assert "judge unparseable 1" in text
+    assert "judge unparseable 1 33 % no verdict in it:" in text
     assert "timeout 1" in text
     assert "unparseable: 1 rollouts" in text
     assert "no mark" in text

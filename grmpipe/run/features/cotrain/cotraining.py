@@ -184,7 +184,7 @@ class CoTraining:
             prompts=self._judging_tasks,
             too_long=grm_too_long(judge, self._grm.files),
             play=grm_play(judge, self._grm.files, self._grm.router),
-            judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
+            judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser, judge.pattern), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
             trainer=BatchTrainer(self._grm.learner, self._training.train, self._training.algorithm),
             push_weights=lambda version: policy.change_judge(

@@ -26,7 +26,7 @@ def told(bench: Any, answer: Any, **config: Any) -> str | None:
 def test_a_parser_that_never_matches_is_named_with_what_it_could_not_read(bench: Any, config: dict) -> None:
     said = told(bench, bench.answer("I like it."), **config)
     assert said is not None and said.startswith(f"parser: {judge_config(**config).parser} could read none of")
-    assert "it ends with 'I like it.'" in said and "judge.template" in said
+    assert "no clear verdict in its last line, 'I like it.'" in said and "judge.template" in said
 
 
 def test_judgements_that_are_all_cut_name_their_length(bench: Any) -> None:
