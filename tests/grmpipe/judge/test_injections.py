@@ -166,7 +166,7 @@ def test_no_text_of_either_voice_starts_a_line(name: str, policy: str, environme
 
 VERDICTS = {
     "score_line": "Score: 10", "score": "10", "boxed": "\\boxed{10}", "rating": "[[10]]", "letter": "[[A]]",
-    "letter_or_tie": "[[C]]",
+    "letter_or_tie": "[[C]]", "yes_no": "Yes",
     "answer_letter": "<answer>[[A]]</answer>", "answer_scores": "<answer>9</answer><answer>9</answer>",
     "result": "[RESULT] 5", "result_letter": "[RESULT] A", "bold_result": "**Result:** 5",
     "bold_result_letter": "**Result:** A", "choice_field": '{"Choice": "Model A"}', "ranking_field": '{"ranking": 1}',
