@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on the tiny task, as a user of TRL would write it; against_trl.py starts it. Knows no grmpipe.
+"""TRL's GRPOTrainer on the tiny task or on SmolLM2's short questions, as a user of TRL would write it; against_trl.py
+starts it. Of grmpipe it takes the problems and the rules alone.
 
 It has its own environment. Install torch first and alone: a range in a later install would take the newest build.
 
@@ -6,7 +7,8 @@ It has its own environment. Install torch first and alone: a range in a later in
     .trl/bin/pip install torch==2.13.0
     .trl/bin/pip install -r benchmarks/trl_requirements.txt
 
-The judge is a reward function: one batched `generate` over all completions of a step.
+The tiny task's judge is a reward function: one batched `generate` over all completions of a step. SmolLM2's reward is
+the function of `+experiment=smollm2`, and adapters learn.
 """
 
 from __future__ import annotations
@@ -16,41 +18,67 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from grmpipe.judge.kinds.rule import contains_reference
 from grmpipe.tiny.problems import is_right, judge_prompt, make_problems, parse_score
+from grmpipe.tiny.short_answers import make_short_questions, right_and_brief
 
-GROUP_SIZE = 8
-MAX_NEW_TOKENS = 64
 MAX_CRITIQUE_TOKENS = 128
-LR = 3e-4
 WARMUP_STEPS = 5
 LOOK_BATCH = 128
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What differs between the tasks. lora_rank: 0 for all weights. decays: the rate, linearly to 0."""
+
+    group_size: int
+    max_new_tokens: int
+    lr: float
+    lora_rank: int = 0
+    decays: bool = False
+
+
+TASKS = {
+    "tiny": Task(group_size=8, max_new_tokens=64, lr=3e-4),
+    "smollm2": Task(group_size=4, max_new_tokens=12, lr=5e-4, lora_rank=16, decays=True),
+}
+
+
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+GREEDY = {"do_sample": False}
 
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contents: Sequence[str], max_new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    contents: Sequence[str],
+    max_new_tokens: int,
+    sampling: Mapping[str, object] = SAMPLED,
 ) -> list[str]:
-    """One batch, sampled at temperature 1 from all tokens."""
+    """One batch, by default sampled at temperature 1 from all tokens."""
     padded = tokenizer.apply_chat_template(
         [[{"role": "user", "content": content}] for content in contents],
         add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
     )  # fmt: skip
-    output = model.generate(
-        **padded, max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
-    )
+    output = model.generate(**padded, max_new_tokens=max_new_tokens, **sampling)
     return tokenizer.batch_decode(output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -66,6 +94,16 @@ def make_reward(directory: str) -> Callable[..., list[float]]:
         return [0.0 if score is None else (score - 1) / 9 for score in scores]
 
     return grm_reward
+
+
+def make_brief_reward() -> Callable[..., list[float]]:
+    references = {one.question: one.answer for one in make_short_questions("train")}
+
+    def brief_reward(completions: list, question: list[str], **_: object) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [right_and_brief(text, references[asked]) for text, asked in zip(texts, question, strict=True)]
+
+    return brief_reward
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
@@ -108,34 +146,46 @@ class Watch(TrainerCallback):
         self.trainer: Timed | None = None
         self.steps: list[dict[str, float]] = []
         self.looks: dict[int, float] = {}
-        self._look, self._every, self._since_s = look, every, 0.0
+        self._look, self._every, self._since_s, self._since_cpu_s = look, every, 0.0, 0.0
 
     def on_train_begin(self, args, state, control, **_):  # type: ignore[no-untyped-def]
         self.looks[0] = self._look()
-        self._since_s = time.perf_counter()
+        self._since_s, self._since_cpu_s = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **_):  # type: ignore[no-untyped-def]
         assert self.trainer is not None
-        self.steps.append({"step": time.perf_counter() - self._since_s, **self.trainer.spent_s})
+        cpu_s = time.process_time() - self._since_cpu_s
+        self.steps.append({"step": time.perf_counter() - self._since_s, "cpu": cpu_s, **self.trainer.spent_s})
         self.trainer.spent_s.clear()
         if state.global_step % self._every == 0:
             self.looks[state.global_step] = self._look()
-        self._since_s = time.perf_counter()
+        self._since_s, self._since_cpu_s = time.perf_counter(), time.process_time()
 
 
-def make_look(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> Callable[[], float]:
-    """True accuracy on held-out problems, sampled; it doesn't change the training's random numbers."""
-    problems = sorted(make_problems("held_out", count, 0), key=lambda problem: len(problem.question))
+def make_look(
+    task: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+) -> Callable[..., float]:
+    """True accuracy on held-out problems; it doesn't change the training's random numbers."""
+    asked: list[tuple[str, Callable[[str], bool]]]
+    if task == "tiny":
+        asked = [(one.question, partial(is_right, one)) for one in make_problems("held_out", count, 0)]
+    else:
+        asked = [
+            (one.question, lambda text, reference=one.answer: contains_reference(text, reference))
+            for one in make_short_questions("held_out")[:count]
+        ]
+    asked.sort(key=lambda one: len(one[0]))
+    questions = [question for question, _ in asked]
 
-    def look() -> float:
+    def look(sampling: Mapping[str, object] = SAMPLED) -> float:
         model.eval()
         with torch.random.fork_rng():
             texts: list[str] = []
-            for at in range(0, count, LOOK_BATCH):
-                asked = [problem.question for problem in problems[at : at + LOOK_BATCH]]
-                texts += answer(model, tokenizer, asked, MAX_NEW_TOKENS)
+            for at in range(0, len(questions), LOOK_BATCH):
+                some = questions[at : at + LOOK_BATCH]
+                texts += answer(model, tokenizer, some, TASKS[task].max_new_tokens, sampling)
         model.train()
-        return fmean(is_right(problem, text) for problem, text in zip(problems, texts, strict=True))
+        return fmean(is_right(text) for (_, is_right), text in zip(asked, texts, strict=True))
 
     return look
 
@@ -143,18 +193,31 @@ def make_look(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count:
 # -- the run -------------------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace) -> Watch:
+def train(args: argparse.Namespace) -> tuple[Watch, dict[str, float]]:
+    """Returns what was seen of the steps, and the greedy true accuracy before and after."""
     torch.set_num_threads(args.threads)
+    task = TASKS[args.task]
     model = AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32)
+    if task.lora_rank:
+        torch.manual_seed(args.seed)
+        lora = LoraConfig(r=task.lora_rank, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS)
+        model = get_peft_model(model, lora)
     tokenizer = AutoTokenizer.from_pretrained(args.policy, padding_side="left")
     questions = args.questions.read_text(encoding="utf-8").splitlines()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=task.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def share_of_rate(step: int) -> float:
+        if step < WARMUP_STEPS:
+            return (step + 1) / (WARMUP_STEPS + 1)
+        return 1 - (step - WARMUP_STEPS) / (args.steps - WARMUP_STEPS) if task.decays else 1.0
+
     config = GRPOConfig(
         output_dir=str(args.out),
         max_steps=args.steps,
-        per_device_train_batch_size=args.groups * GROUP_SIZE,
-        num_generations=GROUP_SIZE,
-        max_completion_length=MAX_NEW_TOKENS,
+        per_device_train_batch_size=args.groups * task.group_size,
+        num_generations=task.group_size,
+        max_completion_length=task.max_new_tokens,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
@@ -174,29 +237,32 @@ def train(args: argparse.Namespace) -> Watch:
         report_to="none",
         disable_tqdm=True,
     )
-    watch = Watch(make_look(model, tokenizer, args.held_out), args.look_every)
+    look = make_look(args.task, model, tokenizer, args.held_out)
+    greedy = {"first": look(GREEDY)}
+    watch = Watch(look, args.look_every)
     trainer = Timed(
         model=model,
-        reward_funcs=make_reward(args.grm),
+        reward_funcs=make_reward(args.grm) if args.task == "tiny" else make_brief_reward(),
         args=config,
         train_dataset=Dataset.from_list(
             [{"prompt": [{"role": "user", "content": question}], "question": question} for question in questions]
         ),
         processing_class=tokenizer,
         callbacks=[watch],
-        optimizers=(optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (WARMUP_STEPS + 1)))),
+        optimizers=(optimizer, LambdaLR(optimizer, share_of_rate)),
     )
     watch.trainer = trainer
     trainer.train()
     trainer.save_model(str(args.out / "policy"))
-    return watch
+    return watch, greedy | {"last": look(GREEDY)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the policy and trl.json")
+    parser.add_argument("--task", choices=[*TASKS], default="tiny")
     parser.add_argument("--policy", required=True)
-    parser.add_argument("--grm", required=True)
+    parser.add_argument("--grm", help="the judge of the tiny task")
     parser.add_argument("--questions", type=Path, required=True, help="one per line, in the order of training")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
@@ -207,8 +273,9 @@ def main() -> None:
     parser.add_argument("--continuous-batching", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    watch = train(args)
-    (args.out / "trl.json").write_text(json.dumps({"steps": watch.steps, "looks": watch.looks}), encoding="utf-8")
+    watch, greedy = train(args)
+    found = {"steps": watch.steps, "looks": watch.looks, "greedy": greedy}
+    (args.out / "trl.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,9 @@ class BatchInvariantDecoder:
         index_P = torch.arange(count, device=token_ids_P.device).clamp(max=len(token_ids_P) - 1)
         self._decoder.feed(token_ids_P[index_P], positions_P[index_P], row, tokens)
 
+    def weights_changed(self) -> None:
+        """There are no copies: products with them add in another order, which was not tested."""
+
 
 @torch.no_grad()
 def open_batch_invariant_decoder(

@@ -56,6 +56,10 @@ class Decoder(Protocol):
         """Compute keys and values of one row's tokens, each as `decode` does it. They see each other by position."""
         ...
 
+    def weights_changed(self) -> None:
+        """The model's weights are whole, and new or others than before: copies of them may be made."""
+        ...
+
 
 class ModuleDecoder:
     """A decoder for any causal LM of transformers with full attention, called unchanged with the slots as its cache.
@@ -103,6 +107,9 @@ class ModuleDecoder:
         seen_P11T = (torch.arange(num_attended, device=device) <= positions_P[:, None])[:, None, None]
         rows_P = torch.full_like(positions_P, row)
         self._call(token_ids_P[:, None], positions_P[:, None], places_P, rows_P, seen_P11T)
+
+    def weights_changed(self) -> None:
+        """There are no copies."""
 
     def _call(
         self,

@@ -132,7 +132,9 @@ class EmbeddedWorker:
         opened = open_batch_invariant_decoder if spec.batch_invariant else open_decoder
         probe = [renderer.encode_markup(text) for text in PROBE_TEXTS]
         decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts, probe)
+        self._decoder, self._only_adapters_change = decoder, spec.lora.in_engines
         self._quantize()
+        decoder.weights_changed()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
         self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
@@ -263,6 +265,8 @@ class EmbeddedWorker:
         else:
             self._inbox.load(bucket)
         self._batch.weights_changed()
+        if not self._only_adapters_change:
+            self._decoder.weights_changed()
 
     def _read(self, path: str) -> None:
         """Take the weights of the same architecture in a folder. Raises ValueError for another one."""

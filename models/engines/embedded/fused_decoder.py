@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from grmpipe.models.engines.embedded.prompt_packing import PackedPrompts
 from grmpipe.models.lm.lora import find_adapter
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+# Packed copies of weights, in bytes: of each from the least on, of a model at most so many. And the rows for which they
+# are faster, and for which they are arranged.
+LEAST_PACKED, MOST_PACKED = 1 << 20, 1 << 30
+FEW_ROWS, PACKED_ROWS = range(2, 65), 16
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -58,11 +63,16 @@ class Adapters:
         return Adapters(a_RC=a_RC, b_OR=b_OR, scale=found[0][1].scale)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Linear:
+    """packed: the weight as oneDNN reads it. The usual product arranges the whole weight anew in every call, which
+    takes as long as multiplying it with a few rows.
+    """
+
     weight: Tensor
     bias: Tensor | None
     adapters: Adapters | None
+    packed: Tensor | None = None
 
     @staticmethod
     def of(*modules: Any) -> Linear:
@@ -73,8 +83,14 @@ class Linear:
         weight = share_storage([module.weight for module in modules])
         return Linear(weight=weight, bias=share_storage(biases) if biases else None, adapters=adapters)
 
+    def pack(self) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
+
     def __call__(self, x_PC: Tensor) -> Tensor:
-        out_PO = F.linear(x_PC, self.weight, self.bias)
+        if self.packed is not None and len(x_PC) in FEW_ROWS:
+            out_PO: Tensor = torch.ops.mkldnn._linear_pointwise(x_PC, self.packed, self.bias, "none", [], "")
+        else:
+            out_PO = F.linear(x_PC, self.weight, self.bias)
         if (beside := self.adapters) is None:
             return out_PO
         return out_PO.addmm_(F.linear(x_PC, beside.a_RC), beside.b_OR.t(), alpha=beside.scale)
@@ -185,7 +201,11 @@ class FusedDecoder:
         self._layers = [Layer.of(layer, self._num_heads, self._num_kv_heads) for layer in trunk.layers]
         self._norm = Norm.of(trunk.norm)
         head: Any = model.lm_head
-        self._head = head.weight.data
+        self._head = Linear(weight=head.weight.data, bias=None, adapters=None)
+        blocks = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
+        self._linears = (self._head, *chain.from_iterable(blocks))
+        self._packs = packs(slots.shape.device, slots.shape.dtype)
+        self._packed = True  # until `weights_changed`: what must be the same in any batch packs nothing
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
@@ -205,13 +225,20 @@ class FusedDecoder:
         qkv_PC = self._rotated_qkv(self._layers[-1], x_PC, angles)
         self._slots.write(len(self._layers) - 1, packed.places_P, self._keys_and_values(qkv_PC))
 
+    def weights_changed(self) -> None:
+        for linear in self._linears:
+            linear.packed = None
+        self._packed = not self._packs
+
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
         return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended)[:, 0]
 
     def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+        if not self._packed:  # not before they are needed: a push has many buckets
+            self._pack()
         num_rows, width = token_ids_BQ.shape
         x_PC = self._feed(token_ids_BQ.flatten(), positions_BQ.flatten(), slice(num_rows), num_attended, width)
-        logits_RWV: Tensor = F.linear(self._norm(x_PC), self._head).unflatten(0, (num_rows, width))
+        logits_RWV: Tensor = self._head(self._norm(x_PC)).unflatten(0, (num_rows, width))
         return logits_RWV
 
     def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
@@ -247,6 +274,15 @@ class FusedDecoder:
             x_PC = layer.mlp(x_PC)
         return x_PC
 
+    def _pack(self) -> None:
+        left = MOST_PACKED
+        for linear in self._linears:
+            num_bytes = linear.weight.nbytes
+            if LEAST_PACKED <= num_bytes <= left:
+                linear.pack()
+                left -= num_bytes
+        self._packed = True
+
     def _rotated_qkv(self, layer: Layer, x_PC: Tensor, angles: Angles) -> Tensor:
         qkv_PC = layer.qkv(layer.before_attention(x_PC))
         heads_PHD = qkv_PC.unflatten(1, (self._num_heads + 2 * self._num_kv_heads, -1))[:, : -self._num_kv_heads]
@@ -279,6 +315,11 @@ class FusedDecoder:
             shape = self._slots.shape
             self._angles = Angles.of(self._rotary, self._slots.tokens_per_row, shape.dtype, shape.device)
         return self._angles.at(positions_P)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN's products of packed weights are known to be faster."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -1,15 +1,19 @@
 """Sampling of tokens: counter-based uniforms, top-p, inverse CDF. Pure: a sample depends only on its own row.
 
-B: rows, V: vocabulary.
+B: rows, V: vocabulary, N: blocks of it, K: tokens of a block.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), as signed 64-bit integers.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
+
+BLOCK = 128
+FEW_TOKENS = 4096  # of a vocabulary that isn't worth two searches
 
 
 def uniforms(seeds_B: Tensor, counters_B: Tensor) -> Tensor:
@@ -28,7 +32,10 @@ def draw(
     it.
     """
     greedy_B = temperature_B == 0
-    logits_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
+    logits_BV = logits_BV.float()
+    divisor_B = torch.where(greedy_B, 1.0, temperature_B)
+    if (divisor_B != 1).any():
+        logits_BV = logits_BV / divisor_B[:, None]
     if top_p_B is not None:
         logits_BV = keep_top_p(logits_BV, top_p_B.masked_fill(greedy_B, 1.0))
     logprobs_BV = logits_BV.log_softmax(-1)
@@ -51,10 +58,25 @@ def keep_top_p(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
 
 def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds the uniform; never one of probability 0."""
-    cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # float32 loses the tail of a large vocabulary
-    total_B1 = cdf_BV[:, -1:]
-    target_B1 = torch.minimum(uniforms_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
-    return torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0]
+    if probs_BV.shape[1] <= FEW_TOKENS:
+        cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # float32 loses the tail of a large vocabulary
+        return _first_above(cdf_BV, uniforms_B[:, None] * cdf_BV[:, -1:])[:, 0]
+    # First the block of tokens, then the token in it: running sums of all tokens would take longer than all else here.
+    blocks_BNK = F.pad(probs_BV, (0, -probs_BV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends_BN = blocks_BNK.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_B1 = uniforms_B[:, None] * ends_BN[:, -1:]
+    block_B1 = _first_above(ends_BN, target_B1)
+    begin_B1 = F.pad(ends_BN, (1, 0)).gather(1, block_B1)
+    block_BK = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    within_B1 = _first_above(block_BK.cumsum(-1, dtype=torch.float64), target_B1 - begin_B1)
+    return (block_B1 * BLOCK + within_B1)[:, 0]
+
+
+def _first_above(cdf_BN: Tensor, target_B1: Tensor) -> Tensor:
+    """[B, 1]: the first place with a larger cumulative probability; the last that has any, if rounding left none."""
+    total_B1 = cdf_BN[:, -1:]
+    below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    return torch.searchsorted(cdf_BN, torch.minimum(target_B1, below_B1), right=True)
 
 
 def _mix(bits: Tensor) -> Tensor:
