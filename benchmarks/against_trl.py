@@ -3,9 +3,13 @@
     python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python           # all that is missing
     python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only settings grmpipe-0 trl-0
     python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only    # only the report
+    python benchmarks/against_trl.py runs/against_trl_smollm2 --trl .trl/bin/python --model smollm2 --weights FILE.gguf
 
 trl_run.py is the other side and says how to make its environment. First a few steps of TRL with each setting, to choose
 the fastest; then alternating runs of both, and grmpipe's stages in sequence. Writes benchmarks/against_trl.md.
+
+`--model smollm2` compares `+experiment=smollm2` with TRL in the same way, three times by turns, and writes the section
+of SmolLM2 in that file. `make smollm2` fetches its weights. CPU seconds are those of all processes of a side.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -29,6 +34,7 @@ from quickstart import busy_share_of_cores, commit_date, machine, quiet
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.data.prompts import load_prompts
 from grmpipe.data.stream import PromptStream
+from grmpipe.models.hub import find_files
 from grmpipe.tiny.quality import policy_quality
 from grmpipe.tiny.recipes import RECIPES
 from grmpipe.tiny.resolve import resolve_directory
@@ -44,6 +50,10 @@ SETTLED = 5  # first steps, which no mean or median includes
 ROUNDS = 2
 SETTINGS = {"1 thread": 1, "2 threads": 2}
 SETTINGS_STEPS = 8
+SMOLLM2 = "## SmolLM2-135M"
+SMOLLM2_SEEDS, SMOLLM2_STEPS, SMOLLM2_SETTINGS_STEPS, SMOLLM2_SETTLED = (0, 1, 2), 12, 3, 2
+SMOLLM2_GROUPS, SMOLLM2_HELD_OUT = 8, 128
+MEMORY = re.compile(r"([0-9.]+) GB together")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +196,181 @@ def try_settings(folder: Path, python: str) -> dict[str, float]:
         steps = json.loads((out / "trl.json").read_text(encoding="utf-8"))["steps"]
         found[setting] = statistics.median(step["step"] for step in steps[SETTLED - 2 :])
     return found
+
+
+# -- SmolLM2 -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealRun:
+    """The run of one side on SmolLM2. right: share of held-out answers, by ("first" or "last") + ("sampled" or
+    "greedy").
+    """
+
+    step_s: list[float]
+    cpu_s: list[float]
+    peak_gb: float
+    right: dict[str, float]
+    busy_share: float  # of the cores by other processes, just before or after
+
+    def median(self, values: Sequence[float]) -> float:
+        return statistics.median(values[SMOLLM2_SETTLED:])
+
+
+def measured_with_memory(command: Sequence[str], env: Mapping[str, str], output: Path) -> tuple[float, float]:
+    """Run a command to its end. Returns how busy others kept the cores, and the peak memory of all its processes."""
+    wrapped = [sys.executable, "benchmarks/process_memory.py", *command]
+    before = busy_share_of_cores()
+    with output.open("w", encoding="utf-8") as file:
+        if subprocess.run(wrapped, cwd=ROOT, env=env, stdout=file, check=False).returncode != 0:
+            sys.exit(f"failed: {' '.join(command)}; see {output}")
+    busy = max(before, busy_share_of_cores())
+    found = MEMORY.search(output.read_text(encoding="utf-8"))
+    assert found is not None, f"{output} has no line about memory"
+    return busy, float(found[1])
+
+
+def run_ours_smollm2(folder: Path, weights: str, seed: int) -> RealRun:
+    run_dir = folder / f"grmpipe-{seed}-run"
+    command = [
+        sys.executable, "launch.py", "+experiment=smollm2", "tracking=none", f"policy.path={weights}", f"seed={seed}",
+        f"train.num_steps={SMOLLM2_STEPS}", f"evaluate.every={SMOLLM2_STEPS}", "train.checkpoint_every=0",
+        f"run_dir={run_dir}",
+    ]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    busy, peak_gb = measured_with_memory(command, env, folder / f"grmpipe-{seed}.txt")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "time/step_s" in line]
+    return RealRun(
+        step_s=[step["time/step_s"] for step in steps],
+        cpu_s=[sum(value for key, value in step.items() if key.endswith("/cpu_s")) for step in steps],
+        peak_gb=peak_gb,
+        right=right_answers(run_dir),
+        busy_share=busy,
+    )
+
+
+def right_answers(run_dir: Path) -> dict[str, float]:
+    rows = [json.loads(line) for line in (run_dir / "eval_rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = {"first": 0, "last": max(row["step"] for row in rows)}
+    return {
+        f"{when} {how}": statistics.fmean(
+            row["right"] for row in rows if row["step"] == step and (row["sample"] is None) == (how == "greedy")
+        )
+        for when, step in steps.items()
+        for how in ("sampled", "greedy")
+    }
+
+
+def run_trl_smollm2(folder: Path, python: str, weights: str, seed: int, setting: str, steps: int) -> RealRun:
+    out = folder / f"trl-{seed}-run-{setting.replace(' ', '_')}-{steps}"
+    out.mkdir(parents=True, exist_ok=True)
+    stream = PromptStream(load_prompts("tiny://short_answers/train"), seed=seed)
+    questions = out / "questions.txt"
+    drawn = [stream.at(draw).messages[0].content for draw in range(steps * SMOLLM2_GROUPS)]
+    questions.write_text("\n".join(drawn) + "\n", encoding="utf-8")
+    command = [
+        python, "benchmarks/trl_run.py", str(out), "--task=smollm2", f"--policy={weights}", f"--questions={questions}",
+        f"--steps={steps}", f"--groups={SMOLLM2_GROUPS}", f"--seed={seed}", f"--look-every={steps}",
+        f"--held-out={SMOLLM2_HELD_OUT if steps == SMOLLM2_STEPS else 1}", f"--threads={SETTINGS[setting]}",
+    ]  # fmt: skip
+    env = os.environ | {"OMP_NUM_THREADS": str(SETTINGS[setting]), "HF_HUB_OFFLINE": "1"}
+    busy, peak_gb = measured_with_memory(command, env, out / "output.txt")
+    found = json.loads((out / "trl.json").read_text(encoding="utf-8"))
+    sampled = {"first": found["looks"]["0"], "last": found["looks"][str(steps)]}
+    return RealRun(
+        step_s=[step["step"] for step in found["steps"]],
+        cpu_s=[step["cpu"] for step in found["steps"]],
+        peak_gb=peak_gb,
+        right={f"{w} sampled": v for w, v in sampled.items()} | {f"{w} greedy": v for w, v in found["greedy"].items()},
+        busy_share=busy,
+    )
+
+
+def parts_of_smollm2(folder: Path, python: str, file: str) -> dict[str, Callable[[], object]]:
+    """Name -> part. Both sides load the same converted files."""
+    weights = find_files(file, weights=True)
+
+    def fastest() -> str:
+        settings = read(folder, "settings")
+        return min(settings, key=settings.__getitem__)
+
+    def try_setting(setting: str) -> float:
+        run = run_trl_smollm2(folder, python, weights, 0, setting, SMOLLM2_SETTINGS_STEPS)
+        return run.median(run.step_s)
+
+    def side(name: str, seed: int) -> Callable[[], object]:
+        if name == "grmpipe":
+            return lambda: asdict(run_ours_smollm2(folder, weights, seed))
+        return lambda: asdict(run_trl_smollm2(folder, python, weights, seed, fastest(), SMOLLM2_STEPS))
+
+    found: dict[str, Callable[[], object]] = {
+        "settings": lambda: {setting: try_setting(setting) for setting in SETTINGS}
+    }
+    for seed in SMOLLM2_SEEDS:
+        names = ("grmpipe", "trl") if seed % 2 == 0 else ("trl", "grmpipe")
+        found |= {f"{name}-{seed}": side(name, seed) for name in names}
+    return found
+
+
+def pairs_of_smollm2(folder: Path) -> list[tuple[RealRun, RealRun]]:
+    """The runs of grmpipe and TRL for each seed that both have run."""
+    paths = [(folder / f"grmpipe-{seed}.json", folder / f"trl-{seed}.json") for seed in SMOLLM2_SEEDS]
+    return [
+        (
+            RealRun(**json.loads(one.read_text(encoding="utf-8"))),
+            RealRun(**json.loads(other.read_text(encoding="utf-8"))),
+        )
+        for one, other in paths
+        if one.exists() and other.exists()
+    ]
+
+
+def report_smollm2(both: Sequence[tuple[RealRun, RealRun]], settings: Mapping[str, float]) -> list[str]:
+    ratios = [other.median(other.step_s) / one.median(one.step_s) for one, other in both]
+    cpu = [other.median(other.cpu_s) / one.median(one.cpu_s) for one, other in both]
+    tried = ", ".join(f"{name} ({seconds:.1f} s per step)" for name, seconds in settings.items())
+    runs = [(f"grmpipe, seed {seed}", one) for seed, (one, _) in enumerate(both)]
+    runs += [(f"TRL, seed {seed}", other) for seed, (_, other) in enumerate(both)]
+
+    def change(run: RealRun, how: str) -> str:
+        return f"{run.right[f'first {how}']:.2f} -> {run.right[f'last {how}']:.2f}"
+
+    rows = (
+        ("one step (median), s", lambda run: f"{run.median(run.step_s):.1f}"),
+        ("CPU seconds of a step (median)", lambda run: f"{run.median(run.cpu_s):.1f}"),
+        ("peak memory, GB", lambda run: f"{run.peak_gb:.1f}"),
+        ("right, sampled", lambda run: change(run, "sampled")),
+        ("right, greedy", lambda run: change(run, "greedy")),
+        ("other work on the cores, right before or after", lambda run: f"{run.busy_share:.0%}"),
+    )
+    return [
+        SMOLLM2,
+        "",
+        *paragraph(f"""
+            `python benchmarks/against_trl.py runs/against_trl_smollm2 --trl .trl/bin/python --model smollm2 --weights
+            .smollm2/SmolLM2-135M-Instruct.Q4_1.gguf`: `+experiment=smollm2` and TRL 1.16.0's `GRPOTrainer` by turns, on
+            {machine()}; code of {commit_date()}.
+        """),
+        "",
+        f"**grmpipe makes {statistics.median(ratios):.1f} times TRL's steps per second** (median of {len(ratios)}: "
+        f"{', '.join(f'{ratio:.1f}' for ratio in ratios)}),",
+        f"and TRL takes {statistics.median(cpu):.1f} times its CPU seconds.",
+        "",
+        *paragraph(f"""
+            The same on both sides: converted files of the model in float32; the same training questions in the same
+            order; the reward function `right_and_brief`; LoRA of rank 16 and alpha 32 on all linear layers of the blocks;
+            {SMOLLM2_GROUPS} groups of 4, at most 12 new tokens at temperature 1; AdamW, lr 5e-4, 5 steps of warm-up, then
+            linearly to 0 in {SMOLLM2_STEPS} steps; token mean, clip 0.2, no KL. TRL has the faster of these settings:
+            {tried}; it has no gradient checkpointing, no bf16, one batch per step. Accuracy is that of {SMOLLM2_HELD_OUT}
+            held-out questions by the same rule, which no step's time includes. The first {SMOLLM2_SETTLED} steps are in no
+            median. Memory is the peak of all processes of a side together (PSS).
+        """),
+        "",
+        f"| | {' | '.join(name for name, _ in runs)} |",
+        "|---" * (len(runs) + 1) + "|",
+        *(f"| {label} | {' | '.join(figure(run) for _, run in runs)} |" for label, figure in rows),
+    ]
 
 
 # -- what is run ---------------------------------------------------------------------------------------------------
@@ -359,16 +544,29 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", help="settings, grmpipe-0, trl-0, trl-1, grmpipe-1, stages; all by default"
     )
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
+    parser.add_argument("--weights", help="of SmolLM2: a GGUF file or a directory")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    todo = parts(folder, str(Path(args.trl).absolute()))
+    python = str(Path(args.trl).absolute())
+    if args.model == "smollm2" and args.weights is None:
+        parser.error("--model smollm2 needs --weights: a GGUF file or a directory of the model; see `make smollm2`")
+    todo = parts(folder, python) if args.model == "tiny" else parts_of_smollm2(folder, python, args.weights)
     for name, measured in todo.items():
         path = folder / f"{name}.json"
         if not path.exists() and (args.only is None or name in args.only):
             path.write_text(json.dumps(measured()), encoding="utf-8")
-    if pairs(folder) and (folder / "settings.json").exists():
-        REPORT.write_text("\n".join(report(folder)) + "\n", encoding="utf-8")
+    if not (folder / "settings.json").exists():
+        return
+    tiny_part, _, smollm2_part = REPORT.read_text(encoding="utf-8").partition(SMOLLM2)
+    if args.model == "tiny" and pairs(folder):
+        tiny_part = "\n".join(report(folder)) + "\n\n"
+    if args.model == "smollm2" and (both := pairs_of_smollm2(folder)):
+        section = "\n".join(report_smollm2(both, read(folder, "settings"))) + "\n"
+        smollm2_part = section.removeprefix(SMOLLM2)
+    whole = tiny_part.rstrip("\n") + ("\n\n" + SMOLLM2 + smollm2_part if smollm2_part else "\n")
+    REPORT.write_text(whole, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ kept or recomputed. The pause lasts from when the last engine stops until all co
 
 Writes benchmarks/engines.md.
 
+`--model DIR` instead measures the embedded engine on a real model: tokens per CPU second with 16 requests in flight,
+which ask for stories of which 64 tokens are sampled. To compare commits, run both by turns.
+
 `--judge runs/quickstart/latest` instead replays the judge's requests of a finished quickstart, with and without drafts
 by n-grams, at several numbers of requests in flight, and prints tokens per CPU second.
 """
@@ -48,6 +51,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
 from grmpipe.models.engines.engine_kind import EngineSpec
@@ -59,6 +63,7 @@ from grmpipe.models.types import (
     Completion,
     Engine,
     GroupLink,
+    Message,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -69,6 +74,7 @@ from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.observe.journal import read_journal
 from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport
 from grmpipe.scheduler.weights.weight_sync import WeightSync
+from grmpipe.tiny.short_answers import make_short_questions
 from grmpipe.tiny.tokenizer import build_tokenizer
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -78,6 +84,7 @@ VOCAB_SIZE, WINDOW = 512, 512
 PAUSED_MODELS = ((96, 3), (512, 4), (1024, 4))  # hidden size, layers: 0.4 M, 12 M, 47 M parameters
 PAUSED_REQUESTS, LONG_ANSWER = 32, 384
 JUDGED_IN_FLIGHT = (4, 16, 48, 128)
+MODEL_IN_FLIGHT, MODEL_TOKENS = 16, 64
 BUCKET_BYTES = 64 << 20  # the learner's default
 
 
@@ -386,6 +393,24 @@ def speculation_row(
     )
 
 
+def measure_model(path: str, repeats: int, loop: asyncio.AbstractEventLoop) -> str:
+    """Tokens per CPU second: the median of some turns, after one that warms up."""
+    renderer = Renderer.load(path)
+    subjects = [one.answer for one in make_short_questions("train")[:MODEL_IN_FLIGHT]]
+    prompts = [renderer.render([Message(role="user", content=f"Tell a story about {one}.")]) for one in subjects]
+    engine = EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig(max_batch_rows=MODEL_IN_FLIGHT))
+    workload = Workload(prompts=tuple(prompts), lengths=(MODEL_TOKENS,) * len(prompts))
+    speeds = []
+    for _ in range(repeats + 1):
+        cpu_s = time.process_time()
+        num_tokens = loop.run_until_complete(answered(engine, workload))
+        speeds.append(num_tokens / (time.process_time() - cpu_s))
+    engine.close()
+    return (
+        f"{statistics.median(speeds[1:]):.1f} tokens per CPU second; turns: {', '.join(f'{one:.1f}' for one in speeds)}"
+    )
+
+
 def table(names: Sequence[str], rounds_by_label: dict[str, list[Round]]) -> list[str]:
     """Median tokens/s by workload and way; and medians, over rounds, of quotients within a round."""
     quotients: dict[str, Callable[[Round], float]] = {
@@ -405,11 +430,17 @@ def table(names: Sequence[str], rounds_by_label: dict[str, list[Round]]) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--model", metavar="DIR", help="a model's directory: measure the embedded engine on it, and stop"
+    )
     parser.add_argument("--judge", type=Path, metavar="RUN_DIR", help="replay a quickstart's judge requests, and stop")
     args = parser.parse_args()
     repeats = args.repeats
     torch.set_num_threads(1)
     loop = asyncio.new_event_loop()
+    if args.model is not None:
+        print(measure_model(args.model, repeats, loop))
+        return
     if args.judge is not None:
         print("| in flight | none | ngram | ngram / none | drafted / sampled | accepted |", "|---" * 6 + "|", sep="\n")
         for in_flight in JUDGED_IN_FLIGHT:

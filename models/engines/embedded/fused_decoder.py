@@ -88,7 +88,7 @@ class Linear:
 
     def __call__(self, x_PC: Tensor) -> Tensor:
         if self.packed is not None and len(x_PC) in FEW_ROWS:
-            out_PO: Tensor = torch.ops.mkldnn._linear_pointwise(x_PC, self.packed, self.bias, "none", [], "")
+            out_PO = multiply_packed(x_PC, self.packed, self.bias)
         else:
             out_PO = F.linear(x_PC, self.weight, self.bias)
         if (beside := self.adapters) is None:
@@ -315,6 +315,12 @@ class FusedDecoder:
             shape = self._slots.shape
             self._angles = Angles.of(self._rotary, self._slots.tokens_per_row, shape.dtype, shape.device)
         return self._angles.at(positions_P)
+
+
+def multiply_packed(x_PC: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Like F.linear, of a packed weight."""
+    out_PO: Tensor = torch.ops.mkldnn._linear_pointwise(x_PC, packed, bias, "none", [], "")
+    return out_PO
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

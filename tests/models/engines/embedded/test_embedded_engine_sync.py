@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from grmpipe.models.checksum import checksum
+from grmpipe.models.engines.embedded import fused_decoder
 from grmpipe.models.engines.embedded.batch import RunningBatch
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.lm.causal_lm import load_causal_lm
@@ -84,6 +86,41 @@ def test_a_sync_reaches_decoding_and_scoring(
         assert completion.oldest_version == engine.version == 3
         scores = await engine.score((*prompt_of(30), *completion.token_ids))
         assert scores[29:] == pytest.approx(expected, abs=1e-3)
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed for AVX-512 alone")
+def test_packed_copies_of_weights_are_made_anew_after_a_push(
+    engine: EmbeddedEngine,
+    ask: Any,
+    prompt_of: Any,
+    next_version_path: str,
+    plain: Any,
+    next_plain: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    products: list[Tensor] = []
+    multiply = fused_decoder.multiply_packed
+
+    def noted(*of: Any) -> Tensor:
+        products.append(multiply(*of))
+        return products[-1]
+
+    monkeypatch.setattr(fused_decoder, "LEAST_PACKED", 0)
+    monkeypatch.setattr(fused_decoder, "multiply_packed", noted)
+
+    async def answers(name: str, model: Any) -> None:
+        made = await asyncio.gather(*(ask(engine, prompt_of(30), f"{name} {i}", max_new_tokens=8) for i in range(3)))
+        assert products
+        for completion in made:
+            assert completion.logprobs == pytest.approx(model.logprobs(prompt_of(30), completion), abs=1e-3)
+        products.clear()
+
+    async def run() -> None:
+        await answers("before", plain)
+        await push(engine, next_version_path, version=1)
+        await answers("after", next_plain)
 
     asyncio.run(run())
 

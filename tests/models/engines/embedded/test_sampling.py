@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grmpipe.models.engines.embedded.sampling import draw, keep_top_p, uniforms
+from grmpipe.models.engines.embedded.sampling import FEW_TOKENS, draw, keep_top_p, uniforms
 
 
 def test_uniforms_fill_the_unit_interval_and_depend_on_seed_and_counter_alone() -> None:
@@ -51,3 +51,18 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     token_ids, logprobs, _ = draw(logits, torch.ones(3), None, edges)
     assert token_ids.tolist() == [1, 3, 3]
     torch.testing.assert_close(logprobs, torch.full((3,), 0.5).log())
+
+
+def test_a_large_vocabulary_is_drawn_from_as_whole_sums_would() -> None:
+    """Two searches take the place of one: at any uniform, in a last block that isn't full, and past zeros."""
+    logits_V = torch.randn(FEW_TOKENS + 77, generator=torch.Generator().manual_seed(1)) * 4
+    logits_V[torch.arange(len(logits_V)) % 3 == 0] = -torch.inf
+    logits_V[256:512] = -torch.inf
+    cdf_V = logits_V.double().softmax(-1).cumsum(-1)
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    at_B = torch.cat([edges, (torch.arange(500, dtype=torch.float64) + 0.5) / 500])
+    token_ids, logprobs = draw(logits_V.expand(len(at_B), -1), torch.ones(len(at_B)), None, at_B)
+    assert (logprobs > -torch.inf).all()
+    before = torch.where(token_ids > 0, cdf_V[token_ids - 1], 0.0)
+    assert ((before - 1e-6 <= at_B) & (at_B <= cdf_V[token_ids] + 1e-6)).all()
+    assert token_ids[0] == 1 and token_ids[1] >= len(logits_V) - 2
