@@ -315,14 +315,11 @@ def parts_of_smollm2(folder: Path, python: str, file: str) -> dict[str, Callable
 
 def pairs_of_smollm2(folder: Path) -> list[tuple[RealRun, RealRun]]:
     """The runs of grmpipe and TRL for each seed that both have run."""
-    paths = [(folder / f"grmpipe-{seed}.json", folder / f"trl-{seed}.json") for seed in SMOLLM2_SEEDS]
+    names = [(f"grmpipe-{seed}", f"trl-{seed}") for seed in SMOLLM2_SEEDS]
     return [
-        (
-            RealRun(**json.loads(one.read_text(encoding="utf-8"))),
-            RealRun(**json.loads(other.read_text(encoding="utf-8"))),
-        )
-        for one, other in paths
-        if one.exists() and other.exists()
+        (RealRun(**read(folder, ours)), RealRun(**read(folder, trls)))  # type: ignore[arg-type]
+        for ours, trls in names
+        if (folder / f"{ours}.json").exists() and (folder / f"{trls}.json").exists()
     ]
 
 
@@ -359,12 +356,12 @@ def report_smollm2(both: Sequence[tuple[RealRun, RealRun]], settings: Mapping[st
         "",
         *paragraph(f"""
             The same on both sides: converted files of the model in float32; the same training questions in the same
-            order; the reward function `right_and_brief`; LoRA of rank 16 and alpha 32 on all linear layers of the blocks;
-            {SMOLLM2_GROUPS} groups of 4, at most 12 new tokens at temperature 1; AdamW, lr 5e-4, 5 steps of warm-up, then
-            linearly to 0 in {SMOLLM2_STEPS} steps; token mean, clip 0.2, no KL. TRL has the faster of these settings:
-            {tried}; it has no gradient checkpointing, no bf16, one batch per step. Accuracy is that of {SMOLLM2_HELD_OUT}
-            held-out questions by the same rule, which no step's time includes. The first {SMOLLM2_SETTLED} steps are in no
-            median. Memory is the peak of all processes of a side together (PSS).
+            order; the reward function `right_and_brief`; LoRA of rank 16 and alpha 32 on all linear layers of the
+            blocks; {SMOLLM2_GROUPS} groups of 4, at most 12 new tokens at temperature 1; AdamW, lr 5e-4, 5 steps of
+            warm-up, then linearly to 0 in {SMOLLM2_STEPS} steps; token mean, clip 0.2, no KL. TRL has the faster of
+            these settings: {tried}; it has no gradient checkpointing, no bf16, one batch per step. Accuracy is that of
+            {SMOLLM2_HELD_OUT} held-out questions by the same rule, which no step's time includes. The first
+            {SMOLLM2_SETTLED} steps are in no median. Memory is the peak of all processes of a side together (PSS).
         """),
         "",
         f"| | {' | '.join(name for name, _ in runs)} |",
@@ -559,14 +556,13 @@ def main() -> None:
             path.write_text(json.dumps(measured()), encoding="utf-8")
     if not (folder / "settings.json").exists():
         return
-    tiny_part, _, smollm2_part = REPORT.read_text(encoding="utf-8").partition(SMOLLM2)
+    before = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
+    tiny_part, heading, smollm2_part = before.partition(SMOLLM2)
     if args.model == "tiny" and pairs(folder):
-        tiny_part = "\n".join(report(folder)) + "\n\n"
+        REPORT.write_text("\n".join([*report(folder), ""]) + ("\n" + heading + smollm2_part) * bool(heading), "utf-8")
     if args.model == "smollm2" and (both := pairs_of_smollm2(folder)):
-        section = "\n".join(report_smollm2(both, read(folder, "settings"))) + "\n"
-        smollm2_part = section.removeprefix(SMOLLM2)
-    whole = tiny_part.rstrip("\n") + ("\n\n" + SMOLLM2 + smollm2_part if smollm2_part else "\n")
-    REPORT.write_text(whole, encoding="utf-8")
+        section = report_smollm2(both, read(folder, "settings"))
+        REPORT.write_text(tiny_part.rstrip("\n") + "\n\n" + "\n".join([*section, ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -76,3 +76,29 @@ def test_sides_take_turns_and_a_finished_part_is_not_run_again(tmp_path: Path, m
     assert "| forward, backward, optimizer | 0.875 | 0.300 |" in against_trl.report(tmp_path)
     assert "| 80 | 0.700 | 0.700 | 0.700 | 0.700 |" in text
     assert str(tmp_path) not in text
+
+
+def test_the_section_of_smollm2_stands_beside_that_of_the_tiny_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def real(step_s: float, cpu_s: float) -> str:
+        right = {f"{when} {how}": 0.25 for when in ("first", "last") for how in ("sampled", "greedy")}
+        first = [99.0] * against_trl.SMOLLM2_SETTLED  # in no median
+        values = {"step_s": [*first, step_s, step_s], "cpu_s": [*first, cpu_s, cpu_s], "peak_gb": 4.0, "right": right}
+        return json.dumps(values | {"busy_share": 0.0})
+
+    (tmp_path / "settings.json").write_text(json.dumps({"1 thread": 30.0, "2 threads": 20.0}))
+    (tmp_path / "grmpipe-0.json").write_text(real(8.0, 10.0))
+    (tmp_path / "trl-0.json").write_text(real(20.0, 40.0))
+    page = tmp_path / "against_trl.md"
+    page.write_text("# Comparison with TRL\n\nThe tiny models.\n")
+    monkeypatch.setattr(against_trl, "REPORT", page)
+    command = ["against_trl.py", str(tmp_path), "--trl", "python", "--model", "smollm2", "--weights", str(tmp_path)]
+    monkeypatch.setattr(against_trl, "find_files", lambda path, weights: path)
+    monkeypatch.setattr(sys, "argv", [*command, "--only"])
+    for _ in range(2):
+        against_trl.main()
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Comparison with TRL\n\nThe tiny models.\n\n## SmolLM2-135M\n")
+    assert text.count("makes 2.5 times TRL's steps per second** (median of 1: 2.5)") == 1
+    assert "TRL takes 4.0 times its CPU seconds" in text and "| right, greedy | 0.25 -> 0.25 | 0.25 -> 0.25 |" in text
