@@ -9,8 +9,8 @@ trl_run.py is the other side and says how to make its environment. First a few s
 the fastest; then alternating runs of both, and grmpipe's stages in sequence. Writes benchmarks/against_trl.md.
 
 `--model smollm2` compares `+experiment=smollm2` with TRL in the same way, three times by turns, and writes the section
-of SmolLM2 in that file. `make smollm2` fetches its weights. CPU seconds are those of driver, engine and learner here, of
-the one process there; memory is that of all processes.
+of SmolLM2 in that file. `make smollm2` fetches its weights. CPU seconds are those of driver, engine and learner
+here, of the one process there; memory is that of all processes.
 """
 
 from __future__ import annotations
