@@ -61,7 +61,7 @@ def test_a_large_vocabulary_is_drawn_from_as_whole_sums_would() -> None:
     cdf_V = logits_V.double().softmax(-1).cumsum(-1)
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     at_B = torch.cat([edges, (torch.arange(500, dtype=torch.float64) + 0.5) / 500])
-    token_ids, logprobs = draw(logits_V.expand(len(at_B), -1), torch.ones(len(at_B)), None, at_B)
+    token_ids, logprobs, _ = draw(logits_V.expand(len(at_B), -1), torch.ones(len(at_B)), None, at_B)
     assert (logprobs > -torch.inf).all()
     before = torch.where(token_ids > 0, cdf_V[token_ids - 1], 0.0)
     assert ((before - 1e-6 <= at_B) & (at_B <= cdf_V[token_ids] + 1e-6)).all()
