@@ -23,7 +23,7 @@ from statistics import fmean
 
 from quickstart import commit_date, machine
 
-from grmpipe.tiny.problems import make_problems
+from grmpipe.tiny.problems import is_right, make_problems
 from grmpipe.tiny.solutions import wrong_answer, wrong_from_here
 
 ROOT = Path(__file__).parents[1]
@@ -34,55 +34,60 @@ ALWAYS = (
     "judge.limits.timeout_s=3000", "judge.limits.min_tokens_per_s=0.05", "judge.max_failure_rate=1",
     "judge.limits.max_concurrency=32", "cluster=inprocess", "tracking=none",
 )  # fmt: skip
-# Name -> overrides. The prompt of the tiny judge is its own.
+# Name -> highest score, overrides. The prompt of the tiny judge is its own.
 FORMS = {
-    "pointwise": ["judge=pointwise", "judge.max_new_tokens=160"],
-    "pointwise, asked": ["judge=pointwise", "judge.max_new_tokens=160", "judge.format.ask_verdict=true"],
-    "short": ["judge=short", "judge.max_new_tokens=16"],
-    "short, asked": ["judge=short", "judge.max_new_tokens=64", "judge.format.ask_verdict=true"],
-    "short, asked, expectation": [
-        "judge=short", "judge.max_new_tokens=64", "judge.format.ask_verdict=true", "judge.score_from=expectation",
-    ],
-    "yes_no": ["judge=yes_no"],
-    "tiny": ["judge=generative"],
+    "pointwise": (10, ["judge=pointwise", "judge.max_new_tokens=96", "judge.format.ask_verdict=true"]),
+    "short": (10, ["judge=short", "judge.format.ask_verdict=true"]),
+    "short, 1 to 9": (9, ["judge=short", "judge.format.ask_verdict=true"]),
+    "short, 1 to 9, expectation": (
+        9, ["judge=short", "judge.format.ask_verdict=true", "judge.score_from=expectation"],
+    ),
+    "yes_no, text": (10, ["judge=yes_no", "judge.format.ask_verdict=true", "judge.score_from=text"]),
+    "yes_no, expectation": (10, ["judge=yes_no", "judge.format.ask_verdict=true"]),
+    "tiny": (10, ["judge=generative"]),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A right and a wrong answer to one problem. None: no verdict."""
+    """The scores of a right and a wrong answer to one problem, on [0, 1]. None: no verdict."""
 
     right: float | None
     wrong: float | None
 
 
-def write_items(path: Path) -> None:
+def write_items(path: Path, highest: int) -> None:
     rng, lines = random.Random(0), []
     for index, problem in enumerate(make_problems("held_out", PROBLEMS, 0)):
-        wrong = (wrong_answer if index % 2 else wrong_from_here)(problem.solution, rng)
-        for subset, text, score in (("right", problem.solution, 10), ("wrong", wrong, 1)):
+        change = wrong_answer if index % 2 else wrong_from_here
+        while is_right(problem, text := str(change(problem.solution, rng))):  # a slip may leave the answer as it was
+            pass
+        for subset, response, score in (("right", str(problem.solution), highest), ("wrong", text, 1)):
             item = {"item_id": f"{index}-{subset}", "subset": subset, "prompt": problem.question}
-            lines.append(json.dumps({**item, "response": str(text), "score": score}) + "\n")
+            lines.append(json.dumps({**item, "response": response, "score": score}) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def evaluate(folder: Path, items: Path, model: str, path: str, form: str) -> Path:
-    run_dir = folder / f"{model}, {form}".replace(", ", "_")
+def evaluate(folder: Path, model: str, path: str, form: str) -> Path:
+    run_dir = folder / f"{model}, {form}".replace(", ", "_").replace(" ", "_")
+    highest, overrides = FORMS[form]
     if not (run_dir / "judged.jsonl").exists():
+        write_items(items := folder / f"items_{highest}.jsonl", highest)
         command = [
             sys.executable, "launch.py", *ALWAYS, f"evaluate.path={items}", f"grm.path={path}", f"run_dir={run_dir}",
-            *FORMS[form],
+            f"judge.scale.high={highest}", *overrides,
         ]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True)
     return run_dir
 
 
-def read_judged(run_dir: Path) -> list[Judged]:
+def read_judged(run_dir: Path, highest: int) -> list[Judged]:
     scores: dict[str, dict[str, float | None]] = {}
     for line in (run_dir / "judged.jsonl").read_text(encoding="utf-8").splitlines():
         item = json.loads(line)
         index, subset = item["item_id"].split("-")
-        scores.setdefault(index, {})[subset] = item["scores"].get("0")
+        score = item["scores"].get("0")
+        scores.setdefault(index, {})[subset] = None if score is None else (score - 1) / (highest - 1)
     return [Judged(right=one["right"], wrong=one["wrong"]) for one in scores.values()]
 
 
@@ -98,8 +103,8 @@ def auc(judged: Sequence[Judged]) -> float:
 
 def accuracy(judged: Sequence[Judged]) -> float:
     """The share of answers on the right side of the middle of the scale; without a verdict: wrong."""
-    sides = [one.right is not None and one.right > 5.5 for one in judged]
-    return fmean(sides + [one.wrong is not None and one.wrong < 5.5 for one in judged])
+    sides = [one.right is not None and one.right > 0.5 for one in judged]
+    return fmean(sides + [one.wrong is not None and one.wrong < 0.5 for one in judged])
 
 
 def interval(judged: Sequence[Judged]) -> tuple[float, float]:
@@ -109,12 +114,12 @@ def interval(judged: Sequence[Judged]) -> tuple[float, float]:
 
 
 def make_row(model: str, form: str, run_dir: Path) -> str:
-    judged = read_judged(run_dir)
+    judged = read_judged(run_dir, FORMS[form][0])
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["judging"]
     asked = summary["asked"]
     readable = fmean([score is not None for one in judged for score in (one.right, one.wrong)])
     low, high = interval(judged)
-    figures = [f"{readable:.2f}", f"{summary['asked_verdicts'] / asked:.2f}", f"{accuracy(judged):.2f}"]
+    figures = [f"{1 - summary['asked_verdicts'] / asked:.2f}", f"{readable:.2f}", f"{accuracy(judged):.2f}"]
     figures += [f"{auc(judged):.2f} ({low:.2f} to {high:.2f})", f"{summary['tokens'] / asked:.0f}"]
     return f"| {' | '.join([model, form, *figures])} |"
 
@@ -125,12 +130,12 @@ PAGE = """\
 `python benchmarks/small_judges.py runs/small_judges --models {models}`: {machine}; code of {date}.
 
 {num} answers to {problems} word problems, half of them right, labelled by the rule that made them. One judgement of
-each at temperature 1, never repeated. A verdict is readable if its parser finds a score; *asked* is the share of
-judgements that were asked for a verdict (`judge.format.ask_verdict`). Accuracy: on the right side of the middle of the
-scale. AUC: the share of pairs, a right answer and a wrong one, in which the right one scores higher, ties and missing
-verdicts half; .5 is no judge at all; intervals of 95 % over problems. Tokens: sampled, of a judgement.
+each, never repeated, at temperature 1, `yes_no` at 0. *Unasked*: the share whose own verdict can be read; *asked*: with
+those that were asked for it (`judge.format.ask_verdict`). Accuracy: on the right side of the middle of the scale. AUC:
+the share of pairs, a right answer and a wrong one, in which the right one scores higher, ties and missing verdicts
+half; .5 is no judge at all; intervals of 95 % over problems. Tokens: sampled, of a judgement.
 
-| model | template and form | readable | asked | accuracy | AUC | tokens |
+| model | template and form | unasked | asked | accuracy | AUC | tokens |
 |---|---|---|---|---|---|---|
 {rows}
 """
@@ -144,10 +149,9 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    write_items(items := folder / "items.jsonl")
     models = dict(one.split("=", 1) for one in arguments.models)
     rows = [
-        make_row(model, form, evaluate(folder, items, model, path, form))
+        make_row(model, form, evaluate(folder, model, path, form))
         for model, path in models.items()
         for form in FORMS
         if form in arguments.forms and (form == "tiny") == path.startswith("tiny://")

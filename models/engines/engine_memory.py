@@ -30,6 +30,7 @@ class EngineMemory:
     cache_option:    the option that holds the bytes for keys and values, if it has one.
     cache_bytes:     by this option; None: not set.
     cpu_cache_bytes: on a CPU, if the option isn't set.
+    most_packed:     on a CPU, the most bytes of float32 weights that it holds a second time, arranged for products.
     remedy:          what to type if it has a slot alone that is too small.
     """
 
@@ -46,6 +47,7 @@ class EngineMemory:
     cache_option: str = ""
     cache_bytes: float | None = None
     cpu_cache_bytes: float | None = None
+    most_packed: int = 0
     remedy: str = "take larger slots, or raise slots_per_replica"
 
     def frees_device(self, device: str) -> bool:

@@ -11,6 +11,7 @@ from grmpipe.config.critic import critic_train
 from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
+from grmpipe.models.engines.embedded.embedded_kind import LEAST_PACKED
 from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
 from grmpipe.models.settings import LoraConfig
 from grmpipe.roles.roles import ServedRole
@@ -96,6 +97,10 @@ def engine_memory(
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
         held.append(MemoryUse(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
+    largest = 4 * footprint.hidden_size * footprint.intermediate_size  # the bytes of one matrix
+    if pool.resource == "cpu" and role.dtype == "float32" and largest >= LEAST_PACKED and engine.memory.most_packed:
+        packed = min(weights, engine.memory.most_packed)
+        held.append(MemoryUse(what="weights once more, arranged for products", num_bytes=packed, kind="weights"))
     if at_once is not None:
         return [*held, *list_growing_cache(role, sized, footprint, pool, at_once)]
     if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:

@@ -5,6 +5,9 @@ from grmpipe.models.engines.engine_memory import EngineMemory
 from grmpipe.models.settings import EmbeddedConfig, EngineConfig
 from grmpipe.models.types import Engine
 
+# Packed copies of a model's weights, in bytes: of each from the least on, and at most so many.
+LEAST_PACKED, MOST_PACKED = 1 << 20, 1 << 30
+
 
 class EmbeddedKind(EngineKind[EmbeddedConfig]):
     section = "embedded"
@@ -40,7 +43,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     @property
     def memory(self) -> EngineMemory:
         remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
-        return EngineMemory(frees_cache=True, grows_cache=True, remedy=remedy)
+        return EngineMemory(frees_cache=True, grows_cache=True, most_packed=MOST_PACKED, remedy=remedy)
 
     def why_no_drafts(self, device: str) -> str:
         return ""

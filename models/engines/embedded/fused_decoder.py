@@ -23,15 +23,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from grmpipe.models.engines.embedded.embedded_kind import LEAST_PACKED, MOST_PACKED
 from grmpipe.models.engines.embedded.kv_slots import KvSlots
 from grmpipe.models.engines.embedded.prompt_packing import PackedPrompts
 from grmpipe.models.lm.lora import find_adapter
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-# Packed copies of weights, in bytes: of each from the least on, of a model at most so many. And the rows for which they
-# are faster, and for which they are arranged.
-LEAST_PACKED, MOST_PACKED = 1 << 20, 1 << 30
-FEW_ROWS, PACKED_ROWS = range(2, 65), 16
+FEW_ROWS, PACKED_ROWS = range(2, 65), 16  # for which packed weights are faster, and for which they are arranged
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

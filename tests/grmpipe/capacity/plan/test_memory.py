@@ -93,6 +93,14 @@ def test_the_recipe_of_8_b_fits_twice_its_tokens_into_45_gb(facts_with: Any) -> 
     assert learner_gb(facts_with("qwen3_8b", "train.micro_batch_tokens=32768")) < 45
 
 
+def test_large_weights_of_an_engine_on_cores_are_held_twice_up_to_a_gibibyte(facts_with: Any) -> None:
+    """The embedded engine packs them, see fused_decoder.py; smaller matrices than 1 MiB it doesn't."""
+    what, of_8_b = "weights once more, arranged for products", ["policy=qwen3_8b", "policy.dtype=float32"]
+    large = {use.what: use.num_bytes for use in list_memory(facts_with("quickstart", *of_8_b), "policy")}
+    small = [use.what for use in list_memory(facts_with("quickstart"), "policy")]
+    assert large[what] == 1 << 30 and what not in small
+
+
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4)])
 def test_a_reference_takes_the_bytes_of_its_dtype(facts_with: Any, dtype: str, num_bytes: int) -> None:
     facts = facts_with("qwen3_8b", "algorithm.kl_coefficient=0.1", f"train.dtype={dtype}")
