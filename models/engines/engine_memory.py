@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# The embedded engine's packed copies of weights, in bytes: of each from the least on, and at most so many.
+LEAST_PACKED, MOST_PACKED = 1 << 20, 1 << 30
 WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 
 

@@ -11,7 +11,7 @@ from grmpipe.config.critic import critic_train
 from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
-from grmpipe.models.engines.embedded.embedded_kind import LEAST_PACKED
+from grmpipe.models.engines.engine_memory import LEAST_PACKED
 from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
 from grmpipe.models.settings import LoraConfig
 from grmpipe.roles.roles import ServedRole

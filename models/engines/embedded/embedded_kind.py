@@ -1,12 +1,9 @@
 """The embedded engine's kind. Imports torch only to make an engine."""
 
 from grmpipe.models.engines.engine_kind import EngineKind, EngineSpec
-from grmpipe.models.engines.engine_memory import EngineMemory
+from grmpipe.models.engines.engine_memory import MOST_PACKED, EngineMemory
 from grmpipe.models.settings import EmbeddedConfig, EngineConfig
 from grmpipe.models.types import Engine
-
-# Packed copies of a model's weights, in bytes: of each from the least on, and at most so many.
-LEAST_PACKED, MOST_PACKED = 1 << 20, 1 << 30
 
 
 class EmbeddedKind(EngineKind[EmbeddedConfig]):

@@ -23,9 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grmpipe.models.engines.embedded.embedded_kind import LEAST_PACKED, MOST_PACKED
 from grmpipe.models.engines.embedded.kv_slots import KvSlots
 from grmpipe.models.engines.embedded.prompt_packing import PackedPrompts
+from grmpipe.models.engines.engine_memory import LEAST_PACKED, MOST_PACKED
 from grmpipe.models.lm.lora import find_adapter
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)

@@ -58,6 +58,6 @@ def test_the_last_epoch_ends_the_data() -> None:
         stream.at(6)
 
 
-def test_no_prompts_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"data\.path"):
-        PromptStream(())
+def test_no_prompt_is_drawn_where_there_are_none() -> None:
+    with pytest.raises(AssertionError):
+        PromptStream(()).at(0)

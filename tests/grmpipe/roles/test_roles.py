@@ -346,7 +346,7 @@ def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch
         judge={"format": {"structured": True}, "scale": {"high": 5000}},
         data={"num_prompts": 20},
     )
-    with pytest.raises(ConfigError, match=r"^judge\.format\.structured: 5000 different scores"):
+    with pytest.raises(ConfigError, match=r"^judge\.scale: 5000 different scores .*judge\.format\.structured=false"):
         prepare(run)
 
 
