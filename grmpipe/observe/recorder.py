@@ -92,11 +92,15 @@ class Recorder:
 
     def group_ended(self, end: GroupEnd) -> None:
         """Write the end of a group. The line holds only known fields: see GroupEnd."""
-        for begins in self._begins.values():
-            begins.pop(end.group_id, None)
-        self._unwritten = {key for key in self._unwritten if key[0] != end.group_id}
+        self.forget(end.group_id)
         with self._guard.watch(self._groups.path.name):
             self._groups.append(without_unknown({**encode(end), "early": end.early or None}))
+
+    def forget(self, group_id: str) -> None:
+        """The group gets no further lines."""
+        for begins in self._begins.values():
+            begins.pop(group_id, None)
+        self._unwritten = {key for key in self._unwritten if key[0] != group_id}
 
     def record_training(self, rollouts: Sequence[TrainedRollout]) -> None:
         """Write what a step trained, all lines or none. They hold only known fields: see TrainedRollout."""

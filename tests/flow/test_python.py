@@ -334,7 +334,8 @@ async def test_a_judge_alone_answers_many_at_once_and_the_same_question_alike(tm
     with pytest.raises(grmpipe.RunFailed, match="has ended"):
         await judge(QUESTION, [RIGHT])
     summary = grmpipe.read_run("judge").summary
-    assert summary["status"] == "completed" and summary["judging"]["asked"] >= 6
+    assert summary["status"] == "completed"
+    assert summary["judging"]["asked"] <= 3, "equal questions at the same time are judged once"
     assert set(summary["judging"]["requests"]) == {"evaluation"}
     assert "policy" not in summary["versions"], "no policy is started"
 

@@ -6,10 +6,9 @@ prompt and responses -> a group -> the judge of a run, with its engines, votes a
 import asyncio
 import functools
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -25,6 +24,7 @@ from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.pointwise_adapter import rollout_of_messages, rollout_of_text
 from grmpipe.models.types import EngineDenied, Message
+from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.progress import counts_text, join_shown, left_at_pace, left_text
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.summary import EvalSummary, Status, Summary
@@ -159,6 +159,7 @@ class ScoringRun(Run[PreparedScoring]):
         self._counters = Counters()
         self._judged: list[tuple[Responses, list[JudgedSibling]]] = []
         self._calls = itertools.count()
+        self._named: dict[str, tuple[Row, asyncio.Task[list[JudgedSibling]]]] = {}  # calls in flight, by prompt_id
 
     async def run(self) -> Status:
         self._running = running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
@@ -200,17 +201,28 @@ class ScoringRun(Run[PreparedScoring]):
                     tasks.create_task(judge(place, group))
         breaker.check()
         self._judged = [(group, one) for group, one in zip(groups, done, strict=True) if one is not None]
-        lines = (json.dumps(to_line(group, one), ensure_ascii=False) + "\n" for group, one in self._judged)
-        (self._run_dir / VERDICTS).write_text("".join(lines), "utf-8")
+        lines = (json_bytes(to_line(group, one)) + b"\n" for group, one in self._judged)
+        (self._run_dir / VERDICTS).write_bytes(b"".join(lines))
         for text in describe_verdicts([one for _, judged in self._judged for one in judged]):
             self._observers.note(text)
 
     async def _judge_call(self, running: Running, row: Row) -> list[JudgedSibling]:
         """Judge the responses of a row. Raises ValueError for what can't be judged."""
         number = next(self._calls)
-        group = parse_responses(row, "judge", str(row.get("prompt_id") or f"call{number}"))
+        group = parse_responses(row, "judge", f"call{number}")
         check_sources(self._config.rewards, {group.prompt.source})
-        return await self._judge(running, group, number)
+        if (name := group.prompt.prompt_id) == f"call{number}":
+            return await self._judge(running, group, number)
+        group = replace(group, rollouts=tuple(replace(one, group_id=name) for one in group.rollouts))
+        # Requests to engines are named after the group: two at once must not have the same name.
+        while (open_call := self._named.get(name)) is not None:
+            if open_call[0] == row:
+                return await asyncio.shield(open_call[1])
+            await asyncio.wait([open_call[1]])
+        task = asyncio.create_task(self._judge(running, group, number))
+        self._named[name] = row, task
+        task.add_done_callback(lambda _: self._named.pop(name))
+        return await asyncio.shield(task)
 
     async def _judge(self, running: Running, group: Responses, priority: int) -> list[JudgedSibling]:
         """The verdicts or failures, in the order of the responses, within the deadline of a group in a run."""
@@ -222,6 +234,7 @@ class ScoringRun(Run[PreparedScoring]):
         for rollout, report in zip(group.rollouts, reports, strict=True):
             self._observers.recorder.record_verdict(rollout, report)
             self._counters.report(report)
+        self._observers.recorder.forget(group.rollouts[0].group_id)
         return [
             JudgedSibling(group_id=rollout.group_id, sibling=rollout.sibling, report=report)
             for rollout, report in zip(group.rollouts, reports, strict=True)

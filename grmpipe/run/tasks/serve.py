@@ -10,7 +10,7 @@ import asyncio
 import base64
 import binascii
 import hmac
-import json
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,12 +20,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.rows import Row, parse_json
+from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.summary import Status
 from grmpipe.run.build.start import Running
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.score import CALL, ScoringRun
 from grmpipe.types import Verdict
+
+log = logging.getLogger(__name__)
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")  # a page of another name may not ask, whatever address it resolves to
 ENDS = "the service ends once what it judges is judged"
@@ -84,6 +87,9 @@ class JudgeService:
             answer = refuse(error.status, error.reason, error.headers.get("Allow"))
         except ValueError as error:
             answer = refuse(400, str(error))
+        except Exception:
+            log.exception("a request failed")
+            answer = refuse(500, "the service failed to judge this; its run.log says why")
         self._requests[answer.status] += 1
         return answer
 
@@ -106,7 +112,9 @@ class JudgeService:
             self._judged += 1
             self._failed.update([one.failed] if one.failed else [])
             self._recent.append(bool(one.failed))
-        return web.json_response({"verdicts": [describe(one) for one in judged]}, dumps=to_json)
+        # Not json.dumps: a judge's text may hold half of a character.
+        body = json_bytes({"verdicts": [describe(one) for one in judged]}, strict=True)
+        return web.Response(body=body, content_type="application/json")
 
     async def _list_judges(self, request: web.Request) -> web.StreamResponse:
         config = self._config
@@ -143,10 +151,6 @@ def describe(one: JudgedSibling) -> dict[str, object]:
     return found | {
         "score_std": verdict.score_std, "num_judgements": verdict.num_judgements, "version": verdict.grm_version
     }  # fmt: skip
-
-
-def to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def refuse(status: int, words: str, allow: str | None = None) -> web.Response:

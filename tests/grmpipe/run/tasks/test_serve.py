@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,23 @@ def test_what_is_in_flight_is_bounded_and_freed() -> None:
                 assert refused.status == 429 and refused.headers["Retry-After"]
             going_on.set()
             assert (await first)[0] == 200 and (await post(session, ROW))[0] == 200
+
+    asyncio.run(check())
+
+
+def test_no_text_of_a_judge_and_no_error_ends_the_service() -> None:
+    async def odd(row: Row) -> Sequence[JudgedSibling]:
+        if row["prompt"] == "broken":
+            raise KeyError("x")
+        (one,) = (await judge_by_length(row))[1:]
+        return [replace(one, report=report_failures(make_failure("unparseable", "it ends with \ud83d", 1)))]
+
+    async def check() -> None:
+        async with serving(odd) as session:
+            status, found = await post(session, ROW)
+            assert status == 200 and found["verdicts"][0]["detail"] == "it ends with \ud83d"
+            status, found = await post(session, ROW | {"prompt": "broken"})
+            assert status == 500 and "run.log" in found["error"] and "KeyError" not in found["error"]
 
     asyncio.run(check())
 
