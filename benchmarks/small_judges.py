@@ -42,8 +42,8 @@ FORMS = {
     "short, 1 to 9, expectation": (
         9, ["judge=short", "judge.format.ask_verdict=true", "judge.score_from=expectation"],
     ),
-    "yes_no, text": (10, ["judge=yes_no", "judge.format.ask_verdict=true", "judge.score_from=text"]),
-    "yes_no, expectation": (10, ["judge=yes_no", "judge.format.ask_verdict=true"]),
+    "yes_no, text": (10, ["judge=yes_no", "judge.score_from=text"]),
+    "yes_no, expectation": (10, ["judge=yes_no"]),
     "tiny": (10, ["judge=generative"]),
 }  # fmt: skip
 
@@ -119,7 +119,8 @@ def make_row(model: str, form: str, run_dir: Path) -> str:
     asked = summary["asked"]
     readable = fmean([score is not None for one in judged for score in (one.right, one.wrong)])
     low, high = interval(judged)
-    figures = [f"{1 - summary['asked_verdicts'] / asked:.2f}", f"{readable:.2f}", f"{accuracy(judged):.2f}"]
+    unasked = min(readable, 1 - summary["asked_verdicts"] / asked)
+    figures = [f"{unasked:.2f}", f"{readable:.2f}", f"{accuracy(judged):.2f}"]
     figures += [f"{auc(judged):.2f} ({low:.2f} to {high:.2f})", f"{summary['tokens'] / asked:.0f}"]
     return f"| {' | '.join([model, form, *figures])} |"
 
