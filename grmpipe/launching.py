@@ -20,13 +20,12 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.logs import kept_logging
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.run_watcher import RunWatcher, StepControls
+from grmpipe.run.run_watcher import AskJudge, RunWatcher, StepControls
 from grmpipe.run.signals import StopRequest, stoppable
 from grmpipe.run_reader import RunReader, read_run
 from grmpipe.types import Metrics
 
 T = TypeVar("T")
-Score = Callable[[dict[str, object]], Awaitable[Sequence[JudgedSibling]]]
 LOOP_CHECK_S = 1.0  # between looks at whether the event loop of a run's user is closed
 
 
@@ -264,7 +263,7 @@ class StartedJudge(RunWatcher):
     def __init__(self, config: RunConfig) -> None:
         self._config = replace(config, task="score")
         self._request = StopRequest()
-        self._serving: Future[tuple[asyncio.AbstractEventLoop, Score]] = Future()
+        self._serving: Future[tuple[asyncio.AbstractEventLoop, AskJudge]] = Future()
         self._leave: asyncio.Event | None = None
         self._ended: Future[float | None] | None = None
 
@@ -296,7 +295,7 @@ class StartedJudge(RunWatcher):
 
     def __enter__(self) -> StartedJudge:
         self._begin()
-        self._until_serving()
+        self._serving.result()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -306,7 +305,7 @@ class StartedJudge(RunWatcher):
     async def __aenter__(self) -> StartedJudge:
         self._begin()
         try:
-            await asyncio.to_thread(self._until_serving)
+            await asyncio.to_thread(self._serving.result)
         except asyncio.CancelledError:
             self._end()
             raise
@@ -321,7 +320,7 @@ class StartedJudge(RunWatcher):
     def note_opened(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
-    async def serve(self, judge: Score) -> None:
+    async def serve(self, judge: AskJudge) -> None:
         self._leave = asyncio.Event()
         self._serving.set_result((asyncio.get_running_loop(), judge))
         await self._leave.wait()
@@ -337,9 +336,6 @@ class StartedJudge(RunWatcher):
     def _note_end(self, ended: Future[float | None]) -> None:
         if not self._serving.done():  # it ended before it served
             self._serving.set_exception(ended.exception() or RunInterrupted("the judge was stopped while it started"))
-
-    def _until_serving(self) -> None:
-        self._serving.result()
 
     def _ask(
         self, prompt: object, responses: Sequence[object], columns: Mapping[str, object]

@@ -7,6 +7,9 @@ from pathlib import Path
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.types import Metrics
 
+# Takes a row of task=score, and gives the verdicts on its responses. Raises ValueError for one that can't be judged.
+AskJudge = Callable[[dict[str, object]], Awaitable[Sequence[JudgedSibling]]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepControls:
@@ -28,10 +31,8 @@ class RunWatcher:
     def note_opened(self, run_dir: Path) -> None:
         """The run's directory is claimed, or holds a run that is complete."""
 
-    async def serve(self, judge: Callable[[dict[str, object]], Awaitable[Sequence[JudgedSibling]]]) -> None:
-        """A judge runs, and ends when this returns. judge: takes a row of task=score, and gives the verdicts on its
-        responses; raises ValueError for a row that can't be judged.
-        """
+    async def serve(self, judge: AskJudge) -> None:
+        """A judge runs, and ends when this returns."""
 
     async def after_step(self, step: int, metrics: Metrics, controls: StepControls) -> None:
         """A training step is over and logged. The next one begins when this returns."""

@@ -102,10 +102,7 @@ def longest_judgement(name: str, facts: RunFacts) -> Longest:
 def count_batch_tokens(model: str, facts: RunFacts) -> int:
     """The most packed tokens of a batch of the learner of a served model: of the rollouts, or of the judgements."""
     config, train = facts.config, find_training(facts.config, model).train
-    is_judging = model in config.trained_grms
-    longest = (
-        longest_judgement(config.judging.find_training_judge(model).name, facts)
-        if is_judging
-        else longest_rollout(facts)
-    )
+    longest = longest_rollout(facts)
+    if model in config.trained_grms:
+        longest = longest_judgement(config.judging.find_training_judge(model).name, facts)
     return longest.batch_tokens(train.groups_per_batch, train.group_size, train.prefix_sharing)

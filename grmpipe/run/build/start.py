@@ -8,14 +8,16 @@ run_features what looks at each step. An evaluation starts the same, and nothing
 
 import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.config.run_config import ConfigError
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.teaching import Teacher
+from grmpipe.models.types import EngineDenied
 from grmpipe.observe.progress import Describe, time_text
 from grmpipe.roles.find_models import CRITIC
 from grmpipe.roles.machines import check_shared
@@ -175,3 +177,14 @@ async def end_on_failure(cluster: Cluster) -> AsyncIterator[None]:
     except BaseException:
         await cluster.shutdown()
         raise
+
+
+@contextmanager
+def refuse_denied() -> Iterator[None]:
+    """Context: an endpoint that denies its first requests is a mistake in the configuration, a ConfigError."""
+    try:
+        yield
+    except EngineDenied as error:
+        if error.has_served:
+            raise
+        raise ConfigError(str(error)) from error

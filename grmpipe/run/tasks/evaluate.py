@@ -1,16 +1,14 @@
 """task=evaluate: a judge against labelled work, a policy on prompts, or both."""
 
 from grmpipe.config.keys.entry_names import POLICY
-from grmpipe.config.run_config import ConfigError
 from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.evaluation.policy_files import RESULTS as POLICY_RESULTS
-from grmpipe.models.types import EngineDenied
 from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.start import Running, start
+from grmpipe.run.build.start import Running, refuse_denied, start
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.tasks.evaluate_judge import evaluate_judge, name_metrics
 from grmpipe.run.tasks.evaluate_policy import evaluate_policy
@@ -43,12 +41,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
         self._running = running = await start(
             self._prepared.prepared, self._observers, self._run_dir, plays=bool(self._prepared.prompt_sets)
         )
-        try:
+        with refuse_denied():
             return await run_until(self._evaluate(running), **running.background())
-        except EngineDenied as error:
-            if error.has_served:
-                raise
-            raise ConfigError(str(error)) from error
 
     async def _evaluate(self, running: Running) -> Status:
         ready = self._prepared

@@ -15,7 +15,7 @@ from statistics import fmean
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.user_code import format_value
 from grmpipe.config.reward_checks import check_sources
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.run_config import RunConfig
 from grmpipe.config.task_settings import ITEMS_AT_ONCE
 from grmpipe.data.prompts import FIELDS, VERLS, parse_prompt, refuse_half_characters
 from grmpipe.data.rows import Findings, Row, read_rows
@@ -23,7 +23,7 @@ from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.pointwise_adapter import rollout_of_messages, rollout_of_text
-from grmpipe.models.types import EngineDenied, Message
+from grmpipe.models.types import Message
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.progress import counts_text, join_shown, left_at_pace, left_text
 from grmpipe.observe.recorder import JudgedSibling
@@ -31,7 +31,7 @@ from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.start import Running, start
+from grmpipe.run.build.start import Running, refuse_denied, start
 from grmpipe.run.prepare import Prepared, check_own_judges
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import check_references, select_reaching
@@ -44,7 +44,7 @@ from grmpipe.types import Metrics, Prompt, Rollout
 VERDICTS = "verdicts.jsonl"
 RESPONSES = ("response", "responses")  # fields of a row: one, or those of a group
 ROLES = ("assistant", "user", "tool")  # of the messages of a response
-CALL = Findings(Path("judge"))  # what is odd in the arguments of a call is put right without a word
+CALL = Path("judge")  # the place of a call's row: what is odd in it is put right without a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def read_groups(file: Path) -> Iterator[Responses]:
     findings.report()
 
 
-def parse_responses(row: Row, where: str, group_id: str, findings: Findings = CALL) -> Responses:
+def parse_responses(row: Row, where: str, group_id: str, findings: Findings) -> Responses:
     """The prompt and the responses of a row: texts, or lists of messages for episodes of several turns. Raises
     ValueError that begins with `where`.
     """
@@ -163,12 +163,8 @@ class ScoringRun(Run[PreparedScoring]):
 
     async def run(self) -> Status:
         self._running = running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
-        try:
+        with refuse_denied():
             return await run_until(self._work(running), **running.background())
-        except EngineDenied as error:
-            if error.has_served:
-                raise
-            raise ConfigError(str(error)) from error
 
     async def _work(self, running: Running) -> Status:
         if self._prepared.groups:
@@ -209,7 +205,7 @@ class ScoringRun(Run[PreparedScoring]):
     async def _judge_call(self, running: Running, row: Row) -> list[JudgedSibling]:
         """Judge the responses of a row. Raises ValueError for what can't be judged."""
         number = next(self._calls)
-        group = parse_responses(row, "judge", f"call{number}")
+        group = parse_responses(row, str(CALL), f"call{number}", Findings(CALL))
         check_sources(self._config.rewards, {group.prompt.source})
         if (name := group.prompt.prompt_id) == f"call{number}":
             return await self._judge(running, group, number)
@@ -247,16 +243,11 @@ class ScoringRun(Run[PreparedScoring]):
     @property
     def _metrics(self) -> Metrics:
         rewards = [one.reward for _, judged in self._judged for one in judged]
+        if not rewards:
+            return {}
         known = [reward for reward in rewards if reward is not None]
-        return (
-            {
-                "responses": float(len(rewards)),
-                "failed_share": 1 - len(known) / len(rewards),
-                **({"reward": fmean(known)} if known else {}),
-            }
-            if rewards
-            else {}
-        )
+        shares = {"responses": float(len(rewards)), "failed_share": 1 - len(known) / len(rewards)}
+        return shares | ({"reward": fmean(known)} if known else {})
 
     def results(self) -> Summary:
         return Summary(

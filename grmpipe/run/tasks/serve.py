@@ -13,17 +13,18 @@ import hmac
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from grmpipe.config.run_config import RunConfig
-from grmpipe.data.rows import Row, parse_json
+from grmpipe.data.rows import Findings, parse_json
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.summary import Status
 from grmpipe.run.build.start import Running
+from grmpipe.run.run_watcher import AskJudge
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.score import CALL, ScoringRun
 from grmpipe.types import Verdict
@@ -34,7 +35,6 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")  # a page of another name may not as
 ENDS = "the service ends once what it judges is judged"
 RETRY_S = "1"
 WINDOW = 256  # latest responses, for the health
-Judge = Callable[[Row], Awaitable[Sequence[JudgedSibling]]]
 
 
 class ServingRun(ScoringRun):
@@ -59,7 +59,7 @@ class ServingRun(ScoringRun):
 class JudgeService:
     """The routes, and what they count."""
 
-    def __init__(self, config: RunConfig, judge: Judge) -> None:
+    def __init__(self, config: RunConfig, judge: AskJudge) -> None:
         self._config = config
         self._judge = judge
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
@@ -94,7 +94,7 @@ class JudgeService:
         return answer
 
     async def _judge_row(self, request: web.Request) -> web.StreamResponse:
-        row = parse_json(await request.read(), "judge", CALL)
+        row = parse_json(await request.read(), "judge", Findings(CALL))
         if not isinstance(row, dict):
             raise ValueError("judge: expected a JSON object with prompt or messages, and responses")
         found = row.get("responses")

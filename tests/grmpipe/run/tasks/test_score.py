@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from grmpipe.data.rows import Findings
 from grmpipe.models.types import Message
 from grmpipe.run.tasks.score import parse_responses, read_groups
 
@@ -15,7 +16,7 @@ USER = {"role": "user", "content": "why?"}
 
 def test_responses_are_the_siblings_of_a_group_and_columns_stay_with_the_prompt() -> None:
     row = {"prompt": "6 x 7?", "responses": ["42", ""], "reference": 42, "level": 3}
-    found = parse_responses(row, "judge", "g")
+    found = parse_responses(row, "judge", "g", Findings(Path("judge")))
     assert [(one.group_id, one.sibling, one.answer) for one in found.rollouts] == [("g", 0, "42"), ("g", 1, "")]
     assert (found.prompt.reference, found.prompt.columns["level"]) == ("42", 3)
     assert "responses" not in found.prompt.columns, "a reward function would be given them"
@@ -26,7 +27,9 @@ def test_an_episode_keeps_what_its_tools_said() -> None:
         {"role": "user", "content": "hint"}, {"role": "assistant", "content": "add(1, 2)"},
         {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."},
     ]  # fmt: skip
-    (rollout,) = parse_responses({"prompt": "1 + 2?", "responses": [episode]}, "judge", "g").rollouts
+    (rollout,) = parse_responses(
+        {"prompt": "1 + 2?", "responses": [episode]}, "judge", "g", Findings(Path("judge"))
+    ).rollouts
     assert rollout.opening == (Message(role="user", content="hint"),)
     assert [turn.completion.text for turn in rollout.turns] == ["add(1, 2)", "It is 3."]
     assert rollout.turns[0].replies == (Message(role="tool", content="3"),)
@@ -57,7 +60,7 @@ def test_an_episode_keeps_what_its_tools_said() -> None:
 def test_what_can_not_be_judged_is_refused_by_its_field(change: dict[str, Any], words: str) -> None:
     row = {"prompt": "6 x 7?", "responses": ["42"]} | change
     with pytest.raises(ValueError, match=rf"^judge: {words}|^judge: .*{words}"):
-        parse_responses(row, "judge", "g")
+        parse_responses(row, "judge", "g", Findings(Path("judge")))
 
 
 def test_a_file_names_its_line(tmp_path: Path) -> None:

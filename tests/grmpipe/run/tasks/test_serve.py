@@ -20,7 +20,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 import grmpipe
-from grmpipe.data.rows import Row
+from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
@@ -32,7 +32,7 @@ ROW = {"prompt": "6 x 7?", "responses": ["42", "no"]}
 
 async def judge_by_length(row: Row) -> Sequence[JudgedSibling]:
     """The length is the reward; "no" fails."""
-    group = parse_responses(row, "judge", "g")
+    group = parse_responses(row, "judge", "g", Findings(Path("judge")))
     return [
         JudgedSibling(
             group_id="g",
