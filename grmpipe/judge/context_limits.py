@@ -116,7 +116,7 @@ def check_judge(
 
     with section(f"{judge.key}."):
         split = None if grm is None else functools.partial(split_verdict, grm.renderer)
-        check_expectation(judge, form_named(judge.parser), split)
+        check_expectation(judge, form_named(judge.parser, judge.pattern), split)
     what, cut = describe_longest(judge, env)
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
