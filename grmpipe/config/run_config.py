@@ -69,7 +69,12 @@ class RunConfig(SharedSections, RunKeys):
 
     @property
     def watchers(self) -> Mapping[str, float]:
-        """Judge or composition that only watches -> its share of the groups. Only a training of the policy has some."""
+        """Judge or composition that only watches -> its share of the groups. Only a training of the policy has some; a
+        service answers by every judge of its configuration.
+        """
+        if self.task == "serve":
+            used = {JUDGE, *self.rewards.judges(), *(one.name for one in self.rewards.in_use())}
+            return {name: 0.0 for name in (*self.judges, *self.rewards.entries) if name not in used}
         return self.judge_monitor.watchers if self.trains_policy else {}
 
     @property

@@ -168,6 +168,8 @@ class ServeConfig(Bounded):
     key_env: str = ""  # Name of the environment variable that holds the key of the clients; empty: none.
     max_in_flight: int = at_least(1, 4096)  # [responses] Most responses that are judged at once; above it: status 429.
     max_body_mb: int = at_least(1, 64)  # Largest body of a request.
+    # [s] How long a question goes on, and its answer is kept, after its client has gone; an equal one takes it over.
+    orphan_s: float = at_least(0, 30)
 
     def __post_init__(self) -> None:
         super().__post_init__()

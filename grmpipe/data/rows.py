@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, object]
 MAX_KINDS = 12  # kinds of findings in a line: every doubled key is one of its own
+CALL = Path("judge")  # the place of a call's row: what is odd in it is put right without a word
 MAX_DEPTH = 100  # nested lists and objects: journals, Ray and the user's code walk through them recursively
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.config.keys.entry_names import POLICY, REWARD
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.composition.composed_judge import compose_judge
@@ -30,10 +30,14 @@ Models = Mapping[str, RunModel]  # the run's, by role
 
 def make_judge(prepared: Prepared, models: Models) -> Judge:
     """The judge of a run: its only one, the composition of all whose verdicts make the reward, or none."""
+    return make_named(prepared, models, REWARD) if prepared.config.judging.judges else NoReward()
+
+
+def make_named(prepared: Prepared, models: Models, name: str) -> Judge:
+    """A judge or a composition of the configuration."""
     config = prepared.config
-    if not config.judging.judges:
-        return NoReward()
-    return compose(config, config.rewards, make_judges(prepared, models, config.judging.judges))
+    judges = make_judges(prepared, models, {one: config.judges[one] for one in config.rewards.list_judges(name)})
+    return compose(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
 
 
 def make_teachers(config: RunConfig, engines: Mapping[str, Generates], renderer: PromptRenderer) -> dict[str, Teacher]:
@@ -43,17 +47,6 @@ def make_teachers(config: RunConfig, engines: Mapping[str, Generates], renderer:
     return {
         name: Teacher(name=name, engine=engines[name], top_k=distill.top_k, context=context) for name in config.teachers
     }
-
-
-def make_watchers(prepared: Prepared, models: Models) -> dict[str, Judge]:
-    """The judges and compositions that only watch, by name."""
-    config, found = prepared.config, dict[str, Judge]()
-    for name in config.watchers:
-        judges = make_judges(prepared, models, {one: config.judges[one] for one in config.rewards.list_judges(name)})
-        found[name] = (
-            compose(config, config.rewards.below(name), judges) if name in config.rewards.entries else judges[name]
-        )
-    return found
 
 
 def make_judges(prepared: Prepared, models: Models, judges: Mapping[str, JudgeConfig]) -> dict[str, Judge]:

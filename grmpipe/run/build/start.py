@@ -10,10 +10,10 @@ import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.config.keys.entry_names import POLICY, REWARD
 from grmpipe.config.run_config import ConfigError
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.judge.teaching import Teacher
@@ -22,7 +22,7 @@ from grmpipe.observe.progress import Describe, time_text
 from grmpipe.roles.find_models import CRITIC
 from grmpipe.roles.machines import check_shared
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
-from grmpipe.run.build.make_judge import make_judge, make_teachers, make_watchers
+from grmpipe.run.build.make_judge import make_judge, make_named, make_teachers
 from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs
 from grmpipe.run.build.start_models import (
@@ -61,6 +61,7 @@ class Running:
     envs: Envs
     updates: PolicyUpdates | None = None
     critic: Critic | None = None
+    _named: dict[str, Judge] = field(default_factory=dict)
 
     @property
     def policy(self) -> RunModel:
@@ -83,7 +84,13 @@ class Running:
     @functools.cached_property
     def watchers(self) -> dict[str, Judge]:
         """The judges that only watch, by name."""
-        return make_watchers(self.prepared, self.models)
+        return {name: self.find_judge(name) for name in self.prepared.config.watchers}
+
+    def find_judge(self, name: str) -> Judge:
+        """The judge of the run for `reward`, or one of its judges and compositions alone."""
+        if name not in self._named:
+            self._named[name] = self.judge if name == REWARD else make_named(self.prepared, self.models, name)
+        return self._named[name]
 
     @functools.cached_property
     def teachers(self) -> dict[str, Teacher]:

@@ -108,17 +108,17 @@ def find_judges(
     reads_policy: whether the policy's tokenizer is needed: what it wrote is read by its tokens.
     """
     math_rule.check_installed(config.judges.values())
-    here = ((POLICY,) if config.judging.by_policy else ()) + config.judging.local_roles  # that engines serve here
+    here = ((POLICY,) if config.asked.by_policy else ()) + config.asked.local_roles  # that engines serve here
     weighted = config.uses_meta_rm or (weighted and bool(here))
     playing = (POLICY, *((ENV,) if config.places_envs else ())) if config.plays else ()
-    needed = dict.fromkeys((*playing, *here, *config.judging.scorer_roles, *(META_RM,) * weighted))
+    needed = dict.fromkeys((*playing, *here, *config.asked.scorer_roles, *(META_RM,) * weighted))
     with section(""):
         placement = place(config.placement.without_time_sharing(), tuple(needed), config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config.cluster, placement)
     roles.check_installed(joined=config.cluster.is_joined)
     models = {role: find_model(roles.served[role], config.cluster) for role in here}
-    for asking in config.judging.generative.values():
+    for asking in config.asked.generative.values():
         check_thinking_budget(asking, roles.served[asking.model], models.get(asking.model))
     weighting = {}
     if weighted:

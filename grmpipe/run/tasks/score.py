@@ -13,12 +13,13 @@ from pathlib import Path
 from statistics import fmean
 
 from grmpipe.config.io.key_errors import section
+from grmpipe.config.keys.entry_names import REWARD
 from grmpipe.config.keys.user_code import format_value
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.task_settings import ITEMS_AT_ONCE
 from grmpipe.data.prompts import FIELDS, VERLS, parse_prompt, refuse_half_characters
-from grmpipe.data.rows import Findings, Row, read_rows
+from grmpipe.data.rows import CALL, Findings, Row, read_rows
 from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
@@ -39,12 +40,12 @@ from grmpipe.run.tasks.prepare_evaluation import check_measurable, find_judges
 from grmpipe.run.tasks.stats import summarize_judging
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.run_together import raise_first_failure, run_until
+from grmpipe.serve.open_calls import OpenCalls
 from grmpipe.types import Metrics, Prompt, Rollout
 
 VERDICTS = "verdicts.jsonl"
 RESPONSES = ("response", "responses")  # fields of a row: one, or those of a group
 ROLES = ("assistant", "user", "tool")  # of the messages of a response
-CALL = Path("judge")  # the place of a call's row: what is odd in it is put right without a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class ScoringRun(Run[PreparedScoring]):
         self._counters = Counters()
         self._judged: list[tuple[Responses, list[JudgedSibling]]] = []
         self._calls = itertools.count()
-        self._named: dict[str, tuple[Row, asyncio.Task[list[JudgedSibling]]]] = {}  # calls in flight, by prompt_id
+        self._open = OpenCalls[list[JudgedSibling]](self._config.serve.orphan_s)
 
     async def run(self) -> Status:
         self._running = running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
@@ -181,7 +182,7 @@ class ScoringRun(Run[PreparedScoring]):
         async def judge(place: int, group: Responses) -> None:
             async with places:
                 await breaker.until_fit()
-                done[place] = judged = await self._judge(running, group, place)
+                done[place] = judged = await self._judge(running, REWARD, group, place, place)
                 for one in judged:
                     breaker.record(one.report.verdict)
 
@@ -202,41 +203,47 @@ class ScoringRun(Run[PreparedScoring]):
         for text in describe_verdicts([one for _, judged in self._judged for one in judged]):
             self._observers.note(text)
 
-    async def _judge_call(self, running: Running, row: Row) -> list[JudgedSibling]:
-        """Judge the responses of a row. Raises ValueError for what can't be judged."""
+    async def _judge_call(
+        self, running: Running, row: Row, name: str = REWARD, priority: int | None = None
+    ) -> list[JudgedSibling]:
+        """Judge the responses of a row. name: of the judge. priority: the lowest goes first; None: the first asked.
+        Raises ValueError for what can't be judged.
+        """
         number = next(self._calls)
         group = parse_responses(row, str(CALL), f"call{number}", Findings(CALL))
-        check_sources(self._config.rewards, {group.prompt.source})
-        if (name := group.prompt.prompt_id) == f"call{number}":
-            return await self._judge(running, group, number)
-        group = replace(group, rollouts=tuple(replace(one, group_id=name) for one in group.rollouts))
-        # Requests to engines are named after the group: two at once must not have the same name.
-        while (open_call := self._named.get(name)) is not None:
-            if open_call[0] == row:
-                return await asyncio.shield(open_call[1])
-            await asyncio.wait([open_call[1]])
-        task = asyncio.create_task(self._judge(running, group, number))
-        self._named[name] = row, task
-        task.add_done_callback(lambda _: self._named.pop(name))
-        return await asyncio.shield(task)
+        if name in self._config.rewards.entries:
+            check_sources(self._config.rewards.below(name), {group.prompt.source})
+        said = group.prompt.prompt_id if row.get("prompt_id") is not None else ""
+        if said:
+            group = replace(group, rollouts=tuple(replace(one, group_id=said) for one in group.rollouts))
+        rank = number if priority is None else priority
+        return await self._open.ask([name, row], said, lambda: self._judge(running, name, group, number, rank))
 
-    async def _judge(self, running: Running, group: Responses, priority: int) -> list[JudgedSibling]:
-        """The verdicts or failures, in the order of the responses, within the deadline of a group in a run."""
-        limit = ActiveClock().timeout(self._config.rollout.group_deadline_s)
+    async def _judge(
+        self, running: Running, name: str, group: Responses, number: int, priority: int
+    ) -> list[JudgedSibling]:
+        """The verdicts or failures, in the order of the responses, within the deadline of a group in a run. number: of
+        the group in the order of the file, or of the calls.
+        """
+        limit, recorder = ActiveClock().timeout(self._config.rollout.group_deadline_s), self._observers.recorder
         for rollout in group.rollouts:
-            self._observers.recorder.rollout(priority, group.prompt, rollout)
-        with set_purpose("evaluation"):  # here: who asks from another thread has another context
-            reports = await judge_in_time(running.judge, group.prompt, group.rollouts, limit, priority)
-        for rollout, report in zip(group.rollouts, reports, strict=True):
-            self._observers.recorder.record_verdict(rollout, report)
-            self._counters.report(report)
-        self._observers.recorder.forget(group.rollouts[0].group_id)
+            recorder.rollout(number, group.prompt, rollout)
+        try:
+            with set_purpose("evaluation"):  # here: who asks from another thread has another context
+                judge = running.find_judge(name)
+                reports = await judge_in_time(judge, group.prompt, group.rollouts, limit, priority)
+            for rollout, report in zip(group.rollouts, reports, strict=True):
+                recorder.record_verdict(rollout, report)
+                self._counters.report(report)
+        finally:
+            recorder.forget(group.rollouts[0].group_id)
         return [
             JudgedSibling(group_id=rollout.group_id, sibling=rollout.sibling, report=report)
             for rollout, report in zip(group.rollouts, reports, strict=True)
         ]
 
     async def close(self) -> None:
+        await self._open.close()
         if self._running is not None:
             await self._running.close()
 

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,13 @@ from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
-from grmpipe.run.tasks.serve import JudgeService
+from grmpipe.serve.service import AskByName, JudgeService
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 ROW = {"prompt": "6 x 7?", "responses": ["42", "no"]}
 
 
-async def judge_by_length(row: Row) -> Sequence[JudgedSibling]:
+async def judge_by_length(row: Row, name: str = "reward", priority: int = 0) -> Sequence[JudgedSibling]:
     """The length is the reward; "no" fails."""
     group = parse_responses(row, "judge", "g", Findings(Path("judge")))
     return [
@@ -46,9 +46,9 @@ async def judge_by_length(row: Row) -> Sequence[JudgedSibling]:
 
 
 @asynccontextmanager
-async def serving(judge: Callable[[Row], Awaitable[Sequence[JudgedSibling]]] = judge_by_length, *overrides: str) -> Any:
+async def serving(judge: AskByName = judge_by_length, *overrides: str) -> Any:
     config = grmpipe.compose(overrides=["task=serve", *overrides])
-    runner = web.AppRunner(JudgeService(config, judge).app(), access_log=None)
+    runner = web.AppRunner(JudgeService(config, judge).app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
@@ -108,7 +108,7 @@ def test_what_is_in_flight_is_bounded_and_freed() -> None:
     async def check() -> None:
         going_on = asyncio.Event()
 
-        async def slow(row: Row) -> Sequence[JudgedSibling]:
+        async def slow(row: Row, name: str, priority: int) -> Sequence[JudgedSibling]:
             await going_on.wait()
             return await judge_by_length(row)
 
@@ -124,7 +124,7 @@ def test_what_is_in_flight_is_bounded_and_freed() -> None:
 
 
 def test_no_text_of_a_judge_and_no_error_ends_the_service() -> None:
-    async def odd(row: Row) -> Sequence[JudgedSibling]:
+    async def odd(row: Row, name: str, priority: int) -> Sequence[JudgedSibling]:
         if row["prompt"] == "broken":
             raise KeyError("x")
         (one,) = (await judge_by_length(row))[1:]

@@ -1,0 +1,154 @@
+"""A judge behind HTTP.
+
+POST /v1/judge           a row of task=score, as JSON -> a verdict or a failure for each of its responses
+POST /v1/judges/<name>   the same by one judge, or one composition, of the configuration alone
+GET  /v1/judges          which judges answer, and on which scales
+GET  /health             ok; degraded: of the latest verdicts more failed than `judge.max_failure_rate` allows
+GET  /metrics            counts and seconds, as Prometheus reads them
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from grmpipe.config.keys.entry_names import REWARD
+from grmpipe.config.run_config import RunConfig
+from grmpipe.data.rows import CALL, Findings, Row, parse_json
+from grmpipe.observe.plain_json import json_bytes
+from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.serve.access import make_guard, read_client, refuse
+from grmpipe.serve.admission import Admission, Refused
+from grmpipe.types import Verdict
+
+log = logging.getLogger(__name__)
+
+WINDOW = 256  # latest responses, for the health
+
+# Takes a row of task=score, the name of a judge or composition, and a priority (the lowest goes first).
+AskByName = Callable[[Row, str, int], Awaitable[Sequence[JudgedSibling]]]
+
+
+class JudgeService:
+    """The routes, whom they admit, and what they count."""
+
+    def __init__(self, config: RunConfig, ask: AskByName) -> None:
+        self._config = config
+        self._ask = ask
+        self._names = {REWARD, *config.asked.judges, *config.rewards.entries}
+        self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
+        self._admission = Admission(config.serve.max_in_flight)
+        self._judged, self._failed = 0, Counter[str]()
+        self._requests, self._seconds = Counter[int](), 0.0
+
+    def app(self) -> web.Application:
+        serve = self._config.serve
+        app = web.Application(
+            client_max_size=serve.max_body_mb << 20, middlewares=[make_guard(serve.key), self._answer_errors]
+        )
+        app.router.add_post("/v1/judge", self._judge_row)
+        app.router.add_post("/v1/judges/{judge}", self._judge_row)
+        app.router.add_get("/v1/judges", self._list_judges)
+        app.router.add_get("/health", self._show_health)
+        app.router.add_get("/metrics", self._show_metrics)
+        return app
+
+    async def judge(self, row: Row, name: str, client: str) -> Sequence[JudgedSibling]:
+        """The verdicts on the responses of a row, in their order. name: who judges: the reward of the configuration, or
+        one of its judges and compositions. client: who asks. Raises Refused, and ValueError for a row that can't be
+        judged.
+        """
+        if name not in self._names:
+            raise Refused(404, f"there is no judge {name!r}; known: {', '.join(sorted(self._names))}")
+        found = row.get("responses")
+        began_s = time.monotonic()
+        try:
+            with self._admission.admit(client, len(found) if isinstance(found, list) else 1) as priority:
+                judged = await self._ask(row, name, priority)
+        finally:
+            self._seconds += time.monotonic() - began_s
+        for one in judged:
+            self._judged += 1
+            self._failed.update([one.failed] if one.failed else [])
+            self._recent.append(bool(one.failed))
+        return judged
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether of the latest responses more have no verdict than `judge.max_failure_rate` allows."""
+        most = self._config.main_judge.max_failure_rate * len(self._recent)
+        return len(self._recent) >= WINDOW // 4 and sum(self._recent) > most
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every end of a request as JSON: what is wrong with it, in words."""
+        try:
+            answer = await handler(request)
+        except Refused as error:
+            answer = refuse(error.status, str(error))
+        except web.HTTPException as error:
+            answer = refuse(error.status, error.reason, error.headers.get("Allow"))
+        except ValueError as error:
+            answer = refuse(400, str(error))
+        except Exception:
+            log.exception("a request failed")
+            answer = refuse(500, "the service failed to judge this; its run.log says why")
+        self._requests[answer.status] += 1
+        return answer
+
+    async def _judge_row(self, request: web.Request) -> web.StreamResponse:
+        row = parse_row(await request.read(), "prompt or messages, and responses")
+        judged = await self.judge(row, request.match_info.get("judge", REWARD), read_client(request))
+        # Not json.dumps: a judge's text may hold half of a character.
+        body = json_bytes({"verdicts": [describe(one) for one in judged]}, strict=True)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _list_judges(self, request: web.Request) -> web.StreamResponse:
+        config = self._config
+        judges = {
+            name: {"kind": judge.kind, "model": judge.model, "scale": [judge.scale.low, judge.scale.high]}
+            for name, judge in config.asked.judges.items()
+        }
+        compositions = {name: {"kind": reward.kind} for name, reward in config.rewards.entries.items()}
+        return web.json_response({"judges": judges, "compositions": compositions})
+
+    async def _show_health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(
+            {"status": "degraded" if self.is_degraded else "ok", "in_flight": self._admission.in_flight}
+        )
+
+    async def _show_metrics(self, request: web.Request) -> web.StreamResponse:
+        lines = [
+            "# TYPE grmpipe_responses_in_flight gauge", f"grmpipe_responses_in_flight {self._admission.in_flight}",
+            "# TYPE grmpipe_responses_judged_total counter", f"grmpipe_responses_judged_total {self._judged}",
+            "# TYPE grmpipe_responses_failed_total counter",
+            *(f'grmpipe_responses_failed_total{{cause="{cause}"}} {n}' for cause, n in sorted(self._failed.items())),
+            "# TYPE grmpipe_requests_total counter",
+            *(f'grmpipe_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._requests.items())),
+            "# TYPE grmpipe_judging_seconds_total counter", f"grmpipe_judging_seconds_total {self._seconds:.6f}",
+        ]  # fmt: skip
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+
+def parse_row(body: bytes, expected: str) -> dict[str, object]:
+    """A JSON object. Raises ValueError; expected: its fields, for the error."""
+    row = parse_json(body, "judge", Findings(CALL))
+    if not isinstance(row, dict):
+        raise ValueError(f"judge: expected a JSON object with {expected}")
+    return row
+
+
+def describe(one: JudgedSibling) -> Mapping[str, object]:
+    """A verdict as JSON: numbers, or null and why there are none."""
+    verdict, critiques = one.report.verdict, list(one.critiques)
+    found: dict[str, object] = {"reward": one.reward, "score": one.score, "critiques": critiques}
+    if not isinstance(verdict, Verdict):
+        return found | {"failed": one.failed, "detail": one.detail}
+    return found | {
+        "score_std": verdict.score_std, "num_judgements": verdict.num_judgements, "version": verdict.grm_version
+    }  # fmt: skip
