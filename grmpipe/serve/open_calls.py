@@ -49,7 +49,7 @@ class OpenCalls(Generic[Answer]):
             answer = await asyncio.shield(call.task)
         except asyncio.CancelledError:  # the asker has gone, not all of them perhaps
             call.num_waiting -= 1
-            if not call.num_waiting:
+            if not call.num_waiting and self._calls.get(digest) is call:
                 call.end = asyncio.get_running_loop().call_later(self._orphan_s, self._forget, digest)
             raise
         except BaseException:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, ClientTimeout, web
 
 import grmpipe
 from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
+from grmpipe.serve.open_calls import OpenCalls
 from grmpipe.serve.service import AskByName, JudgeService
 
 ROOT = Path(__file__).parents[3]
@@ -149,6 +150,31 @@ def test_without_a_key_only_this_machine_is_answered() -> None:
     asyncio.run(check())
 
 
+def test_a_question_ends_after_its_client_and_an_equal_one_takes_it_over() -> None:
+    async def check() -> None:
+        begun, ended = [], []
+
+        async def slow(row: Row, name: str, priority: int) -> Sequence[JudgedSibling]:
+            async def judge() -> Sequence[JudgedSibling]:
+                begun.append(row)
+                await asyncio.sleep(0.3)
+                ended.append(row)
+                return await judge_by_length(row)
+
+            return await calls.ask(row, "", judge)
+
+        calls = OpenCalls[Sequence[JudgedSibling]](0.1)
+        async with serving(slow) as session:
+            for row in (ROW, ROW, ROW | {"prompt": "another"}):
+                with pytest.raises(asyncio.TimeoutError):
+                    await post(session, row, timeout=ClientTimeout(total=0.05))
+            assert (await post(session, ROW))[0] == 200
+            await asyncio.sleep(0.3)
+            assert len(begun) == 2 and ended == [ROW]
+
+    asyncio.run(check())
+
+
 def test_a_key_is_asked_for_as_a_bearer_or_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-0123456789")
 
@@ -208,12 +234,14 @@ def test_an_open_door_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import time\n\ndef reward(prompts, completions, **columns):\n"
-        "    time.sleep(1)\n    return [0.5] * len(completions)\n",
+        "    time.sleep(1)\n    return [0.5] * len(completions)\n"
+        "\ndef strict(prompts, completions, **columns):\n    return [0.25] * len(completions)\n",
         encoding="utf-8",
     )
     command = [
         sys.executable, str(ROOT / "launch.py"), "task=serve", "serve.port=0", "judge=function",
-        "judge.function=own.reward", "tracking=none", "run_dir=judge",
+        "judge.function=own.reward", "+judge@judges.strict=function", "judges.strict.function=own.strict",
+        "tracking=none", "run_dir=judge",
     ]  # fmt: skip
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ) as service:
         assert service.stdout is not None
@@ -221,6 +249,10 @@ def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) ->
 
         async def ask() -> tuple[int, Any]:
             async with ClientSession(url) as session:
+                async with session.post("/v1/judges/strict", json=ROW) as strict:
+                    assert [one["reward"] for one in (await strict.json())["verdicts"]] == [0.25, 0.25]
+                async with session.post("/v1/judges/nobody", json=ROW) as nobody:
+                    assert nobody.status == 404 and "known: judge, reward, strict" in (await nobody.json())["error"]
                 asked = asyncio.create_task(post(session, ROW))
                 await asyncio.sleep(0.5)
                 service.send_signal(signal.SIGTERM)  # it is judging
@@ -230,4 +262,4 @@ def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) ->
         assert status == 200 and [one["reward"] for one in found["verdicts"]] == [0.5, 0.5]
         assert service.wait(timeout=60) == 0
     run = grmpipe.read_run(tmp_path / "judge")
-    assert run.summary["status"] == "completed" and len(list(run.judgements)) == 2
+    assert run.summary["status"] == "completed" and len(list(run.judgements)) == 4
