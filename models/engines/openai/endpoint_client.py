@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from grmpipe.models.engines.connections import Connections
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.network import find_network_path
 from grmpipe.models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
@@ -110,11 +111,8 @@ class EndpointClient:
         self._http = httpx.AsyncClient(
             headers={"Accept-Encoding": ACCEPTED} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=config.max_connections),
-            transport=transport,
+            transport=transport or Connections(path),  # at most config.max_connections of them: see `retry`
             trust_env=False,
-            proxy=path.proxy if transport is None else None,
-            verify=path.tls or True,
             event_hooks={"response": [hide_redirect]},
         )
 

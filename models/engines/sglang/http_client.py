@@ -7,14 +7,14 @@ from typing import Any
 
 import httpx
 
+from grmpipe.models.engines.connections import Connections
+from grmpipe.models.engines.network import NetworkPath
 from grmpipe.models.engines.typed_json import NoAnswer, read_object
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.models.types import EngineDied, EngineRefused
 
 CONNECT_TIMEOUT_S, SEND_TIMEOUT_S = 10.0, 60.0
 SILENCE_S = 3600.0  # between two parts of an answer: requests wait in the queue, and while generation is paused
-KEPT_S = 2.0  # below the 5 s after which the server closes: a call at that moment would look like its death
-KEPT_CONNECTIONS = 64
 EVENT = "data: "
 Json = dict[str, Any]
 
@@ -42,11 +42,8 @@ class SglangHttp:
             base_url=self.url,
             headers=make_headers(key),
             timeout=httpx.Timeout(SEND_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=SILENCE_S),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
-            ),
-            trust_env=False,  # a proxy would see the paths of weights and break streams
-            transport=transport,
+            trust_env=False,
+            transport=transport or Connections(NetworkPath()),  # a proxy would see the paths of weights, break streams
         )
 
     def die(self, cause: str) -> EngineDied:
