@@ -5,10 +5,10 @@ The client, the endpoint, and what is measured are processes of their own. Write
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +19,7 @@ from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 HERE = Path(__file__).parent
 PROMPT = "Natalia sold 48 clips in April and half as many in May. How many did she sell in all?"
 RESPONSE = "In May she sold 48 / 2 = {number} clips, so she sold 72 in all. " * 6
-JUDGED = "The sum is right. It was checked step by step. " * 8 + "\n[RESULT] 7"
+JUDGED = "The sum is right. It was checked step by step. " * 8 + "\nScore: 7"
 LATE_S = 60.0  # for the last verdicts
 
 
@@ -152,7 +152,37 @@ def main() -> None:
         ours = measure(service, args.count, args.per_s, args.rounds)
     finally:
         endpoint.terminate()
-    print(json.dumps({"machine": platform.machine(), "cores": os.cpu_count(), "proxy": proxy, "service": ours}))
+    (HERE / "serve_load.md").write_text(report(args, proxy, ours), encoding="utf-8")
+
+
+def report(args: argparse.Namespace, proxy: list[dict[str, float]], ours: list[dict[str, float]]) -> str:
+    """The page."""
+    rows = [
+        f"| {name} | {number} | {row['judged']:.0f} of {args.count} | {row['per_s']:.0f} | {row['cpu_ms']:.2f} | "
+        f"{row['memory_mb']:.0f} |"
+        for name, found in (("bare proxy", proxy), ("service", ours))
+        for number, row in enumerate(found, start=1)
+    ]
+    times = statistics.median(row["cpu_ms"] for row in ours) / statistics.median(row["cpu_ms"] for row in proxy)
+    sizes = f"--count {args.count} --per-s {args.per_s:g} --takes-s {args.takes_s:g} --rounds {args.rounds}"
+    return f"""# The load of a judge's service
+
+`python benchmarks/serve_load.py {sizes}`,
+commit {commit()}, {os.cpu_count()} cores ({platform.machine()}). Client, endpoint and what is measured are processes of
+their own on the same cores. The endpoint takes {args.takes_s:g} s, so {args.per_s * args.takes_s:.0f} questions are in
+flight; a question is one response and one judgement. The proxy only sends the same bodies on (aiohttp).
+
+| who answers | round | got a verdict | verdicts/s | CPU ms a question | memory, MB |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+The service uses {times:.1f} times the proxy's CPU.
+"""
+
+
+def commit() -> str:
+    command = ["git", "-C", str(HERE), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 P = TypeVar("P", bound=HasConfig)
-AS_BEFORE = "type the same command with resume=auto"  # how judging again is continued
+AS_BEFORE = "type the same command with resume=auto"  # how judging again, or a service, is continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,10 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         raise ConfigError("score.path: is null, so that there is nothing to judge; type score.path=<file of responses>")
     if config.task in SHOWN:
         return SHOWN[config.task](config)
-    if config.task in ("evaluate", "score", "serve"):  # they leave nothing to resume
+    if config.task in ("evaluate", "score"):  # they leave nothing to resume
         config = replace(config, resume="never")
+    if config.task in ("score", "serve"):  # they have no steps; to import W&B takes longer than to start such a judge
+        config = replace(config, tracking=replace(config.tracking, trackers=[]))
     return run(config, RUNS[config.task](), watcher)
 
 
@@ -180,7 +182,7 @@ def make_serving() -> RunTask[PreparedScoring]:
             _ = config.serve.key
         return prepare_scoring(config)
 
-    return RunTask(prepare=prepare_service, make_run=ServingRun, continued="type the command again", is_service=True)
+    return RunTask(prepare=prepare_service, make_run=ServingRun, continued=AS_BEFORE, is_service=True)
 
 
 def rejudge() -> RunTask[PreparedRejudging]:

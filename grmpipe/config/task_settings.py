@@ -170,6 +170,9 @@ class ServeConfig(Bounded):
     max_body_mb: int = at_least(1, 64)  # Largest body of a request.
     # [s] How long a question goes on, and its answer is kept, after its client has gone; an equal one takes it over.
     orphan_s: float = at_least(0, 30)
+    # Latest answers that are kept for equal questions, also by the next process in this run_dir; 0: none. Equal
+    # questions have the same judge, text and prompt_id; without a prompt_id only greedy judgements are kept.
+    cache_size: int = at_least(0, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

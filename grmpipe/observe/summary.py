@@ -161,6 +161,19 @@ class VoidedWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSummary:
+    """What a service answered, since its last start.
+
+    from_cache: calls that were answered without judging.  seconds: percentiles of the latest 10,000 calls.
+    """
+
+    calls: int = 0
+    responses: int = 0
+    from_cache: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The content of summary.json, with its fields in this order.
 
@@ -181,6 +194,7 @@ class Summary:
     envs: EnvSummary = field(default_factory=EnvSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     voided_by_resumes: VoidedWork = field(default_factory=VoidedWork)
+    serving: ServingSummary = field(default_factory=ServingSummary)
     max_staleness_trained: int = 0
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     # Why the run began again at its last checkpoint ("step 7: learner-0 died: .."), resumes included.

@@ -10,6 +10,11 @@ from typing import Generic, TypeVar
 Answer = TypeVar("Answer")
 
 
+def digest_question(question: object) -> str:
+    """The same for equal questions."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True, default=repr).encode()).hexdigest()
+
+
 @dataclass(slots=True, eq=False)
 class _Call(Generic[Answer]):
     task: asyncio.Task[Answer]
@@ -36,7 +41,7 @@ class OpenCalls(Generic[Answer]):
         name: its requests to engines are named after it, so that of two questions with one name the later one waits;
               empty: a name that no other has.
         """
-        digest = hashlib.sha256(json.dumps(question, sort_keys=True, default=repr).encode()).hexdigest()
+        digest = digest_question(question)
         while (call := self._calls.get(digest)) is None:
             if name not in self._named:
                 call = self._begin(digest, name, judge)

@@ -22,6 +22,8 @@ from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.serve.access import make_guard, read_client, refuse
 from grmpipe.serve.admission import Admission, Refused
+from grmpipe.serve.call_log import CallLog
+from grmpipe.serve.open_calls import digest_question
 from grmpipe.types import Verdict
 
 log = logging.getLogger(__name__)
@@ -35,9 +37,10 @@ AskByName = Callable[[Row, str, int], Awaitable[Sequence[JudgedSibling]]]
 class JudgeService:
     """The routes, whom they admit, and what they count."""
 
-    def __init__(self, config: RunConfig, ask: AskByName) -> None:
+    def __init__(self, config: RunConfig, ask: AskByName, call_log: CallLog) -> None:
         self._config = config
         self._ask = ask
+        self._call_log = call_log
         self._names = {REWARD, *config.asked.judges, *config.rewards.entries}
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
         self._admission = Admission(config.serve.max_in_flight)
@@ -63,18 +66,28 @@ class JudgeService:
         """
         if name not in self._names:
             raise Refused(404, f"there is no judge {name!r}; known: {', '.join(sorted(self._names))}")
-        found = row.get("responses")
-        began_s = time.monotonic()
+        found, began_s, question = row.get("responses"), time.monotonic(), digest_question([name, row])
+        known = self._call_log.find_answer(question)
         try:
             with self._admission.admit(client, len(found) if isinstance(found, list) else 1) as priority:
-                judged = await self._ask(row, name, priority)
+                judged = await self._ask(row, name, priority) if known is None else known
         finally:
             self._seconds += time.monotonic() - began_s
+        self._call_log.record(
+            judged, judge=name, client=client, step=row.get("step"), question=question,
+            keep=self._repeats(row, name), from_cache=known is not None, seconds=time.monotonic() - began_s,
+        )  # fmt: skip
         for one in judged:
             self._judged += 1
             self._failed.update([one.failed] if one.failed else [])
             self._recent.append(bool(one.failed))
         return judged
+
+    def _repeats(self, row: Row, name: str) -> bool:
+        """Whether an equal question would get equal judgements."""
+        asked = self._config.rewards.list_judges(name)
+        judges = (self._config.asked.generative.get(judge) for judge in asked)
+        return row.get("prompt_id") is not None or all(judge is None or judge.temperature == 0 for judge in judges)
 
     @property
     def is_degraded(self) -> bool:

@@ -5,6 +5,7 @@ shown, of which a configuration is the largest part.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -138,6 +139,7 @@ def environment_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, .
     return tuple(sorted(values, key=len, reverse=True))
 
 
+@functools.lru_cache(maxsize=4096)  # each record that is written asks it of every variable
 def looks_secret(name: str) -> bool:
     """apiKey, HF_TOKEN, auth_tokens, db-password: whether a name contains a secret's word as a whole word, so
     `tokenizer` and `keyboard` don't.

@@ -1,13 +1,20 @@
 """task=serve: the judges of a configuration behind HTTP, for trainers elsewhere."""
 
 import asyncio
+import itertools
+from dataclasses import replace
 
 from aiohttp import web
 
-from grmpipe.observe.summary import Status
+from grmpipe.observe.journal import read_what_can_be
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, load_verdicts
+from grmpipe.observe.summary import Status, Summary
 from grmpipe.run.build.start import Running
+from grmpipe.run.run_context import RunContext
 from grmpipe.run.signals import stop_by_signals
-from grmpipe.run.tasks.score import ScoringRun
+from grmpipe.run.tasks.score import PreparedScoring, ScoringRun
+from grmpipe.run_dir.identity import read_run_id
+from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.service import JudgeService
 
 ENDS = "the service ends once what it judges is judged"
@@ -16,8 +23,18 @@ ENDS = "the service ends once what it judges is judged"
 class ServingRun(ScoringRun):
     """Starts the judges, and serves them until a signal comes."""
 
+    def __init__(self, prepared: PreparedScoring, context: RunContext) -> None:
+        super().__init__(prepared, context)
+        run_id, guard = read_run_id(self._run_dir), self._observers.journal_guard
+        self._call_log = CallLog(self._run_dir, run_id, guard, self._config.serve.cache_size)
+
     async def _work(self, running: Running) -> Status:
-        service = JudgeService(self._config, lambda row, name, priority: self._judge_call(running, row, name, priority))
+        self._go_on()
+        service = JudgeService(
+            self._config,
+            lambda row, name, priority: self._judge_call(running, row, name, priority),
+            self._call_log,
+        )
         ended, serve = asyncio.Event(), self._config.serve
         runner = web.AppRunner(
             service.app(),
@@ -35,3 +52,19 @@ class ServingRun(ScoringRun):
             finally:
                 await runner.cleanup()  # closes the door, then waits for what is being judged
         return "completed"
+
+    def _go_on(self) -> None:
+        """Count on from what earlier processes of the service have on file, whose names of groups are taken."""
+        self._calls = itertools.count(
+            max((one["prompt_index"] for one in read_what_can_be(self._run_dir / ROLLOUTS)), default=-1) + 1
+        )
+        for _, report in load_verdicts(self._run_dir / JUDGEMENTS):
+            self._counters.report(report)
+        self._call_log.read_answers()
+
+    async def close(self) -> None:
+        await super().close()
+        self._call_log.close()
+
+    def results(self) -> Summary:
+        return replace(super().results(), serving=self._call_log.summarize())

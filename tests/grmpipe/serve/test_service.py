@@ -10,20 +10,24 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, ClientTimeout, web
+from aiohttp import BasicAuth, ClientSession, ClientTimeout, web
 
 import grmpipe
 from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import read_journal
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
+from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.open_calls import OpenCalls
 from grmpipe.serve.service import AskByName, JudgeService
 
@@ -49,12 +53,16 @@ async def judge_by_length(row: Row, name: str = "reward", priority: int = 0) -> 
 @asynccontextmanager
 async def serving(judge: AskByName = judge_by_length, *overrides: str) -> Any:
     config = grmpipe.compose(overrides=["task=serve", *overrides])
-    runner = web.AppRunner(JudgeService(config, judge).app(), access_log=None, handler_cancellation=True)
+    folder = TemporaryDirectory()
+    call_log = CallLog(Path(folder.name), "run", Guard(), config.serve.cache_size)
+    runner = web.AppRunner(JudgeService(config, judge, call_log).app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
         yield session
     await runner.cleanup()
+    call_log.close()
+    folder.cleanup()
 
 
 async def post(session: ClientSession, row: object, **options: Any) -> tuple[int, Any]:
@@ -231,21 +239,40 @@ def test_an_open_door_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         grmpipe.launch(grmpipe.compose(overrides=["task=serve", "serve.host=0.0.0.0", "serve.key_env=EMPTY_KEY"]))
 
 
-def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import time\n\ndef reward(prompts, completions, **columns):\n"
-        "    time.sleep(1)\n    return [0.5] * len(completions)\n"
-        "\ndef strict(prompts, completions, **columns):\n    return [0.25] * len(completions)\n",
-        encoding="utf-8",
-    )
+OWN = """
+import time
+
+def reward(prompts, completions, **columns):
+    with open("asked", "a") as file:
+        file.write("x")
+    time.sleep(1)
+    return [0.5] * len(completions)
+
+def strict(prompts, completions, **columns):
+    return [0.25] * len(completions)
+"""
+
+
+@contextmanager
+def start_service(folder: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address."""
+    (folder / "own.py").write_text(OWN, encoding="utf-8")
     command = [
         sys.executable, str(ROOT / "launch.py"), "task=serve", "serve.port=0", "judge=function",
         "judge.function=own.reward", "+judge@judges.strict=function", "judges.strict.function=own.strict",
-        "tracking=none", "run_dir=judge",
+        "run_dir=judge", *overrides,
     ]  # fmt: skip
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ) as service:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=os.environ) as service:
         assert service.stdout is not None
         (url,) = re.findall(r"http://127\.0\.0\.1:\d+", service.stdout.readline())
+        try:
+            yield service, url
+        finally:
+            service.terminate()
+
+
+def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) -> None:
+    with start_service(tmp_path) as (service, url):
 
         async def ask() -> tuple[int, Any]:
             async with ClientSession(url) as session:
@@ -253,7 +280,7 @@ def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) ->
                     assert [one["reward"] for one in (await strict.json())["verdicts"]] == [0.25, 0.25]
                 async with session.post("/v1/judges/nobody", json=ROW) as nobody:
                     assert nobody.status == 404 and "known: judge, reward, strict" in (await nobody.json())["error"]
-                asked = asyncio.create_task(post(session, ROW))
+                asked = asyncio.create_task(post(session, ROW | {"step": 3}, auth=BasicAuth("me", "")))
                 await asyncio.sleep(0.5)
                 service.send_signal(signal.SIGTERM)  # it is judging
                 return await asked
@@ -263,3 +290,34 @@ def test_a_service_is_asked_ends_what_it_judges_and_ends_well(tmp_path: Path) ->
         assert service.wait(timeout=60) == 0
     run = grmpipe.read_run(tmp_path / "judge")
     assert run.summary["status"] == "completed" and len(list(run.judgements)) == 4
+    assert (run.summary["serving"]["calls"], run.summary["serving"]["responses"]) == (2, 4)
+    assert run.summary["serving"]["seconds"]["p99"] < 1 < time_of(tmp_path, "reward")
+    first, second = read_calls(tmp_path)
+    assert (first["judge"], first["step"]) == ("strict", None)
+    assert (second["judge"], second["step"], second["client"]) == ("reward", 3, "me")
+
+
+def test_a_service_goes_on_where_it_was_and_answers_what_it_has_judged(tmp_path: Path) -> None:
+    named = ROW | {"prompt_id": "p"}
+
+    async def ask(url: str, *rows: Row) -> list[Any]:
+        async with ClientSession(url) as session:
+            return [(await post(session, row))[1] for row in rows]
+
+    with start_service(tmp_path, "serve.cache_size=2") as (_, url):
+        first = asyncio.run(ask(url, ROW, named, named))
+    with start_service(tmp_path, "serve.cache_size=2", "resume=auto") as (_, url):
+        assert asyncio.run(ask(url, named, ROW)) == [first[1], first[0]]
+        asyncio.run(ask(url, {"prompt": "another", "response": "b"}))
+    assert (tmp_path / "asked").read_text(encoding="utf-8") == "x" * 5, "one for each response"
+    run = grmpipe.read_run(tmp_path / "judge")
+    assert {one.group_id for one in run.judgements} == {"call0", "p", "call2"}
+    assert [call["from_cache"] for call in read_calls(tmp_path)] == [False, False, True, True, True, False]
+
+
+def read_calls(folder: Path) -> list[dict[str, Any]]:
+    return list(read_journal(folder / "judge" / "calls.jsonl"))
+
+
+def time_of(folder: Path, judge: str) -> float:
+    return next(call["seconds"] for call in read_calls(folder) if call["judge"] == judge)

@@ -1,0 +1,88 @@
+"""What a service was asked, on file, and its answers to questions that come again."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import Journal, read_what_can_be
+from grmpipe.observe.recorder import JUDGEMENTS, JudgedSibling, load_verdicts
+from grmpipe.observe.summary import ServingSummary
+from grmpipe.types import JudgeReport
+
+CALLS = "calls.jsonl"
+LATEST = 10_000  # calls that percentiles of seconds are of
+
+
+class CallLog:
+    """Writes a line of calls.jsonl for each call that was answered: who asked whom, when, and which group of the other
+    journals it became.
+
+    cache_size: answers that are kept for equal questions, the latest; 0: none.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, guard: Guard, cache_size: int) -> None:
+        self._journal = Journal(run_dir / CALLS, run_id=run_id)
+        self._guard = guard
+        self._cache_size = cache_size
+        self._answers = OrderedDict[str, tuple[JudgedSibling, ...]]()  # by question
+        self._counts = Counter[str]()
+        self._seconds = deque[float](maxlen=LATEST)
+
+    def read_answers(self) -> None:
+        """Take the answers of an earlier process of the service, if any are kept."""
+        groups: dict[str, str] = {}  # question -> group_id
+        for call in read_what_can_be(self._journal.path) if self._cache_size else ():
+            if call.get("keep"):
+                groups.pop(call["question"], None)
+                groups[call["question"]] = call["group_id"]
+        wanted = dict(list(groups.items())[-self._cache_size :]) if self._cache_size else {}
+        found: dict[str, dict[int, JudgeReport]] = {group_id: {} for group_id in wanted.values()}
+        for (group_id, sibling), report in load_verdicts(self._journal.path.with_name(JUDGEMENTS)) if wanted else ():
+            if group_id in found:
+                found[group_id][sibling] = report
+        for question, group_id in wanted.items():
+            reports = sorted(found[group_id].items())
+            self._keep(question, [JudgedSibling(group_id=group_id, sibling=at, report=one) for at, one in reports])
+
+    def find_answer(self, question: str) -> Sequence[JudgedSibling] | None:
+        if question in self._answers:
+            self._answers.move_to_end(question)
+        return self._answers.get(question)
+
+    def record(
+        self, judged: Sequence[JudgedSibling], *, judge: str, client: str, step: object, question: str, keep: bool,
+        from_cache: bool, seconds: float,
+    ) -> None:  # fmt: skip
+        """keep: whether an equal question may get the same answer. A failure is none: it is judged again."""
+        keep = keep and bool(judged) and not any(one.failed for one in judged)
+        self._seconds.append(seconds)
+        self._counts.update({"calls": 1, "responses": len(judged), "from_cache": int(from_cache)})
+        with self._guard.watch(CALLS):
+            self._journal.append({
+                "group_id": judged[0].group_id, "judge": judge, "client": client, "step": step, "question": question,
+                "keep": keep, "from_cache": from_cache, "seconds": round(seconds, 6),
+            })  # fmt: skip
+        if keep and not from_cache:
+            self._keep(question, judged)
+
+    def summarize(self) -> ServingSummary:
+        """Of this process."""
+        ordered = sorted(self._seconds)
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+        return ServingSummary(
+            calls=self._counts["calls"],
+            responses=self._counts["responses"],
+            from_cache=self._counts["from_cache"],
+            seconds={name: ordered[int(share * (len(ordered) - 1))] for name, share in shares.items() if ordered},
+        )
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _keep(self, question: str, judged: Sequence[JudgedSibling]) -> None:
+        if self._cache_size:
+            self._answers[question] = tuple(judged)
+            self._answers.move_to_end(question)
+            while len(self._answers) > self._cache_size:
+                self._answers.popitem(last=False)
