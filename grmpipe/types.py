@@ -22,10 +22,16 @@ Metrics = dict[str, float]  # name -> value of one step; names are `area/what_un
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criterion:
-    """One criterion of a rubric, and its weight among the others."""
+    """One criterion of a rubric.
+
+    weight:    among the others; below 0: a fault, which costs what a merit of this weight earns.
+    essential: a response that doesn't meet it earns at most `judge.rubric.essential_cap`.
+    """
 
     text: str
     weight: float = 1.0
+    essential: bool = False
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

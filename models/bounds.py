@@ -59,6 +59,10 @@ def between_0_and_1(default: T) -> T:
     return _within(lambda value: 0 <= value <= 1, default, "between 0 and 1")
 
 
+def from_0_to_1(default: T) -> T:
+    return _within(lambda value: 0 <= value <= 1, default, "from 0 to 1")
+
+
 def above_0_to_1(default: T) -> T:
     return _within(lambda value: 0 < value <= 1, default, "above 0 and at most 1")
 

@@ -19,7 +19,7 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
-from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, one_of, positive
+from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, from_0_to_1, one_of, positive
 from grmpipe.models.types import ThinkingBudget
 
 
@@ -209,6 +209,14 @@ class CustomConfig:
 
 
 @dataclass(frozen=True)
+class RubricConfig(Bounded):
+    """How the criteria of a prompt's rubric become one score."""
+
+    # [reward] Most that a response earns that doesn't meet an essential criterion (a score below the middle).
+    essential_cap: float = from_0_to_1(0.0)
+
+
+@dataclass(frozen=True)
 class EarlyStopConfig(Bounded):
     """Early stop: when the remaining judgements of a rollout, or of a pair, are left out."""
 
@@ -260,6 +268,7 @@ class JudgeConfig(Bounded):
     votes: VotesConfig = field(default_factory=VotesConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)
+    rubric: RubricConfig = field(default_factory=RubricConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # [share] Share of the last 256 verdicts that failed, or of the last 256 scores of teachers, above which judging
     # pauses; if it is exceeded again, the run stops. With several judges judge.max_failure_rate holds for the verdicts

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grmpipe.config.keys.user_code import format_value
-from grmpipe.data.prompts import parse_message, refuse_half_characters, require_text
+from grmpipe.data.prompts import parse_message, refuse_half_characters
 from grmpipe.data.rows import Findings, Row, read_rows
+from grmpipe.data.rubrics import require_text
 from grmpipe.data.stream import permute
 from grmpipe.models.types import Message, VersionSpan
 from grmpipe.types import TrainingSample

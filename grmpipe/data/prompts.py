@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.keys.user_code import format_value, to_number
+from grmpipe.config.keys.user_code import format_value
 from grmpipe.data.catalogs import find_catalog, is_made
 from grmpipe.data.rows import Findings, Row, parse_json, read_rows
+from grmpipe.data.rubrics import parse_rubric, require_text
 from grmpipe.models.types import Message
-from grmpipe.types import Criterion, Prompt
+from grmpipe.types import Prompt
 
 ROLES = ("system", "user", "assistant")
-FIELDS = ("messages", "prompt", "reference", "rubric", "info", "prompt_id", "source")
+FIELDS = ("messages", "prompt", "reference", "rubric", "rubrics", "info", "prompt_id", "source")
 VERLS = ("data_source", "reward_model", "ground_truth", "extra_info")  # fields that verl's functions are given
 WHOLE = ("reference", "ground_truth", "prompt_id", "source")  # whole numbers among them are never floats
 EXACT = 2**53  # from here on a float has lost the last digits of a whole number
@@ -31,7 +32,7 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of a problem set such as tiny://train.
 
     A row has `prompt`, a text or messages (a list of {role, content}, which `messages` may hold instead), and may have
-    `reference` (a text or a number), `rubric` (a list of criteria: texts, or {text, weight}), `info` (an object for the
+    `reference` (a text or a number), `rubric` (criteria: see data/rubrics.py), `info` (an object for the
     environment), `prompt_id` and `source`; further columns are kept for reward functions. In verl's files the reference
     is `reward_model.ground_truth`, the source `data_source`. A whole number that a file has as a float, as pandas makes
     it in a column with gaps, is the integer, and an empty reference is none; one line of the log counts them.
@@ -208,15 +209,6 @@ def parse_reference(row: Row, where: str) -> str | None:
     return str(reference)
 
 
-def parse_rubric(row: Row, where: str) -> tuple[Criterion, ...]:
-    rubric = row.get("rubric", [])
-    if not isinstance(rubric, list):
-        raise ValueError(
-            f"{where}: rubric: expected a list of texts or of {{text, weight}}, got {format_value(rubric)}"
-        )
-    return tuple(parse_criterion(criterion, f"{where}: rubric[{index}]") for index, criterion in enumerate(rubric))
-
-
 def parse_info(row: Row, where: str, findings: Findings) -> Mapping[str, object]:
     """A JSON object, or its text: Parquet gives the objects of a column all keys of any of them."""
     info = row.get("info", {})
@@ -229,18 +221,6 @@ def parse_info(row: Row, where: str, findings: Findings) -> Mapping[str, object]
     return info
 
 
-def parse_criterion(criterion: object, where: str) -> Criterion:
-    if not isinstance(criterion, dict):
-        return Criterion(text=require_text(criterion, where))
-    given = (
-        1.0 if (given := criterion.get("weight")) is None else given
-    )  # Parquet has the fields of all criteria in each
-    weight = None if isinstance(given, bool) else to_number(given)
-    if weight is None or weight <= 0:
-        raise ValueError(f"{where}.weight: expected a number above 0, got {format_value(given)}")
-    return Criterion(text=require_text(criterion.get("text"), f"{where}.text"), weight=weight)
-
-
 def parse_text(row: Row, field: str, where: str, default: str) -> str:
     value = row.get(field)
     if value is None:
@@ -248,12 +228,6 @@ def parse_text(row: Row, field: str, where: str, default: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return require_text(value, f"{where}: {field}")
-
-
-def require_text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: expected a text that isn't empty, got {format_value(value)}")
-    return value
 
 
 def refuse_duplicates(file: Path, prompts: Sequence[Prompt]) -> None:

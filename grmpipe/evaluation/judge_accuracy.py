@@ -16,7 +16,7 @@ from grmpipe.evaluation.intervals import Estimate, estimate_stratified
 from grmpipe.evaluation.leaderboards import Leaderboard, find_leaderboard
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
-from grmpipe.judge.votes import Vote, mean
+from grmpipe.judge.votes import Vote, Weights, mean
 from grmpipe.models.seeds import derive_seed
 from grmpipe.types import (
     Failed,
@@ -169,13 +169,16 @@ def by_prompt(items: Sequence[ItemOutcomes], outcome: Outcome) -> dict[Hashable,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recount:
-    """How smaller votes are taken from the large one. most: subsets of an item per k; above it subsets are sampled."""
+    """How smaller votes are taken from the large one. most: subsets of an item per k; above it subsets are sampled.
+    essential_cap: of a judge by rubrics.
+    """
 
     ks: tuple[int, ...]
     vote: Vote
     most: int
     seed: int
     pairwise: bool = False
+    essential_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +322,7 @@ def compute_result(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -
         )
 
     def recount_at(k: int, meta_rm: bool) -> Accuracy:
-        return accuracy(lambda one: recount_outcomes(one, k, recount, meta_rm))
+        return accuracy(lambda one: recount_outcomes(one, k, recount, scale, meta_rm))
 
     return SubsetResult(
         judged=accuracy(lambda one: [decide_outcome(one.item, one.verdict_scores(scale))]),
@@ -328,13 +331,15 @@ def compute_result(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -
     )
 
 
-def recount_outcomes(one: JudgedItem, k: int, recount: Recount, meta_rm: bool = False) -> list[Outcome]:
+def recount_outcomes(one: JudgedItem, k: int, recount: Recount, scale: Scale, meta_rm: bool = False) -> list[Outcome]:
     """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each subset."""
     if meta_rm and not one.meta_rm_weights:
         return ["failed"]
     ballots = make_ballots(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
-    criteria = tuple(criterion.weight for criterion in one.item.prompt.rubric)
-    counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise, criteria=criteria)
+    counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise)
+    if recount.essential_cap is not None:
+        weights = Weights.of_rubric(one.item.prompt.rubric, recount.essential_cap)
+        counting = replace(counting, to_score=lambda scores: weights.to_score(scores, scale))
     rng = random.Random(derive_seed(recount.seed, f"recount {one.item.item_id} {k}"))
     return [
         decide_outcome(one.item, scores_of_draw(ballots, draw, counting, best_by_meta_rm if meta_rm else all_drawn))

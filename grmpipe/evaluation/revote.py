@@ -70,12 +70,12 @@ class Counting:
 
     pairwise: a pair is decided by the mean of its orders, if the subset has both, and a score is the share of pairs
               won; otherwise `vote` is over the scores given.
-    criteria: the rubric's weights, if a judgement gives one response several scores.
+    to_score: the score of a response by those of its parts, as criteria are.
     """
 
     vote: Vote
     pairwise: bool = False
-    criteria: tuple[float, ...] = ()
+    to_score: Callable[[Sequence[float]], float] = statistics.fmean
 
 
 def scores_of_draw(
@@ -96,15 +96,10 @@ def of_matter(siblings: frozenset[int], judgements: Sequence[Judgement], countin
         lower, higher = sorted(siblings)
         won = pair_result(*filter(None, read_votes(judgements, lower)))
         return {lower: won, higher: WON - won}
-    return {
-        sibling: counting.vote([score_for(judgement, sibling, counting.criteria) for judgement in judgements])
-        for sibling in siblings
-    }
+    return {sibling: vote_parts(sibling, judgements, counting) for sibling in siblings}
 
 
-def score_for(judgement: Judgement, sibling: int, criteria: Sequence[float]) -> float:
-    if len(judgement.siblings) > 1:
-        return judgement.scores[judgement.siblings.index(sibling)]
-    if len(criteria) != len(judgement.scores):
-        return statistics.fmean(judgement.scores)
-    return math.fsum(w * s for w, s in zip(criteria, judgement.scores, strict=True)) / math.fsum(criteria)
+def vote_parts(sibling: int, judgements: Sequence[Judgement], counting: Counting) -> float:
+    """The score of one response, whose parts are voted on by themselves as the judge does."""
+    given = [one.scores if len(one.siblings) == 1 else (one.scores[one.siblings.index(sibling)],) for one in judgements]
+    return counting.to_score([counting.vote(part) for part in zip(*given, strict=True)])

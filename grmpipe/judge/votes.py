@@ -1,9 +1,11 @@
 """The vote of a judge: several judgements of a response into one score, and that into its verdict."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
 
@@ -13,10 +15,11 @@ from grmpipe.config.keys.user_code import UserCodeError, call_guarded, describe_
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.verdict import COMPONENT, make_failure, outcome_place
 from grmpipe.models.types import EngineDied, EngineRefused
-from grmpipe.types import Failed, Judgement, RewardSpan, Rollout, Verdict
+from grmpipe.types import Criterion, Failed, Judgement, RewardSpan, Rollout, Verdict
 
 Vote = Callable[[Sequence[float]], float]  # scores that one response got -> its score
 WON, TIED, LOST = 1.0, 0.5, 0.0  # of one response of a pair
+MET = 0.5  # the least reward of an essential criterion that is met
 
 
 def mean(scores: Sequence[float]) -> float:
@@ -101,9 +104,50 @@ def best_indices(weights: Sequence[float], count: int) -> list[int]:
 # -- from votes to a verdict -----------------------------------------------------------------------------------------
 
 
-def weigh(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """The score of a response whose parts have these scores. weights: one per part; they sum to 1."""
-    return math.fsum(weight * score for weight, score in zip(weights, scores, strict=True))
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How the scores of a response's parts become its one score: their weighted mean. With faults or essential
+    criteria: the points that it earned of those that it could earn, from 0 to 1.
+
+    parts:     a weight per part; those above 0 sum to 1. One below 0 is a fault's.
+    essential: the parts of which at least half must be met, or the reward is at most `cap`.
+    """
+
+    parts: tuple[float, ...]
+    essential: tuple[int, ...] = ()
+    cap: float = 0.0
+
+    @staticmethod
+    def of_rubric(rubric: Sequence[Criterion], cap: float) -> Weights:
+        earned = math.fsum(criterion.weight for criterion in rubric if criterion.weight > 0)
+        return Weights(
+            parts=tuple(criterion.weight / earned for criterion in rubric),
+            essential=tuple(index for index, criterion in enumerate(rubric) if criterion.essential),
+            cap=cap,
+        )
+
+    def to_score(self, scores: Sequence[float], scale: Scale) -> float:
+        """The score on the scale."""
+        if self._is_mean:
+            return self._sum(scores)
+        return scale.to_score(self.to_reward([scale.to_reward(score) for score in scores]))
+
+    def to_reward(self, rewards: Sequence[float]) -> float:
+        """The reward of the rewards of the parts."""
+        if self._is_mean:
+            return self._sum(rewards)
+        earned = min(max(self._sum(rewards), 0.0), 1.0)
+        return min(earned, self.cap) if any(rewards[index] < MET for index in self.essential) else earned
+
+    @property
+    def _is_mean(self) -> bool:
+        return not self.essential and min(self.parts) > 0
+
+    def _sum(self, values: Sequence[float]) -> float:
+        return math.fsum(weight * value for weight, value in zip(self.parts, values, strict=True))
+
+
+ONE_PART = Weights((1.0,))
 
 
 def count_votes(
@@ -111,32 +155,32 @@ def count_votes(
     scores: Sequence[Sequence[float]],
     vote: Vote,
     scale: Scale,
-    weights: Sequence[float],
+    weights: Weights,
     places: Sequence[RewardSpan],
 ) -> Verdict:
     """The verdict of a judge called `name` over the judgements in the vote (at least one).
 
-    scores: one per judgement and part. weights: one per part. places: the tokens that get the rewards, one place per
-    part or one for all; their values are ignored. Each part is voted on by itself: a judgement that is an outlier on
-    one step still counts on the others.
+    scores: one per judgement and part. places: the tokens that get the rewards, one place per part or one for all;
+    their values are ignored. Each part is voted on by itself: a judgement that is an outlier on one step still counts
+    on the others.
     """
     votes = [vote(given) for given in zip(*scores, strict=True)]
     rewards = [scale.to_reward(score) for score in votes]
-    reward = weigh(rewards, weights)
-    shares = [weight * value for weight, value in zip(weights, rewards, strict=True)]
-    values = shares if len(places) == len(shares) else [reward]
+    reward = weights.to_reward(rewards)
+    shares = [weight * value for weight, value in zip(weights.parts, rewards, strict=True)]
+    values = shares if len(places) > 1 else [reward]
     return Verdict(
         rewards=tuple(replace(place, value=value) for place, value in zip(places, values, strict=True)),
-        score=weigh(votes, weights),
+        score=weights.to_score(votes, scale),
         breakdown={name: reward},
-        score_std=score_std([weigh(given, weights) for given in scores]),
+        score_std=score_std([weights.to_score(given, scale) for given in scores]),
         num_judgements=len(scores),
     )
 
 
 def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:
     """The verdict on a whole rollout: `count_votes` with one score per judgement."""
-    return count_votes(name, [(score,) for score in scores], vote, scale, (1.0,), (outcome_place(rollout),))
+    return count_votes(name, [(score,) for score in scores], vote, scale, ONE_PART, (outcome_place(rollout),))
 
 
 class JudgeVote:
@@ -166,7 +210,7 @@ class JudgeVote:
         return [judgements[index] for index in best_indices(weights, count)], self._vote
 
     async def count(
-        self, judgements: Sequence[Judgement], weights: Sequence[float], places: Sequence[RewardSpan], priority: int
+        self, judgements: Sequence[Judgement], weights: Weights, places: Sequence[RewardSpan], priority: int
     ) -> Verdict | Failed:
         """The verdict over judgements of one response, each with a score per part."""
         counted = await self.select(judgements, priority)
@@ -179,7 +223,7 @@ class JudgeVote:
         self,
         scores: Sequence[Sequence[float]],
         vote: Vote,
-        weights: Sequence[float],
+        weights: Weights,
         places: Sequence[RewardSpan],
     ) -> Verdict | Failed:
         """The verdict as the judge shows it; arguments as in `count_votes`."""

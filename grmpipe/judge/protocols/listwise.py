@@ -8,7 +8,7 @@ from grmpipe.judge.grm import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import all_failed, outcome_place
-from grmpipe.judge.votes import Vote
+from grmpipe.judge.votes import ONE_PART, Vote
 from grmpipe.models.seeds import derive_seed, first_name
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Rollout, Verdict
 
@@ -75,4 +75,4 @@ class ListwiseSession(GroupSession):
         judgements, vote = counted
         scores = [(judgement.scores[judgement.siblings.index(sibling)],) for judgement in judgements]
         place = outcome_place(self._rollouts[sibling])
-        return self._context.vote.make_verdict(scores, vote, (1.0,), (place,))
+        return self._context.vote.make_verdict(scores, vote, ONE_PART, (place,))

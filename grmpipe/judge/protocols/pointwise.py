@@ -1,6 +1,5 @@
 """The judge session of single rollouts, each judged as a whole, or by the criteria of a rubric."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,25 +15,22 @@ from grmpipe.judge.protocols.sampled_judgements import (
 )
 from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import make_failure, outcome_place, report_failures
-from grmpipe.judge.votes import mean, weigh
+from grmpipe.judge.votes import ONE_PART, Weights, mean
 from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredParts:
-    """The parts of a rollout that get scores: one weight per part (sum 1), and the tokens that get the rewards.
+    """The parts of a rollout that get scores, their weights, and the tokens that get the rewards.
 
     shown:  what the judge reads, in the order of the template's fields.
     places: one for all scores together, or one per score. Their values are ignored.
     """
 
     shown: tuple[Trajectory, ...]
-    weights: tuple[float, ...]
     places: tuple[RewardSpan, ...]
-
-    def weigh_scores(self, scores: Sequence[float]) -> float:
-        return weigh(scores, self.weights)
+    weights: Weights = ONE_PART
 
 
 class PointwiseSession(GroupSession):
@@ -47,7 +43,7 @@ class PointwiseSession(GroupSession):
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         """The parts that get scores, or the failure if there are none."""
         shown = self._context.show_rollout(self._prompt, rollout)
-        return ScoredParts(shown=(shown,), weights=(1.0,), places=(outcome_place(rollout),))
+        return ScoredParts(shown=(shown,), places=(outcome_place(rollout),))
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
@@ -96,7 +92,7 @@ class PointwiseSession(GroupSession):
             group_id=rollout.group_id,
             name=f"{rollout.group_id}/{rollout.sibling}{mark}",
             siblings=(rollout.sibling,),
-            num_scores=len(parts.weights),
+            num_scores=len(parts.weights.parts),
             prompt=asked_for,
         )
 
@@ -105,7 +101,7 @@ class PointwiseSession(GroupSession):
 
         sampled = await sample_judgements(ask, self._context.config.num_judgements, self._stop(rollout, parts))
         if self._context.config.early_stop.kind == "relaxed":
-            self._context.noise.add([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements])
+            self._context.noise.add([self._score(parts, judgement) for judgement in sampled.judgements])
         return sampled
 
     def _stop(self, rollout: Rollout, parts: ScoredParts) -> Stop:
@@ -115,13 +111,16 @@ class PointwiseSession(GroupSession):
             return IN_FULL
 
         def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
-            scores = [parts.weigh_scores(judgement.scores) for judgement in judgements]
+            scores = [self._score(parts, judgement) for judgement in judgements]
             if not scores:
                 return False
             self._means[rollout.sibling] = mean(scores)
             return is_sure(scores, list(self._means.values()), self._context.noise, rules.max_error)
 
         return Stop(first=rules.first, enough=enough, auditing=self._is_audited(rollout))
+
+    def _score(self, parts: ScoredParts, judgement: Judgement) -> float:
+        return parts.weights.to_score(judgement.scores, self._context.config.scale)
 
     def _is_audited(self, rollout: Rollout) -> bool:
         name = first_name(f"audit {rollout.group_id}/{rollout.sibling}")
@@ -132,8 +131,8 @@ class PointwiseSession(GroupSession):
             return None
         return StopAudit(
             stopped_after=sampled.stopped_after or self._context.config.num_judgements,
-            stopped_score=mean([parts.weigh_scores(judgement.scores) for judgement in sampled.enough]),
-            full_score=mean([parts.weigh_scores(judgement.scores) for judgement in sampled.judgements]),
+            stopped_score=mean([self._score(parts, judgement) for judgement in sampled.enough]),
+            full_score=mean([self._score(parts, judgement) for judgement in sampled.judgements]),
         )
 
 
@@ -144,7 +143,6 @@ class RubricSession(PointwiseSession):
         rubric = self._prompt.rubric
         if not rubric:
             return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
-        total = math.fsum(criterion.weight for criterion in rubric)
-        weights = tuple(criterion.weight / total for criterion in rubric)
+        weights = Weights.of_rubric(rubric, self._context.config.rubric.essential_cap)
         shown = self._context.show_rollout(self._prompt, rollout)
         return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))

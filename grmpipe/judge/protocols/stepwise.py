@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from grmpipe.judge.protocols.group_session import Decode
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_opening, show_replies
+from grmpipe.judge.votes import Weights
 from grmpipe.models.types import UNKNOWN_ID
 from grmpipe.types import Failed, RewardSpan, Rollout
 
@@ -84,7 +85,7 @@ class StepwiseSession(PointwiseSession):
         share = 1 / len(steps)
         return ScoredParts(
             shown=tuple(self._shown(rollout, steps)),
-            weights=(share,) * len(steps),
+            weights=Weights((share,) * len(steps)),
             places=tuple(
                 RewardSpan(turn=step.turn, start=step.start, end=step.end, value=0.0, share=share) for step in steps
             ),

@@ -74,7 +74,6 @@ class TurnwiseSession(PointwiseSession):
                 Trajectory(passages=history),
                 Trajectory(passages=tuple(show_turn(rollout, turn, thoughts=thoughts))),
             ),
-            weights=(1.0,),
             places=(RewardSpan(turn=turn, start=0, end=num_tokens, value=0.0, share=1.0),),
         )
 

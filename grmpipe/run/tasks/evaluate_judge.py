@@ -116,6 +116,7 @@ def make_recount(config: RunConfig) -> Recount:
         most=MAX_SUBSETS,
         seed=config.seed,
         pairwise=judge.protocol_kind.about == "pair",
+        essential_cap=judge.rubric.essential_cap if judge.protocol_kind.scores == "criteria" else None,
     )
 
 

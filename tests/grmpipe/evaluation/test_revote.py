@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 
+from grmpipe.config.judge import Scale
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
-from grmpipe.judge.votes import mean, median
+from grmpipe.judge.votes import Weights, mean, median
 from grmpipe.models.types import Completion
 from grmpipe.types import Judgement
 
@@ -55,8 +56,9 @@ def test_votes_of_rollouts_follow_the_vote_of_the_judge() -> None:
 
 
 def test_the_criteria_of_a_rubric_count_by_their_weights() -> None:
-    rubric = [judgement((0,), (10.0, 1.0))]
-    assert scores_of_draw(make_ballots(rubric, 1), [0], Counting(vote=mean, criteria=(3.0, 1.0))) == {0: 7.75}
+    rubric, weights = [judgement((0,), (10.0, 1.0))], Weights((0.75, 0.25))
+    counting = Counting(vote=mean, to_score=lambda scores: weights.to_score(scores, Scale()))
+    assert scores_of_draw(make_ballots(rubric, 1), [0], counting) == {0: 7.75}
 
 
 def test_a_draw_of_failed_judgements_alone_has_no_score() -> None:

@@ -1,0 +1,79 @@
+"""A prompt's rubric is read from its row, or the row is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grmpipe.data.prompts import load_prompts
+from grmpipe.types import Criterion
+
+
+def write(path: Path, rubric: object, field: str = "rubric") -> str:
+    file = path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "Write a poem.", field: rubric}) + "\n")
+    return str(file)
+
+
+def test_criteria_are_texts_or_texts_with_weights(tmp_path: Path) -> None:
+    (prompt,) = load_prompts(write(tmp_path, ["It rhymes.", {"text": "It is short.", "weight": 3}]))
+    assert prompt.rubric == (Criterion(text="It rhymes."), Criterion(text="It is short.", weight=3.0))
+    (prompt,) = load_prompts(write(tmp_path, [{"text": "It rhymes.", "weight": None}]))  # as Parquet has it
+    assert prompt.rubric == (Criterion(text="It rhymes.", weight=1.0),)
+
+
+def test_a_prompt_without_a_rubric_has_no_criteria(tmp_path: Path) -> None:
+    (prompt,) = load_prompts(write(tmp_path, None))
+    assert prompt.rubric == ()
+
+
+@pytest.mark.parametrize(
+    ("rubric", "said"),
+    [
+        ("It rhymes.", r"line 1: rubric: expected a list"),
+        ([""], r"line 1: rubric\[0\]: expected a text"),
+        (["It rhymes.", {"weight": 1}], r"rubric\[1\].text: expected a text"),
+        ([{"text": "It rhymes.", "weight": 0}], r"rubric\[0\].weight: expected a number above 0"),
+        ([{"text": "It rhymes.", "weight": "much"}], r"rubric\[0\].weight"),
+        ([{"text": "It rhymes.", "weight": 10**400}], r"rubric\[0\].weight"),
+        ([{"text": "It rhymes.", "weight": True}], r"rubric\[0\].weight"),
+        ([{"text": "It rhymes.", "weight": -1}], r"rubric: no criterion has a weight above 0"),
+        ([{"text": "a", "weight": -1, "essential": True}], r"rubric\[0\].essential: a fault \(weight -1\) can't"),
+        ([{"text": "a", "essential": "yes"}], r"rubric\[0\].essential: expected true or false"),
+        ([{"text": "a", "tags": "form"}], r"rubric\[0\].tags: expected a list"),
+        ([{"text": "a", "criterion": "b"}], r"rubric\[0\]: has text and criterion; give one"),
+        ([{"text": "a", "weight": 1, "points": 2}], r"rubric\[0\]: has weight and points; give one"),
+        ({"criteria": "a", "score1_description": " "}, r"score1_description: expected a text"),
+    ],
+)
+def test_a_bad_rubric_names_its_place(tmp_path: Path, rubric: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_prompts(write(tmp_path, rubric))
+
+
+def test_published_rubrics_are_read_as_they_are(tmp_path: Path) -> None:
+    health_bench = [
+        {"criterion": "Names the dose.", "points": 7, "tags": ["axis:accuracy"]},
+        {"criterion": "Advises against a doctor.", "points": -5, "tags": ["level:example"]},
+    ]
+    (prompt,) = load_prompts(write(tmp_path, health_bench, "rubrics"))
+    assert prompt.rubric == (
+        Criterion(text="Names the dose.", weight=7, tags=("axis:accuracy",)),
+        Criterion(text="Advises against a doctor.", weight=-5, tags=("level:example",)),
+    )
+    as_rewards = [{"title": "Dose", "description": "Essential Criteria: Names the dose.", "weight": 5}]
+    (prompt,) = load_prompts(write(tmp_path, as_rewards))
+    assert prompt.rubric == (Criterion(text="Essential Criteria: Names the dose.", weight=5),)
+    levels = {f"score{level}_description": f"It rhymes {level} times." for level in range(1, 6)}
+    (prompt,) = load_prompts(write(tmp_path, {"criteria": "Does it rhyme?"} | levels))
+    (criterion,) = prompt.rubric
+    assert criterion.text.splitlines()[::5] == ["Does it rhyme?", "5: It rhymes 5 times."] and criterion.weight == 1
+
+
+def test_a_row_has_one_rubric(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "rubric": ["b"], "rubrics": ["c"]}) + "\n")
+    with pytest.raises(ValueError, match="rubric and rubrics: give one of them"):
+        load_prompts(str(file))
