@@ -19,7 +19,7 @@ from grmpipe.config.judge_protocols import (
 from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
-from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, from_0_to_1, one_of, positive
+from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, from_0_to_1, not_empty, one_of, positive
 from grmpipe.models.types import ThinkingBudget
 
 
@@ -212,6 +212,8 @@ class CustomConfig:
 class RubricConfig(Bounded):
     """How the criteria of a prompt's rubric become one score."""
 
+    # A .json file of criteria for all prompts, after a prompt's own: a list, or {<source>: <list>, default: <list>}.
+    path: str | None = not_empty(None, "give a .json file, or null")
     # [reward] Most that a response earns that doesn't meet an essential criterion (a score below the middle).
     essential_cap: float = from_0_to_1(0.0)
 

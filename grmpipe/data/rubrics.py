@@ -8,16 +8,19 @@ Prometheus   rubric: {"criteria": .., "score1_description": .., "score2_descript
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from grmpipe.config.keys.user_code import format_value, to_number
-from grmpipe.data.rows import Row
-from grmpipe.types import Criterion
+from grmpipe.data.rows import Findings, Row, parse_json
+from grmpipe.types import Criterion, Prompt
 
 RUBRICS = ("rubric", "rubrics")  # fields of a row, of which it has one
 TEXTS = ("text", "criterion", "description", "criteria")  # fields of a criterion, of which it has one
 WEIGHTS = ("weight", "points")
 LEVEL = "score{}_description"
 MOST_LEVELS = 10
+DEFAULT = "default"  # of a shared rubric: for the sources that aren't named
 
 
 def parse_rubric(row: Row, where: str) -> tuple[Criterion, ...]:
@@ -87,3 +90,35 @@ def require_text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: expected a text that isn't empty, got {format_value(value)}")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRubric:
+    """Criteria for all prompts of a source, or of the sources that aren't named, after a prompt's own."""
+
+    by_source: Mapping[str, tuple[Criterion, ...]] = field(default_factory=dict)
+    default: tuple[Criterion, ...] = ()
+
+    def join(self, prompt: Prompt) -> tuple[Criterion, ...]:
+        """All criteria for a prompt; one that it has itself counts as it has it."""
+        own = {criterion.text for criterion in prompt.rubric}
+        shared = self.by_source.get(prompt.source, self.default)
+        return (*prompt.rubric, *(criterion for criterion in shared if criterion.text not in own))
+
+
+def load_shared_rubric(path: str | None) -> SharedRubric:
+    """A .json file: a list of criteria, or an object with such a list for each source, and `default` for the others.
+    Raises ValueError that begins with `path`.
+    """
+    if path is None:
+        return SharedRubric()
+    file = Path(path)
+    try:
+        found = parse_json(file.read_bytes(), f"path: {file}", Findings(file))
+    except OSError as error:
+        raise ValueError(f"path: {file} can't be read: {error.strerror or error}") from None
+    by_source = found if isinstance(found, dict) and "criteria" not in found else {DEFAULT: found}
+    rubrics = {source: parse_rubric({"rubric": one}, f"path: {file}, {source}") for source, one in by_source.items()}
+    if not any(rubrics.values()):
+        raise ValueError(f'path: {file} has no criteria; it holds a list such as ["It is short."]')
+    return SharedRubric(rubrics, rubrics.pop(DEFAULT, ()))

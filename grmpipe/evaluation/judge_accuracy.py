@@ -25,6 +25,7 @@ from grmpipe.types import (
     JudgeReport,
     Labelled,
     Metrics,
+    Prompt,
     RankedResponses,
     ScoredResponse,
     Verdict,
@@ -170,7 +171,7 @@ def by_prompt(items: Sequence[ItemOutcomes], outcome: Outcome) -> dict[Hashable,
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recount:
     """How smaller votes are taken from the large one. most: subsets of an item per k; above it subsets are sampled.
-    essential_cap: of a judge by rubrics.
+    weigh: (prompt) -> the weights of its criteria, for a judge by rubrics.
     """
 
     ks: tuple[int, ...]
@@ -178,7 +179,7 @@ class Recount:
     most: int
     seed: int
     pairwise: bool = False
-    essential_cap: float | None = None
+    weigh: Callable[[Prompt], Weights] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,8 +338,8 @@ def recount_outcomes(one: JudgedItem, k: int, recount: Recount, scale: Scale, me
         return ["failed"]
     ballots = make_ballots(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
     counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise)
-    if recount.essential_cap is not None:
-        weights = Weights.of_rubric(one.item.prompt.rubric, recount.essential_cap)
+    if recount.weigh is not None:
+        weights = recount.weigh(one.item.prompt)
         counting = replace(counting, to_score=lambda scores: weights.to_score(scores, scale))
     rng = random.Random(derive_seed(recount.seed, f"recount {one.item.item_id} {k}"))
     return [

@@ -188,9 +188,9 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
     """
     with section(f"{judge.key}."):
         template = JudgePrompt.of(judge)
-        principles = PrinciplesPrompt(judge.principles.template) if judge.principles.kind == "shared" else None
+        principles = PrinciplesPrompt.of(judge)
         if judge.protocol_kind.scores == "criteria":
-            check_rubrics(judge.protocol, prompts)
+            check_rubrics(judge.protocol, template, prompts)
         without_reference = [prompt for prompt in prompts if prompt.reference is None][:1]
         for prompt in (*without_reference, *one_of_each_kind(prompts)):
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
@@ -210,12 +210,13 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
     return template
 
 
-def check_rubrics(protocol: str, prompts: Sequence[Prompt]) -> None:
+def check_rubrics(protocol: str, template: JudgePrompt, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
-        if not prompt.rubric:
+        if not template.find_rubric(prompt):
             raise ValueError(
                 f"protocol: {protocol} judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add "
-                "the field rubric (a list of texts), or type judge=pointwise"
+                "the field rubric (a list of texts), type judge.rubric.path=<file of criteria for all prompts>, or "
+                "judge=pointwise"
             )
 
 

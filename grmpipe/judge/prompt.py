@@ -25,8 +25,10 @@ from pathlib import Path
 from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, protocol_named
+from grmpipe.data.rubrics import SharedRubric, load_shared_rubric
 from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.models.types import Message
@@ -158,6 +160,7 @@ PROBE = Prompt(
 )
 EXAMPLE = re.compile(r"\bN\b")  # where the score stands in the line that asks for it
 PROBE_PRINCIPLES = "what matters here"
+OWN_ALONE = SharedRubric()
 
 
 class JudgePrompt:
@@ -175,7 +178,9 @@ class JudgePrompt:
         scale: Scale | None = None,
         protocol: str = DEFAULT_PROTOCOL,
         shared_principles: bool = False,
+        rubric: SharedRubric = OWN_ALONE,
     ) -> None:
+        self._rubric = rubric
         self._label = f"template {name}"
         self._scale = scale or Scale()
         self.example = find_example(template_text, self._scale)
@@ -196,21 +201,28 @@ class JudgePrompt:
         *,
         protocol: str = DEFAULT_PROTOCOL,
         shared_principles: bool = False,
+        rubric: SharedRubric = OWN_ALONE,
     ) -> JudgePrompt:
         """Load a template. `template` is the name of a shipped file (tiny, pointwise, ...) or a path."""
         path = find_template("template", template)
         text = path.read_text(encoding="utf-8")
-        return cls(text, name=str(path), scale=scale, protocol=protocol, shared_principles=shared_principles)
+        return cls(
+            text, name=str(path), scale=scale, protocol=protocol, shared_principles=shared_principles, rubric=rubric
+        )
 
     @classmethod
     def of(cls, config: JudgeConfig) -> JudgePrompt:
-        ahead = config.principles.kind == "shared"
-        return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead)
+        ahead, rubric = config.principles.kind == "shared", load_rubric(config)
+        return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead, rubric=rubric)
 
     @property
     def blanks(self) -> tuple[str, ...]:
         """Empty texts, as few as the template can show: to measure it."""
         return ("",) * len(self._shown)
+
+    def find_rubric(self, prompt: Prompt) -> tuple[Criterion, ...]:
+        """The criteria by which this judge judges a prompt: its own, then those of judge.rubric.path."""
+        return self._rubric.join(prompt)
 
     def render(
         self, prompt: Prompt, *responses: Trajectory | str, principles: str | None = None
@@ -220,7 +232,7 @@ class JudgePrompt:
         ValueError if the template needs something that this prompt doesn't have.
         """
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
-        rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in prompt.rubric]
+        rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in self.find_rubric(prompt)]
         fields = make_fields(self._template, self._guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
@@ -279,7 +291,8 @@ class PrinciplesPrompt:
 
     FIELDS = ("question", "messages", "reference", "criteria")
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, rubric: SharedRubric = OWN_ALONE) -> None:
+        self._rubric = rubric
         path = find_template("principles.template", template)
         self._label, text = f"principles.template {path}", path.read_text(encoding="utf-8")
         self._template = ConversationTemplate(self._label, text)
@@ -287,17 +300,29 @@ class PrinciplesPrompt:
         refuse_unknown(self._label, self._template.tree, self.FIELDS)
         self.render(PROBE)
 
+    @classmethod
+    def of(cls, config: JudgeConfig) -> PrinciplesPrompt | None:
+        """None: each judgement writes its own."""
+        if config.principles.kind != "shared":
+            return None
+        return cls(config.principles.template, load_rubric(config))
+
     def render(self, prompt: Prompt) -> tuple[Message, ...]:
         """The messages that ask for principles. ValueError if the template needs something that this prompt doesn't
         have.
         """
-        known = {"reference": prompt.reference, "criteria": prompt.rubric or None}
+        known = {"reference": prompt.reference, "criteria": self._rubric.join(prompt) or None}
         fields = make_fields(self._template, self._guard, prompt)
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
             return self._template.render(fields, self._guard.messages(prompt.messages))
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
+
+
+def load_rubric(config: JudgeConfig) -> SharedRubric:
+    with section("rubric."):
+        return load_shared_rubric(config.rubric.path)
 
 
 def find_example(template_text: str, scale: Scale) -> str:

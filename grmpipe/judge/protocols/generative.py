@@ -35,13 +35,12 @@ class GenerativeJudge:
         meta_rm: MetaRm | None = None,
         decode: Decode | None = None,
     ) -> None:
-        ahead = config.principles.kind == "shared"
         self._open = cast(Open, find_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
             client=GrmClient(grm, config, seed),
             config=config,
             template=JudgePrompt.of(config),
-            principles_template=PrinciplesPrompt(config.principles.template) if ahead else None,
+            principles_template=PrinciplesPrompt.of(config),
             vote=JudgeVote(config, meta_rm),
             decode=decode,
             seed=seed,

@@ -140,7 +140,7 @@ class RubricSession(PointwiseSession):
     """Like pointwise, with a score per criterion."""
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
-        rubric = self._prompt.rubric
+        rubric = self._context.template.find_rubric(self._prompt)
         if not rubric:
             return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
         weights = Weights.of_rubric(rubric, self._context.config.rubric.essential_cap)

@@ -3,10 +3,11 @@
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.run_config import RunConfig
@@ -16,7 +17,8 @@ from grmpipe.evaluation.judge_accuracy import Accuracy, JudgedItem, JudgeEvaluat
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.judge.votes import mean, vote_named
+from grmpipe.judge.prompt import load_rubric
+from grmpipe.judge.votes import Weights, mean, vote_named
 from grmpipe.models.types import EngineRefused
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
 from grmpipe.pipeline.counters import Counters
@@ -26,7 +28,7 @@ from grmpipe.run.build.make_judge import make_judge, make_meta_rm
 from grmpipe.run.build.start import Running
 from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
 from grmpipe.scheduler.run_together import raise_first_failure
-from grmpipe.types import Judge, Labelled, Metrics
+from grmpipe.types import Judge, Labelled, Metrics, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +118,14 @@ def make_recount(config: RunConfig) -> Recount:
         most=MAX_SUBSETS,
         seed=config.seed,
         pairwise=judge.protocol_kind.about == "pair",
-        essential_cap=judge.rubric.essential_cap if judge.protocol_kind.scores == "criteria" else None,
+        weigh=weigh_criteria(judge) if judge.protocol_kind.scores == "criteria" else None,
     )
+
+
+def weigh_criteria(judge: JudgeConfig) -> Callable[[Prompt], Weights]:
+    """A function: the weights of the criteria by which a judge judges a prompt."""
+    rubric = load_rubric(judge)
+    return lambda prompt: Weights.of_rubric(rubric.join(prompt), judge.rubric.essential_cap)
 
 
 def name_metrics(result: JudgeEvaluation, first: str) -> Metrics:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grmpipe.data.prompts import load_prompts
-from grmpipe.types import Criterion
+from grmpipe.data.rubrics import load_shared_rubric
+from grmpipe.types import Criterion, Prompt
 
 
 def write(path: Path, rubric: object, field: str = "rubric") -> str:
@@ -77,3 +79,32 @@ def test_a_row_has_one_rubric(tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt": "a", "rubric": ["b"], "rubrics": ["c"]}) + "\n")
     with pytest.raises(ValueError, match="rubric and rubrics: give one of them"):
         load_prompts(str(file))
+
+
+def test_a_file_adds_criteria_by_source_to_those_of_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "rubric.json"
+    file.write_text(json.dumps({"math": ["It is right."], "default": [{"text": "It is short.", "weight": 2}]}))
+    rubric, own = load_shared_rubric(str(file)), Criterion(text="It is short.", weight=5)
+    prompt = Prompt(prompt_id="p", messages=(), source="chat", rubric=(Criterion(text="It rhymes."),))
+    assert rubric.join(prompt) == (*prompt.rubric, Criterion(text="It is short.", weight=2))
+    assert rubric.join(replace(prompt, source="math")) == (*prompt.rubric, Criterion(text="It is right."))
+    assert rubric.join(replace(prompt, rubric=(own,))) == (own,), "a prompt's own counts"
+    file.write_text(json.dumps({"criteria": "Is it short?", "score1_description": "No."}))
+    assert load_shared_rubric(str(file)).default == (Criterion(text="Is it short?\n1: No."),)
+    assert load_shared_rubric(None).join(prompt) == prompt.rubric
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "path: .*: not JSON"),
+        ("[]", "has no criteria"),
+        ('{"math": [{"text": "a", "weight": -1}]}', r"rubric.json, math: rubric: no criterion has a weight above 0"),
+        (None, "can't be read: No such file"),
+    ],
+)
+def test_a_bad_file_of_criteria_says_what_is_wrong(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "rubric.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_shared_rubric(str(tmp_path / "rubric.json"))

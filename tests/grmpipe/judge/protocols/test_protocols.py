@@ -82,6 +82,16 @@ def test_faults_cost_and_nothing_makes_up_for_an_essential_criterion(bench: Any,
     assert report.verdict.breakdown == {"generative": pytest.approx(earned)}
 
 
+def test_a_judge_adds_its_file_of_criteria_to_a_prompt_s_own(bench: Any, tmp_path: Path) -> None:
+    (tmp_path / "rubric.json").write_text('["is polite"]', encoding="utf-8")
+    shown: list[str] = []
+    author = lambda prompt, context: shown.append(prompt) or bench.answer("\\boxed{10, 1}")  # noqa: E731
+    judge, _ = bench.generative(author, **RUBRIC, rubric=RubricConfig(path=str(tmp_path / "rubric.json")))
+    prompt = replace(bench.prompt(), rubric=(Criterion(text="rhymes", weight=3),))
+    report = bench.run(judge.judge(prompt, bench.rollout("a poem")))
+    assert re.search(r"1\. rhymes\s+2\. is polite", shown[0]) and report.verdict.outcome == pytest.approx(0.75)
+
+
 def test_sums_are_those_of_health_bench_within_0_and_1() -> None:
     """Points of the criteria that are met by the points above 0, as simple-evals' healthbench_eval.py has it."""
     drawn = random.Random(0)
