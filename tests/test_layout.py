@@ -65,6 +65,7 @@ ORDER = [
     "grmpipe/run/features/cotrain",
     "grmpipe/run/build",
     "grmpipe/run/doctor",
+    "grmpipe/serve/wires",
     "grmpipe/serve",
     "grmpipe/run/tasks",
     "grmpipe/capacity",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.models.bounds import Bounded, at_least, not_empty, one_of
+from grmpipe.models.bounds import Bounded, above, at_least, not_empty, one_of
 from grmpipe.models.settings import DTYPES
 from grmpipe.scheduler.devices import DeviceSpec
 
@@ -16,6 +16,7 @@ A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "greedy")  # and only that of a policy
 ITEMS_AT_ONCE = 64  # labelled items, or prompts, that an evaluation has in flight
+ON_FAILURE = ("error", "mean_of_group")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NUM_SAMPLES = 4  # per prompt in task=evaluate, if neither num_samples nor pass_k is set
 TAKEN = ("initial", "final")  # other entries of `eval` in summary.json
@@ -173,6 +174,12 @@ class ServeConfig(Bounded):
     # Latest answers that are kept for equal questions, also by the next process in this run_dir; 0: none. Equal
     # questions have the same judge, text and prompt_id; without a prompt_id only greedy judgements are kept.
     cache_size: int = at_least(0, 0)
+    # What a trainer gets for a response without a verdict where its wire can't say "failed": error, status 503 once the
+    # judge has been asked again for as long as the trainer waits; mean_of_group, the mean of its judged siblings.
+    on_failure: str = one_of(ON_FAILURE, "error")
+    # [s] How long the first response of a group is kept for its siblings, where a wire sends them one by one and the
+    # reward needs them.
+    group_wait_s: float = above(0, 600)
 
     def __post_init__(self) -> None:
         super().__post_init__()

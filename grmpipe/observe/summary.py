@@ -165,12 +165,14 @@ class ServingSummary:
     """What a service answered, since its last start.
 
     from_cache: calls that were answered without judging.  seconds: percentiles of the latest 10,000 calls.
+    imputed:    responses without a verdict whose trainer got the mean of their siblings, by cause.
     """
 
     calls: int = 0
     responses: int = 0
     from_cache: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    imputed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ FILES = {
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique; what teachers score",
+    "imputed.jsonl": "responses without a verdict whose trainer got the mean of their siblings",
     "groups.jsonl": "how each group ended",
     "trained.jsonl": "reward, advantage, truth and times of each trained rollout",
     "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",

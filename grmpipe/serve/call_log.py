@@ -8,6 +8,7 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
 from grmpipe.observe.recorder import JUDGEMENTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import ServingSummary
+from grmpipe.serve.imputations import Imputations
 from grmpipe.types import JudgeReport
 
 CALLS = "calls.jsonl"
@@ -23,6 +24,7 @@ class CallLog:
 
     def __init__(self, run_dir: Path, run_id: str, guard: Guard, cache_size: int) -> None:
         self._journal = Journal(run_dir / CALLS, run_id=run_id)
+        self.imputations = Imputations(run_dir, run_id, guard)
         self._guard = guard
         self._cache_size = cache_size
         self._answers = OrderedDict[str, tuple[JudgedSibling, ...]]()  # by question
@@ -75,10 +77,12 @@ class CallLog:
             responses=self._counts["responses"],
             from_cache=self._counts["from_cache"],
             seconds={name: ordered[int(share * (len(ordered) - 1))] for name, share in shares.items() if ordered},
+            imputed=dict(self.imputations.causes),
         )
 
     def close(self) -> None:
         self._journal.close()
+        self.imputations.close()
 
     def _keep(self, question: str, judged: Sequence[JudgedSibling]) -> None:
         if self._cache_size:

@@ -5,6 +5,7 @@ POST /v1/judges/<name>   the same by one judge, or one composition, of the confi
 GET  /v1/judges          which judges answer, and on which scales
 GET  /health             ok; degraded: of the latest verdicts more failed than `judge.max_failure_rate` allows
 GET  /metrics            counts and seconds, as Prometheus reads them
+POST /<trainer>/<name>   as that trainer asks a reward model (wires/)
 """
 
 import logging
@@ -24,6 +25,7 @@ from grmpipe.serve.access import make_guard, read_client, refuse
 from grmpipe.serve.admission import Admission, Refused
 from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.open_calls import digest_question
+from grmpipe.serve.wire_routes import WireRoutes
 from grmpipe.types import Verdict
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class JudgeService:
         self._admission = Admission(config.serve.max_in_flight)
         self._judged, self._failed = 0, Counter[str]()
         self._requests, self._seconds = Counter[int](), 0.0
+        self._wires = WireRoutes(config, self.judge, lambda: self.is_degraded, call_log.imputations)
 
     def app(self) -> web.Application:
         serve = self._config.serve
@@ -57,6 +60,7 @@ class JudgeService:
         app.router.add_get("/v1/judges", self._list_judges)
         app.router.add_get("/health", self._show_health)
         app.router.add_get("/metrics", self._show_metrics)
+        self._wires.add_to(app)
         return app
 
     async def judge(self, row: Row, name: str, client: str) -> Sequence[JudgedSibling]:
@@ -144,6 +148,7 @@ class JudgeService:
             "# TYPE grmpipe_requests_total counter",
             *(f'grmpipe_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._requests.items())),
             "# TYPE grmpipe_judging_seconds_total counter", f"grmpipe_judging_seconds_total {self._seconds:.6f}",
+            *self._wires.list_metrics(),
         ]  # fmt: skip
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 
