@@ -1,12 +1,14 @@
-"""Requests of trainers that can't be told "failed": what they wait for, how long, and what they get. On a virtual clock."""
+"""Requests of trainers that can't be told "failed": what they wait for, how long, what they get. On a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -121,7 +123,7 @@ def test_the_next_try_finds_what_was_asked_meanwhile() -> None:
             await asyncio.sleep(1)
         assert await ask(held, "lost", call) == Reward(value=0.75)
         times = [when for when, _, _ in judge.asked]
-        assert max(later - one for one, later in zip(times[5:], times[6:], strict=False)) == 31, "it goes on as before"
+        assert max(later - one for one, later in itertools.pairwise(times)) == 31, "it goes on as before"
         assert not held._groups, "nothing stays"
 
     run(main)
@@ -198,6 +200,17 @@ def test_a_failed_sibling_gets_the_mean_of_the_others_and_is_no_verdict(tmp_path
     found = json.loads(line)
     assert found["mean_of_siblings"] == 1 / 3 and found["num_siblings"] == 3 and found["failed"] == "unparseable"
     assert found["detail"] == "it ends with 'hm'" and found["judge"] == "reward" and found["client"] == "run1"
+
+
+def test_the_advantages_of_the_judged_siblings_are_those_without_the_lost_one() -> None:
+    """By the formulas of OpenRLHF's dr_grpo, slime without std normalisation, verl with norm_adv_by_std_in_grpo=False:
+    reward minus the group's mean. A division by the standard deviation makes all of them larger by one factor.
+    """
+    rewards = [one.value for one in ask_example(Imputations()) if isinstance(one, Reward)]
+    mean = fmean(rewards)
+    first, lost, *rest = [one - mean for one in rewards]
+    assert [first, *rest] == pytest.approx([2 / 3, -1 / 3, -1 / 3], abs=1e-6) and abs(lost) < 1e-6
+    assert stdev([1, 0, 0]) / stdev(rewards) == pytest.approx((3 / 2) ** 0.5), "the factor that docs/serving.md gives"
 
 
 def test_above_the_failure_rate_no_mean_is_given(tmp_path: Path) -> None:
