@@ -1,4 +1,4 @@
-"""The wires over HTTP: each trainer's own form gets the reward of the native wire, bad requests are told their field."""
+"""The wires over HTTP: each form gets the reward of the native wire, and a bad request is told its field."""
 
 from __future__ import annotations
 
