@@ -78,9 +78,15 @@ class _Sibling:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Siblings to one row. is_over: nobody else joins. changed: set, and replaced, at each judgement and arrival."""
+    """Siblings to one row.
+
+    name:    its group_id, else the prompt's: the names of its judgements begin with it.
+    is_over: nobody else joins.
+    changed: set, and replaced, at each judgement and arrival.
+    """
 
     key: tuple[object, ...]
+    name: str
     row: Row
     call: Call
     size: int
@@ -191,7 +197,8 @@ class HeldGroups:
             if group is None:
                 raise ValueError(f"group_id: {said!r} has its group_size={size} siblings already")
         if group is None:
-            group = _Group(key=key, row=asked.row, call=call, size=size, began_s=now_s, compares=compares)
+            name = asked.group_id or str(asked.row.get("prompt_id") or digest(asked.row))
+            group = _Group(key=key, name=name, row=asked.row, call=call, size=size, began_s=now_s, compares=compares)
             groups.append(group)
             if size > 1:
                 wait_s = self._config.serve.group_wait_s
@@ -326,8 +333,7 @@ class HeldGroups:
     async def _judge_once(self, group: _Group, siblings: Sequence[_Sibling], attempt: int) -> None:
         """Judge, under a name that an equal question has too, and no other attempt: it gives the seeds."""
         responses = [one.response for one in siblings]
-        told = group.row.get("prompt_id") or digest(group.row)
-        name = f"{told}-{digest(responses)}" + (f"-{attempt + 1}" if attempt else "")
+        name = f"{group.name}-{digest(responses)}" + (f"-{attempt + 1}" if attempt else "")
         try:
             judged = await self._judge(
                 group.row | {"prompt_id": name, "responses": responses}, group.call.judge, group.call.client
