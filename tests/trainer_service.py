@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from aiohttp import ClientSession, web
@@ -16,8 +17,10 @@ import grmpipe
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.observe.guard import Guard
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
+from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.service import JudgeService
 
 
@@ -42,14 +45,17 @@ def compose(*overrides: str) -> RunConfig:
 
 @asynccontextmanager
 async def serving(*overrides: str) -> AsyncIterator[ClientSession]:
-    runner = web.AppRunner(
-        JudgeService(compose(*overrides), judge_by_text).app(), access_log=None, handler_cancellation=True
-    )
+    folder = TemporaryDirectory()
+    call_log = CallLog(Path(folder.name), "run", Guard(), 0)
+    app = JudgeService(compose(*overrides), judge_by_text, call_log).app()
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
         yield session
     await runner.cleanup()
+    call_log.close()
+    folder.cleanup()
 
 
 async def post(session: ClientSession, path: str, body: object) -> tuple[int, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,6 +18,8 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.data.rows import Row
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import read_journal
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.serve.admission import Refused
 from grmpipe.serve.held_groups import Call, HeldGroups
@@ -29,6 +30,11 @@ from grmpipe.serve.wires.wire import Asked, Reward
 ROW: Row = {"prompt": "6 x 7?", "reference": "42"}
 FUNCTION = ("judge=function", "judge.function=own.reward")
 MEAN = (*FUNCTION, "serve.on_failure=mean_of_group")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 class FakeJudge:
@@ -70,7 +76,8 @@ def compose(*overrides: str) -> RunConfig:
 def hold(
     judge: FakeJudge, *overrides: str, degraded: bool = False, imputations: Imputations | None = None
 ) -> HeldGroups:
-    return HeldGroups(compose(*overrides), judge.judge, lambda: degraded, imputations or Imputations())
+    imputations = imputations or Imputations(Path(), "run", Guard())
+    return HeldGroups(compose(*overrides), judge.judge, lambda: degraded, imputations)
 
 
 def call_of(trainer: str = "openrlhf", size: int | None = None, judge: str = "reward") -> Call:
@@ -191,22 +198,22 @@ def ask_example(imputations: Imputations, *, degraded: bool = False) -> list[Rew
 
 
 def test_a_failed_sibling_gets_the_mean_of_the_others_and_is_no_verdict(tmp_path: Path) -> None:
-    imputations = Imputations(tmp_path / "imputed.jsonl")
+    imputations = Imputations(tmp_path, "run", Guard())
     first, lost, *rest = ask_example(imputations)
     assert [first, *rest] == [Reward(value=1), Reward(value=0), Reward(value=0)]
     assert lost == Reward(value=1 / 3, imputed="unparseable")
     assert imputations.causes == {"unparseable": 1}
-    (line,) = (tmp_path / "imputed.jsonl").read_text(encoding="utf-8").splitlines()
-    found = json.loads(line)
+    (found,) = read_journal(tmp_path / "imputed.jsonl")
     assert found["mean_of_siblings"] == 1 / 3 and found["num_siblings"] == 3 and found["failed"] == "unparseable"
     assert found["detail"] == "it ends with 'hm'" and found["judge"] == "reward" and found["client"] == "run1"
 
 
-def test_the_advantages_of_the_judged_siblings_are_those_without_the_lost_one() -> None:
+def test_the_advantages_of_the_judged_siblings_are_those_without_the_lost_one(tmp_path: Path) -> None:
     """By the formulas of OpenRLHF's dr_grpo, slime without std normalisation, verl with norm_adv_by_std_in_grpo=False:
     reward minus the group's mean. A division by the standard deviation makes all of them larger by one factor.
     """
-    rewards = [one.value for one in ask_example(Imputations()) if isinstance(one, Reward)]
+    imputations = Imputations(tmp_path, "run", Guard())
+    rewards = [one.value for one in ask_example(imputations) if isinstance(one, Reward)]
     mean = fmean(rewards)
     first, lost, *rest = [one - mean for one in rewards]
     assert [first, *rest] == pytest.approx([2 / 3, -1 / 3, -1 / 3], abs=1e-6) and abs(lost) < 1e-6
@@ -214,7 +221,7 @@ def test_the_advantages_of_the_judged_siblings_are_those_without_the_lost_one() 
 
 
 def test_above_the_failure_rate_no_mean_is_given(tmp_path: Path) -> None:
-    imputations = Imputations(tmp_path / "imputed.jsonl")
+    imputations = Imputations(tmp_path, "run", Guard())
     first, lost, *rest = ask_example(imputations, degraded=True)
     assert [first, *rest] == [Reward(value=1), Reward(value=0), Reward(value=0)]
     assert isinstance(lost, Refused) and lost.status == 503 and "unparseable" in str(lost)
