@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import fsum
 
@@ -186,9 +187,10 @@ class HeldGroups:
                     sibling.is_asked = True
                     if sibling.end is not None:
                         sibling.end.cancel()
+                    one.note_change()
                     return one, sibling
         now_s = asyncio.get_running_loop().time()
-        group = next((one for one in groups if not one.is_over and not one.is_full), None)
+        group = next((one for one in groups if not (one.is_over or one.is_full or one.task)), None)
         if said and (group or groups):
             if (group or groups[0]).row != asked.row:
                 raise ValueError(
@@ -314,7 +316,7 @@ class HeldGroups:
                 if rewards := self._list_judged(group):
                     self._impute(group, sibling, rewards)
                     return
-            await self._pause(attempt)
+            await self._pause(group, [sibling], attempt)
 
     async def _judge_together(self, group: _Group, members: Sequence[_Sibling]) -> None:
         """All get a reward of one judging: those of two don't compare."""
@@ -328,7 +330,7 @@ class HeldGroups:
                     else:
                         self._impute(group, one, self._list_judged(group))
                 return
-            await self._pause(attempt)
+            await self._pause(group, members, attempt)
 
     async def _judge_once(self, group: _Group, siblings: Sequence[_Sibling], attempt: int) -> None:
         """Judge, under a name that an equal question has too, and no other attempt: it gives the seeds."""
@@ -351,22 +353,25 @@ class HeldGroups:
                 one.cause = "no reward"
         group.note_change()
 
-    async def _pause(self, attempt: int) -> None:
+    async def _pause(self, group: _Group, siblings: Sequence[_Sibling], attempt: int) -> None:
+        """Nothing is judged again for clients that are away between two tries, and may not come back."""
+        pause_s = min(2.0**attempt, MAX_PAUSE_S)
         try:
-            await asyncio.wait_for(self._ending.wait(), min(2.0**attempt, MAX_PAUSE_S))
+            await asyncio.wait_for(self._ending.wait(), pause_s)
         except TimeoutError:
-            return
-        raise Refused(503, "the service is ending")
+            while not (any(one.is_asked for one in siblings) or self._ending.is_set()):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(group.changed.wait(), MAX_PAUSE_S)
+        if self._ending.is_set():
+            raise Refused(503, "the service is ending")
 
     async def _wait_for_siblings(self, group: _Group, sibling: _Sibling) -> None:
         """Until all are judged, for serve.group_wait_s at most, and no longer than the client asks again."""
         clock, call = asyncio.get_running_loop().time, group.call
         until_s = sibling.began_s + call.tries * call.hold_s - 1
         while not (group.is_judged or group.is_over or self._ending.is_set()) and clock() < until_s:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(group.changed.wait(), until_s - clock())
-            except TimeoutError:
-                return
 
     def _list_judged(self, group: _Group) -> list[float]:
         """The rewards of the judged siblings, for their mean; empty: too few, or the judge fails too often."""

@@ -29,7 +29,7 @@ def make_wire(path: str, timeout_s: float, tries: int, gap_s: float) -> Wire:
     )  # fmt: skip
 
 
-# Pauses that double up to 30 s and a random second; 64 connections, for which a request waits within its timeout.
-SLIME = make_wire("/slime/{judge}", timeout_s=120, tries=10, gap_s=35)
-RELAX = make_wire("/relax/{judge}", timeout_s=120, tries=10, gap_s=35)
+# Pauses double up to 30 s and a random second; the next try may spend all its time waiting for one of 64 connections.
+SLIME = make_wire("/slime/{judge}", timeout_s=120, tries=10, gap_s=160)
+RELAX = make_wire("/relax/{judge}", timeout_s=120, tries=10, gap_s=160)
 MILES = make_wire("/miles/{judge}", timeout_s=300, tries=1, gap_s=0)  # aiohttp's own timeout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -150,13 +151,30 @@ def test_a_slow_judgement_is_waited_for_by_the_next_try_and_asked_once() -> None
 
 def test_what_a_client_that_goes_away_has_asked_ends() -> None:
     async def main() -> None:
-        judge = FakeJudge(takes_s=60)
+        judge = FakeJudge(takes_s=600)
         held = hold(judge, *FUNCTION)
         asked = ask(held, "lost", call_of("slime"))
         await asyncio.sleep(1)
         asked.cancel()
         await asyncio.sleep(1000)
         assert (len(judge.asked), judge.num_ended) == (1, 0) and not held._groups and not held.in_flight
+
+    run(main)
+
+
+def test_nothing_is_judged_again_for_a_client_that_is_away() -> None:
+    async def main() -> None:
+        judge = FakeJudge()
+        held = hold(judge, *FUNCTION)
+        asked = ask(held, "lost", call_of("slime"))
+        await asyncio.sleep(1)
+        asked.cancel()
+        await asyncio.sleep(100)
+        assert len(judge.asked) == 1
+        again = ask(held, "lost", call_of("slime"))
+        await asyncio.sleep(1)
+        assert len(judge.asked) == 2, "it was only away"
+        again.cancel()
 
     run(main)
 
@@ -315,6 +333,77 @@ def test_siblings_whose_clients_try_again_keep_their_places() -> None:
         await asyncio.sleep(1)
         rewards = await asyncio.gather(ask(held, "1", call), ask(held, "0", call))
         assert [one.value for one in rewards] == [1, 0] and len(judge.asked) == 1
+
+    run(main)
+
+
+def test_a_group_that_is_being_judged_takes_no_other_sibling() -> None:
+    async def main() -> None:
+        held, call = hold(FakeJudge(takes_s=60), "judge=listwise"), call_of(size=2)
+        stays, goes = ask(held, "1", call), ask(held, "0", call)
+        await asyncio.sleep(1)
+        goes.cancel()
+        await asyncio.sleep(30)
+        other = [ask(held, response, call) for response in ("0.5", "0.25")]
+        assert [one.value for one in await asyncio.gather(stays, *other)] == [1, 0.5, 0.25]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "connections", "overrides", "outage"),
+    [
+        ("openrlhf", 10_000, MEAN, (0, 0)),
+        ("openrlhf", 10_000, FUNCTION, (50, 600)),
+        ("slime", 16, MEAN, (0, 0)),
+        ("slime", 16, FUNCTION, (50, 600)),
+        ("slime", 16, ("judge=listwise",), (0, 0)),
+    ],
+)
+def test_a_step_of_a_trainer_gets_all_its_rewards(
+    trainer: str, connections: int, overrides: tuple[str, ...], outage: tuple[float, float]
+) -> None:
+    """16 groups of 8 that come over five minutes, with the trainer's timeouts, tries and pauses. One response in
+    sixteen is lost for the mean; else the judge is away for nine minutes.
+    """
+    rng, wire, size = random.Random(7), WIRES[trainer], 8
+
+    class Judge(FakeJudge):
+        async def judge(self, row: Row, name: str, client: str) -> Sequence[JudgedSibling]:
+            self._takes_s = rng.uniform(2, 30)
+            texts = [text.split()[0] for text in row["responses"]]  # type: ignore[attr-defined]
+            is_away = outage[0] <= asyncio.get_running_loop().time() < outage[1]
+            return await super().judge(row | {"responses": ["lost"] * len(texts) if is_away else texts}, name, client)
+
+    async def main() -> None:
+        held, places = hold(Judge(), *overrides), asyncio.Semaphore(connections)
+
+        async def ask_again(prompt: str, response: str) -> Reward:
+            await asyncio.sleep(rng.uniform(0, 300))
+            for attempt in range(wire.tries):
+                try:
+                    async with asyncio.timeout(wire.timeout_s):
+                        async with places:
+                            return await held.ask(
+                                Asked(row={"prompt": prompt}, response=response), call_of(trainer, size)
+                            )
+                except (Refused, TimeoutError):
+                    await asyncio.sleep(1 if trainer == "openrlhf" else min(2**attempt, 30) + rng.random())
+            raise AssertionError("the trainer has given up")
+
+        def draw(place: int) -> str:
+            is_lost = overrides == MEAN and place % 16 == 3
+            return f"{'lost' if is_lost else rng.choice([0, 1])} {rng.random()}"
+
+        responses = [draw(place) for place in range(16 * size)]
+        asked = [ask_again(f"prompt {place // size}", one) for place, one in enumerate(responses)]
+        rewards = await asyncio.gather(*asked)
+        for begin in range(0, len(rewards), size):
+            found = [one.split()[0] for one in responses[begin : begin + size]]
+            known = [float(one) for one in found if one != "lost"]
+            expected = [fmean(known) if one == "lost" else float(one) for one in found]
+            assert [one.value for one in rewards[begin : begin + size]] == pytest.approx(expected)
+        assert not held._groups
 
     run(main)
 
