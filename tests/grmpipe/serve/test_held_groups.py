@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -246,6 +247,17 @@ def test_above_the_failure_rate_no_mean_is_given(tmp_path: Path) -> None:
     assert not imputations.causes and not (tmp_path / "imputed.jsonl").exists()
 
 
+def test_one_judged_sibling_makes_no_mean() -> None:
+    async def main() -> None:
+        held = hold(FakeJudge(), *MEAN)
+        judged, lost = (ask(held, response, call_of("miles", size=2)) for response in ("1", "lost"))
+        assert await judged == Reward(value=1)
+        with pytest.raises(Refused, match="unparseable"):
+            await lost
+
+    run(main)
+
+
 def test_siblings_that_do_not_come_are_waited_for_once() -> None:
     async def main() -> None:
         judge = FakeJudge()
@@ -278,14 +290,15 @@ def test_equal_siblings_are_both_counted() -> None:
 
 def test_groups_of_equal_prompts_are_told_apart_by_sender_and_group_id() -> None:
     async def main() -> None:
-        held = hold(FakeJudge(), *MEAN, "serve.group_wait_s=50")
-        call = call_of(size=3)
+        held, call = hold(FakeJudge(), *MEAN), call_of(size=3)
         asked = [
-            ask(held, response, call, group_id=group)
-            for group, responses in (("a", ("1", "1", "lost")), ("b", ("0", "0", "lost")))
-            for response in responses
+            ask(held, response, who, group_id=group)
+            for responses in (("1", "0", "1", "0"), ("1", "0", "1", "0"), ("lost",) * 4)
+            for response, (who, group) in zip(
+                responses, ((call, "a"), (call, "b"), (call, ""), (replace(call, sender="run2"), "")), strict=True
+            )
         ]
-        assert [one.value for one in await asyncio.gather(*asked)] == [1, 1, 1, 0, 0, 0]
+        assert [one.value for one in (await asyncio.gather(*asked))[-4:]] == [1, 0, 1, 0]
 
     run(main)
 
