@@ -1,5 +1,5 @@
 """How many files know a loss, an estimator, an env, a judge protocol, an engine, a transport, a training backend, a
-tool parser or a tracker by its name.
+tool parser, a tracker or a wire by its name.
 
 CONTRIBUTING.md has the numbers; this test notices a file that begins to compare names.
 """
@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "scheduler", "grmpipe")
 CHANGES = (
     "loss", "estimator", "env", "judge protocol", "engine", "transport", "training backend", "tool parser", "tracker",
+    "wire",
 )  # fmt: skip
 ROW = re.compile(r"^\| ([a-z ]+) \| ((?:`\w+`(?:, )?)+) \| (\d+) \|", re.MULTILINE)
 
