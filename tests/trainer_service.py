@@ -20,8 +20,9 @@ from grmpipe.judge.verdict import make_failure, outcome, report_failures, report
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
+from grmpipe.run.tasks.serve import find_judges
 from grmpipe.serve.call_log import CallLog
-from grmpipe.serve.service import JudgeService
+from grmpipe.serve.service import AskByName, JudgeService
 
 
 async def judge_by_text(row: Row, name: str, priority: int) -> Sequence[JudgedSibling]:
@@ -44,11 +45,11 @@ def compose(*overrides: str) -> RunConfig:
 
 
 @asynccontextmanager
-async def serving(*overrides: str) -> AsyncIterator[ClientSession]:
-    folder = TemporaryDirectory()
-    call_log = CallLog(Path(folder.name), "run", Guard(), 0)
-    app = JudgeService(compose(*overrides), judge_by_text, call_log).app()
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+async def serving(*overrides: str, judge: AskByName = judge_by_text) -> AsyncIterator[ClientSession]:
+    folder, config = TemporaryDirectory(), compose(*overrides)
+    call_log = CallLog(Path(folder.name), "run", Guard(), config.serve.cache_size)
+    service = JudgeService(config.serve, find_judges(config), judge, call_log, config.rollout.group_deadline_s)
+    runner = web.AppRunner(service.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:

@@ -15,11 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import fsum
 
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import ServeConfig
 from grmpipe.data.rows import Row
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.serve.admission import Admission, Refused
 from grmpipe.serve.imputations import Imputations
+from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.wires.wire import Asked, Reward
 
 MAX_PAUSE_S = 30.0  # between two judgements of a response that fails
@@ -130,15 +131,21 @@ class HeldGroups:
     """
 
     def __init__(
-        self, config: RunConfig, judge: JudgeRow, is_degraded: Callable[[], bool], imputations: Imputations
+        self,
+        serve: ServeConfig,
+        judges: ServedJudges,
+        judge: JudgeRow,
+        is_degraded: Callable[[], bool],
+        imputations: Imputations,
     ) -> None:
-        self._config = config
+        self._serve = serve
+        self._judges = judges
         self._judge = judge
         self._is_degraded = is_degraded
         self._imputations = imputations
-        self._imputes = config.serve.on_failure == "mean_of_group"
+        self._imputes = serve.on_failure == "mean_of_group"
         self._groups: dict[tuple[object, ...], list[_Group]] = {}  # several: with one key, the next begins
-        self._held = Admission(config.serve.max_in_flight)
+        self._held = Admission(serve.max_in_flight)
         self._ending = asyncio.Event()
 
     @property
@@ -176,7 +183,7 @@ class HeldGroups:
         """The place of a response: that of an earlier try of the same request, a new one in a group that isn't whole,
         or the first of a new group.
         """
-        compares = self._compares(call.judge)
+        compares = self._judges.compares(call.judge)
         size = self._find_size(asked, call, compares)
         said = asked.group_id if size > 1 else ""
         key = (call.sender, call.judge, size, said or digest(asked.row), "" if size > 1 else digest(asked.response))
@@ -203,7 +210,7 @@ class HeldGroups:
             group = _Group(key=key, name=name, row=asked.row, call=call, size=size, began_s=now_s, compares=compares)
             groups.append(group)
             if size > 1:
-                wait_s = self._config.serve.group_wait_s
+                wait_s = self._serve.group_wait_s
                 group.end = asyncio.get_running_loop().call_later(wait_s, self._close, group)
         answer = asyncio.get_running_loop().create_future()
         sibling = _Sibling(response=asked.response, began_s=now_s, answer=answer)
@@ -216,19 +223,10 @@ class HeldGroups:
             group.task = asyncio.create_task(self._settle(members, self._judge_together(group, members)))
         return group, sibling
 
-    def _compares(self, name: str) -> bool:
-        """Whether the reward depends on siblings."""
-        rewards, judges = self._config.rewards, self._config.judges
-        names = rewards.list_judges(name)
-        waits = name in rewards.entries and rewards.below(name).waits_for_siblings()
-        return waits or any(
-            judges[one].kind == "generative" and judges[one].protocol_kind.compares for one in names if one in judges
-        )
-
     def _find_size(self, asked: Asked, call: Call, compares: bool) -> int:
         """How many siblings are waited for. Raises Refused."""
         given = asked.group_size or call.group_size
-        most = self._config.serve.max_in_flight
+        most = self._serve.max_in_flight
         if given is not None and given > most:
             raise ValueError(f"group_size: at most serve.max_in_flight={most}, got {given}")
         if compares and (given is None or given < 2):
@@ -252,7 +250,7 @@ class HeldGroups:
                 group.siblings,
                 Refused(
                     503, f"group_size={group.size}: only {len(group.siblings)} siblings came within serve.group_wait_s="
-                    f"{self._config.serve.group_wait_s:g}"
+                    f"{self._serve.group_wait_s:g}"
                 ),
             )  # fmt: skip
         self._forget_if_done(group)

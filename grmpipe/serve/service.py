@@ -17,14 +17,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from grmpipe.config.keys.entry_names import REWARD
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import ServeConfig
 from grmpipe.data.rows import CALL, Findings, Row, parse_json
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.serve.access import make_guard, read_client, refuse
 from grmpipe.serve.admission import Admission, Refused
 from grmpipe.serve.call_log import CallLog
+from grmpipe.serve.held_groups import HeldGroups
 from grmpipe.serve.open_calls import digest_question
+from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.wire_routes import WireRoutes
 from grmpipe.types import Verdict
 
@@ -39,21 +41,25 @@ AskByName = Callable[[Row, str, int], Awaitable[Sequence[JudgedSibling]]]
 class JudgeService:
     """The routes, whom they admit, and what they count."""
 
-    def __init__(self, config: RunConfig, ask: AskByName, call_log: CallLog) -> None:
-        self._config = config
+    def __init__(
+        self, serve: ServeConfig, judges: ServedJudges, ask: AskByName, call_log: CallLog, longest_s: float
+    ) -> None:
+        """longest_s: that a client waits who has no limit of its own."""
+        self._serve = serve
+        self._judges = judges
         self._ask = ask
         self._call_log = call_log
-        self._names = {REWARD, *config.asked.judges, *config.rewards.entries}
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
-        self._admission = Admission(config.serve.max_in_flight)
+        self._admission = Admission(serve.max_in_flight)
         self._judged, self._failed = 0, Counter[str]()
         self._requests, self._seconds = Counter[int](), 0.0
-        self._wires = WireRoutes(config, self.judge, lambda: self.is_degraded, call_log.imputations)
+        held = HeldGroups(serve, judges, self.judge, lambda: self.is_degraded, call_log.imputations)
+        self._wires = WireRoutes(held, call_log.imputations, longest_s)
 
     def app(self) -> web.Application:
-        serve = self._config.serve
         app = web.Application(
-            client_max_size=serve.max_body_mb << 20, middlewares=[make_guard(serve.key), self._answer_errors]
+            client_max_size=self._serve.max_body_mb << 20,
+            middlewares=[make_guard(self._serve.key), self._answer_errors],
         )
         app.router.add_post("/v1/judge", self._judge_row)
         app.router.add_post("/v1/judges/{judge}", self._judge_row)
@@ -68,8 +74,8 @@ class JudgeService:
         one of its judges and compositions. client: who asks. Raises Refused, and ValueError for a row that can't be
         judged.
         """
-        if name not in self._names:
-            raise Refused(404, f"there is no judge {name!r}; known: {', '.join(sorted(self._names))}")
+        if name not in self._judges.names:
+            raise Refused(404, f"there is no judge {name!r}; known: {', '.join(self._judges.names)}")
         found, began_s, question = row.get("responses"), time.monotonic(), digest_question([name, row])
         known = self._call_log.find_answer(question)
         try:
@@ -79,7 +85,7 @@ class JudgeService:
             self._seconds += time.monotonic() - began_s
         self._call_log.record(
             judged, judge=name, client=client, step=row.get("step"), question=question,
-            keep=self._repeats(row, name), from_cache=known is not None, seconds=time.monotonic() - began_s,
+            keep=self._judges.repeats(name, row), from_cache=known is not None, seconds=time.monotonic() - began_s,
         )  # fmt: skip
         for one in judged:
             self._judged += 1
@@ -87,16 +93,10 @@ class JudgeService:
             self._recent.append(bool(one.failed))
         return judged
 
-    def _repeats(self, row: Row, name: str) -> bool:
-        """Whether an equal question would get equal judgements."""
-        asked = self._config.rewards.list_judges(name)
-        judges = (self._config.asked.generative.get(judge) for judge in asked)
-        return row.get("prompt_id") is not None or all(judge is None or judge.temperature == 0 for judge in judges)
-
     @property
     def is_degraded(self) -> bool:
         """Whether of the latest responses more have no verdict than `judge.max_failure_rate` allows."""
-        most = self._config.main_judge.max_failure_rate * len(self._recent)
+        most = self._judges.max_failure_rate * len(self._recent)
         return len(self._recent) >= WINDOW // 4 and sum(self._recent) > most
 
     # -- routes --------------------------------------------------------------------------------------------------------
@@ -126,13 +126,7 @@ class JudgeService:
         return web.Response(body=body, content_type="application/json")
 
     async def _list_judges(self, request: web.Request) -> web.StreamResponse:
-        config = self._config
-        judges = {
-            name: {"kind": judge.kind, "model": judge.model, "scale": [judge.scale.low, judge.scale.high]}
-            for name, judge in config.asked.judges.items()
-        }
-        compositions = {name: {"kind": reward.kind} for name, reward in config.rewards.entries.items()}
-        return web.json_response({"judges": judges, "compositions": compositions})
+        return web.json_response(self._judges.describe())
 
     async def _show_health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(

@@ -5,11 +5,10 @@ from collections.abc import Callable, Coroutine, Iterator
 
 from aiohttp import web
 
-from grmpipe.config.run_config import RunConfig
 from grmpipe.data.rows import CALL, Findings, parse_json
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.serve.access import read_client
-from grmpipe.serve.held_groups import Call, HeldGroups, JudgeRow
+from grmpipe.serve.held_groups import Call, HeldGroups
 from grmpipe.serve.imputations import Imputations
 from grmpipe.serve.wires.table import WIRES
 from grmpipe.serve.wires.wire import Wire
@@ -19,12 +18,11 @@ DAY_S = 86400.0
 
 
 class WireRoutes:
-    def __init__(
-        self, config: RunConfig, judge: JudgeRow, is_degraded: Callable[[], bool], imputations: Imputations
-    ) -> None:
-        self._config = config
+    def __init__(self, held: HeldGroups, imputations: Imputations, longest_s: float) -> None:
+        """longest_s: that a request is held of a client without a timeout of its own."""
+        self._held = held
         self._imputations = imputations
-        self._held = HeldGroups(config, judge, is_degraded, imputations)
+        self._longest_s = longest_s
 
     def add_to(self, app: web.Application) -> None:
         for wire in WIRES.values():
@@ -62,7 +60,7 @@ class WireRoutes:
         size, timeout = (request.query.get(name) for name in SETTINGS)
         if size is not None and not (size.isascii() and size.isdigit() and int(size[:9]) >= 1):
             raise ValueError(f"group_size: expected a whole number from 1 on, got {size!r}")
-        client, known_s = read_client(request), wire.timeout_s or self._config.rollout.group_deadline_s
+        client, known_s = read_client(request), wire.timeout_s or self._longest_s
         return Call(
             judge=request.match_info["judge"],
             client=client,

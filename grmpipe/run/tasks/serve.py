@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, load_verdicts
 from grmpipe.observe.summary import Status, Summary
@@ -15,9 +16,17 @@ from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.score import PreparedScoring, ScoringRun
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.serve.call_log import CallLog
+from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.service import JudgeService
 
 ENDS = "the service ends once what it judges is judged"
+
+
+def find_judges(config: RunConfig) -> ServedJudges:
+    """The judges that a service of this configuration answers by."""
+    return ServedJudges(
+        judges=config.asked.judges, rewards=config.rewards, max_failure_rate=config.main_judge.max_failure_rate
+    )
 
 
 class ServingRun(ScoringRun):
@@ -30,17 +39,20 @@ class ServingRun(ScoringRun):
 
     async def _work(self, running: Running) -> Status:
         self._go_on()
+        serve, longest_s = self._config.serve, self._config.rollout.group_deadline_s
         service = JudgeService(
-            self._config,
+            serve,
+            find_judges(self._config),
             lambda row, name, priority: self._judge_call(running, row, name, priority),
             self._call_log,
+            longest_s,
         )
-        ended, serve = asyncio.Event(), self._config.serve
+        ended = asyncio.Event()
         runner = web.AppRunner(
             service.app(),
             access_log=None,
             handler_cancellation=True,  # of a client that goes away
-            shutdown_timeout=self._config.rollout.group_deadline_s,
+            shutdown_timeout=longest_s,
         )
         with stop_by_signals(ended.set, ENDS):
             await runner.setup()

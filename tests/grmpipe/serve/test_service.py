@@ -11,25 +11,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from aiohttp import BasicAuth, ClientSession, ClientTimeout, web
+import trainer_service
+from aiohttp import BasicAuth, ClientSession, ClientTimeout
 
 import grmpipe
 from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
-from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import read_journal
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.score import parse_responses
-from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.open_calls import OpenCalls
-from grmpipe.serve.service import AskByName, JudgeService
+from grmpipe.serve.service import AskByName
 
 ROOT = Path(__file__).parents[3]
 ROW = {"prompt": "6 x 7?", "responses": ["42", "no"]}
@@ -50,19 +48,8 @@ async def judge_by_length(row: Row, name: str = "reward", priority: int = 0) -> 
     ]
 
 
-@asynccontextmanager
-async def serving(judge: AskByName = judge_by_length, *overrides: str) -> Any:
-    config = grmpipe.compose(overrides=["task=serve", *overrides])
-    folder = TemporaryDirectory()
-    call_log = CallLog(Path(folder.name), "run", Guard(), config.serve.cache_size)
-    runner = web.AppRunner(JudgeService(config, judge, call_log).app(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
-        yield session
-    await runner.cleanup()
-    call_log.close()
-    folder.cleanup()
+def serving(judge: AskByName = judge_by_length, *overrides: str) -> AbstractAsyncContextManager[ClientSession]:
+    return trainer_service.serving(*overrides, judge=judge)
 
 
 async def post(session: ClientSession, row: object, **options: Any) -> tuple[int, Any]:
