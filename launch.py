@@ -1,8 +1,8 @@
-"""`python launch.py ...` in a checkout is the command `grmpipe ...` of an installation: see grmpipe/cli.py."""
+"""`python launch.py ...` in a checkout is the command `grmpipe ...` of an installation: see grmpipe/command.py."""
 
 from __future__ import annotations
 
-from grmpipe.cli import command
+from grmpipe.command import main
 
 if __name__ == "__main__":
-    command()
+    main()

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 
 import grmpipe
@@ -21,6 +20,7 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.cli import compose as compose_run
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import TASKS
+from grmpipe.help import write_help
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.pointwise_adapter import judge_together
@@ -34,7 +34,7 @@ PROMPT = Prompt(prompt_id="p1", messages=(Message(role="user", content="6 x 7?")
 
 
 def test_the_help_names_every_task_and_commands_that_compose() -> None:
-    text = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text(encoding="utf-8"))["hydra"]["help"]["template"]
+    text = write_help()
     assert all(re.search(rf"\b{task}\b", text) for task in TASKS)
     commands = re.findall(r"^ +grmpipe (.*?)(?: {2,}.*)?$", text, re.MULTILINE)
     assert len(commands) == 6

@@ -78,6 +78,8 @@ ORDER = [
     "grmpipe/run_reader.py",
     "grmpipe/launching.py",
     "grmpipe/__init__.py",
+    "grmpipe/help.py",
+    "grmpipe/command.py",
 ]
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
 SCHEDULER_SEES = {

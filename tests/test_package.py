@@ -131,7 +131,7 @@ def built(kind: str, folder: Path) -> Path:
     source = folder / "source"
     if not source.exists():
         source.mkdir()
-        for name in (*PACKAGES, "conf"):
+        for name in (*PACKAGES, "conf", "docs"):
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
