@@ -199,7 +199,13 @@ class ServeConfig(Bounded):
 
 @dataclass(frozen=True)
 class RejudgeConfig:
-    """Judging the stored rollouts of the run in run_dir again."""
+    """Judging the stored rollouts of the run in run_dir again, or those that another trainer has written."""
+
+    # Rollouts of another trainer, a file or a folder (docs/evaluating.md), which become the journals of run_dir; null:
+    # run_dir is that of a run.
+    path: str | None = None
+    # Column of the old reward in the files of rejudge.path; null: as their form has it.
+    reward: str | None = None
 
     name: str = "again"  # Folder of the new verdicts, in <run_dir>/rejudged/. Another judge needs another name.
     sample: float = 1.0  # Share of the groups that are judged again, drawn by seed.

@@ -40,8 +40,10 @@ def list_metrics(result: VerdictComparison) -> Metrics:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def show_comparison(run_dir: Path, result: VerdictComparison, failed: Mapping[str, int], cost: str) -> None:
-    """Print the tables. failed: rollouts without a new verdict, by cause. cost: the new verdicts', in words."""
+def show_comparison(
+    run_dir: Path, result: VerdictComparison, failed: Mapping[str, int], more_notes: Sequence[str]
+) -> None:
+    """Print the tables. failed: rollouts without a new verdict, by cause."""
     (run_dir / FIGURES).unlink(missing_ok=True)  # of a comparison here before
     figures = [(words, estimate_cells(getattr(result.overall, name))) for name, words in FIGURES_SHOWN.items()]
     tables = [table("figure", "the new verdicts next to the run's own", ("mean", "95 %", "groups"), figures)]
@@ -50,7 +52,7 @@ def show_comparison(run_dir: Path, result: VerdictComparison, failed: Mapping[st
         rows = [(str(one.step), step_cells(one)) for one in spread_out(result.steps)]
         title = "by step: reward, by the rule; flips, right order, changed signs in percent; new: of the new judge"
         tables.append(table("step", title, heads, rows))
-    show_figures(run_dir, tables, [*notes_on(result, failed), cost])
+    show_figures(run_dir, tables, [*notes_on(result, failed), *more_notes])
 
 
 def spread_out(steps: Sequence[StepComparison]) -> list[StepComparison]:

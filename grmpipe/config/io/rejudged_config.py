@@ -1,10 +1,12 @@
-"""The configuration of task=rejudge: that of a run, with the judge that is typed."""
+"""The configuration of task=rejudge: that of a run, with the judge that is typed; for rollouts of another trainer, all
+that is typed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grmpipe.config.io.yaml_io import DictConfig, differs, explain_old_key, find_missing_keys, read_yaml_with
+from grmpipe.config.io.yaml_io import DictConfig, build, differs, explain_old_key, find_missing_keys, read_yaml_with
 from grmpipe.config.run_config import ConfigError, RunConfig
 
 # Sections and keys that judge: what is typed of them replaces what the run had.
@@ -22,8 +24,14 @@ def compose_rejudging(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
     typed: keys and groups of the command line.
     """
     if composed.run_dir is None:
-        raise ConfigError("run_dir: task=rejudge judges the rollouts of a run again; type run_dir=<its directory>")
+        raise ConfigError(
+            "run_dir: task=rejudge judges the rollouts of a run again; type run_dir=<its directory>; for rollouts "
+            "of another trainer rejudge.path=<file or folder> run_dir=<a new directory>"
+        )
     run_dir = Path(composed.run_dir)
+    if composed.rejudge.path is not None:
+        config = build(composed)
+        return replace(config, run_dir=str(run_dir / REJUDGED / config.rejudge.name))
     written = config_of_run(run_dir)
     for key in typed:
         check_read(key, composed, written)

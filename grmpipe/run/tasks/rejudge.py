@@ -1,4 +1,5 @@
-"""task=rejudge: judges the stored rollouts of a run again, and compares the new verdicts with the run's own.
+"""task=rejudge: judges the stored rollouts of a run again, and compares the new verdicts with the run's own. Those of
+another trainer (rejudge.path) become the journals of a run first.
 
 rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups of both -> comparison.json, a table
 """
@@ -23,10 +24,11 @@ from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start import Running, start
-from grmpipe.run.prepare import Prepared, check_all_judges
+from grmpipe.run.prepare import Prepared, check_all_judges, check_own_judges
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import check_references, select_reaching
-from grmpipe.run.tasks.prepare_evaluation import find_judges
+from grmpipe.run.tasks.import_rollouts import check_all_references, import_rollouts
+from grmpipe.run.tasks.prepare_evaluation import check_measurable, find_judges
 from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
 from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
@@ -37,11 +39,14 @@ from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRejudging:
-    """A checked judging again, ready to start. source: the directory of the run."""
+    """A checked judging again, ready to start. source: the directory of the run. imported: what is to be said of
+    rollouts of another trainer.
+    """
 
     prepared: Prepared
     stored: StoredGroups
     source: Path
+    imported: tuple[str, ...] = ()
 
     @property
     def config(self) -> RunConfig:
@@ -49,7 +54,7 @@ class PreparedRejudging:
 
     def notes(self) -> list[str]:
         """What the new judge is not."""
-        said = []
+        said = [f"rejudge.path: {line}" for line in self.imported]
         if self.config.judging.by_policy:
             said.append("the policy judges as it was at the start of the run")
         for role in self.config.judging.local_roles:
@@ -65,12 +70,17 @@ class PreparedRejudging:
 def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     """Open the run's rollouts, find the models that judge, and check that they can read them. Raises ConfigError."""
     assert config.run_dir is not None
-    source, config = Path(config.run_dir).parent.parent, config.without_adapters()
+    source, config, imported = Path(config.run_dir).parent.parent, config.without_adapters(), None
     for judge in config.judging.judges.values():
         if judge.kind == "label":
             raise ConfigError(
                 f"{judge.key}.kind: label is for a judge in training; type judge=generative, or another judge of texts"
             )
+        if config.rejudge.path is not None:
+            check_measurable(judge)
+    if config.rejudge.path is not None:
+        with section("rejudge.path: "):
+            imported = import_rollouts(config, source)
     with section("run_dir: "):
         stored = open_stored(source, config.rejudge, config.seed)
     with section(""):
@@ -78,10 +88,17 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
     for judge in config.judging.generative.values():
         check_template(judge, stored.prompts)
     for name, judge in config.judging.judges.items():
-        if judge.kind == "rule":
+        reaching = select_reaching(config.rewards, name, stored.prompts)
+        if judge.kind == "rule" and imported is not None:
+            with section("rejudge.path: "):
+                check_all_references(judge, reaching)
+        elif judge.kind == "rule":
             with section("run_dir: "):
-                check_references(judge, str(stored.run.rollouts), select_reaching(config.rewards, name, stored.prompts))
-    prepared = find_judges(config, stored.prompts)
+                check_references(judge, str(stored.run.rollouts), reaching)
+    prepared = find_judges(config, stored.prompts, reads_policy=imported is None)
+    if imported is not None:  # nothing has tokens
+        check_own_judges(config)
+        return PreparedRejudging(prepared=prepared, stored=stored, source=source, imported=imported)
     check_all_judges(prepared, Data(train=stored.prompts, held_out=()))
     return PreparedRejudging(prepared=prepared, stored=stored, source=source)
 
@@ -167,7 +184,7 @@ class RejudgeRun(Run[PreparedRejudging]):
         result: VerdictComparison = compare(list(read_compared(stored, again, self._config)))
         self._metrics = list_metrics(result)
         write_comparison(self._run_dir, result)
-        show_comparison(self._run_dir, result, failures, self._cost)
+        show_comparison(self._run_dir, result, failures, [*self._prepared.imported, self._cost])
         self._observers.metrics.truncate_after(-1)  # of a comparison here before
         self._observers.trackers.log(0, {f"eval/{name}": value for name, value in self._metrics.items()})
 
