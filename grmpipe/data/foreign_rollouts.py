@@ -27,7 +27,8 @@ RESPONSES = ("response", "completion", "output", *LISTS)
 REWARDS = ("reward", "rewards", "score", "scores")
 GROUPS = ("group_id", "group", "uid")
 STEPS = ("step", "global_step")
-FAILURES = ("failed", "failure", "error")  # columns that say why a row has no reward, if they hold something
+# Columns that say why a row has no reward, if they hold something; judge_failed is that of grmpipe.clients in TRL.
+FAILURES = ("failed", "failure", "error", "judge_failed")
 # Fields of verifiers' TaskData that say nothing of the question.
 TASK_DATA = (
     "system_prompt", "idx", "id", "name", "description", "image", "workdir", "agent_user", "skills", "network_allow",
@@ -179,12 +180,13 @@ def read_trl(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRollout
     for _, where, row in known:
         rewards = {name: to_reward(row.get(name), f"{where}: {name}") for name in functions}
         parts = {name: value for name, value in rewards.items() if value is not None}
-        missing = [name for name in functions if name not in parts]
+        missing = ", ".join(name for name in functions if name not in parts)
+        words = f"{missing}: {NO_REWARD}" + ", which the sum counts as 0" * (len(functions) > 1)
         yield make_rollout(
             {"prompt": row["prompt"]}, row["completion"], where, reading,
             step=row["step"],
             reward=sum(parts.values()) if parts else None,
-            failure=f"{', '.join(missing)}: {NO_REWARD}" if missing else "",
+            failure=(find_failure(row) or words) if missing else "",
             parts=parts,
         )  # fmt: skip
 
@@ -421,7 +423,8 @@ def make_rollout(
     if isinstance(prompt, str):
         found = split_prompt(prompt, f"{where}: {name}", reading, is_stripped=is_stripped)
         if found is not None:
-            prompt = [{"role": one.role, "content": one.content} for one in found.messages]
+            told = [one for one in found.messages if one.content.strip() or one.role != "system"]
+            prompt = [{"role": one.role, "content": one.content} for one in told]
     elif isinstance(prompt, Sequence):
         prompt = [plain_message(one, f"{where}: {name}[{place}]") for place, one in enumerate(prompt)]
     row = {"prompt": prompt, **{key: value for key, value in without(columns, name).items() if value is not None}}
