@@ -94,5 +94,11 @@ def sample(response: str, reward: object, *, status: str = "completed", **more: 
     """A sample of --save-debug-rollout-data (slime 624b824, Sample.to_dict in slime/utils/types.py)."""
     return {
         "group_index": 0, "index": 0, "prompt": CHATML.format(QUESTION) + "<think>\n", "tokens": [1, 2],
-        "response": response, "response_length": 1, "label": "42", "reward": reward, "status": status, "metadata": {}, **more,
+        "response": response, "response_length": 1, "label": "42", "reward": reward, "status": status, "metadata": {},
+        **more,
     }  # fmt: skip
+
+
+def count_words(response: str) -> float:
+    """A reward function that likes words."""
+    return float(len(response.split()))

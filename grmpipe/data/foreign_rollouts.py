@@ -164,9 +164,8 @@ def read_trl(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRollout
     known, functions = list(rows), [reading.reward] if reading.reward is not None else []
     table = hash(json.dumps([without(row, "step") for _, _, row in known]))
     if table in reading.seen:
-        reading.findings.add(
-            "tables are logged again, as TRL does while it trains on the same rollouts, and are left out"
-        )
+        words = "tables are logged again, as TRL does while it trains on the same rollouts, and are left out"
+        reading.findings.add(words, known[0][1])
         return
     reading.seen.add(table)
     if not functions:
@@ -176,7 +175,7 @@ def read_trl(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRollout
         ]
         if len(functions) != 1:
             check_sum(known, functions)
-            reading.findings.add(f"the reward is the sum of {', '.join(functions)}")
+            reading.findings.add(f"tables have the sum of {', '.join(functions)} as reward", known[0][1])
     for _, where, row in known:
         rewards = {name: to_reward(row.get(name), f"{where}: {name}") for name in functions}
         parts = {name: value for name, value in rewards.items() if value is not None}

@@ -66,7 +66,7 @@ def test_tables_of_trl_are_read_in_the_order_of_their_steps_and_repeated_ones_on
 def test_rewards_of_several_functions_of_trl_are_summed_only_if_the_advantages_are_those_of_the_sum(
     tmp_path: Path,
 ) -> None:
-    told = {"judged": [1.0, 0.5, 0.0], "brief": [0.0, NONE, 0.3], "note": ["a", "b", "c"]}
+    told: dict[str, list[object]] = {"judged": [1.0, 0.5, 0.0], "brief": [0.0, NONE, 0.3], "note": ["a", "b", "c"]}
     write_trl(tmp_path / "sum", 1, QUESTION, ["a", "b", "c"], **told, advantage=[1.0, -0.2, -0.8])
     found = read(tmp_path / "sum")
     assert rewards(found) == [1.0, "brief: no reward on file, which the sum counts as 0", 0.3]
@@ -277,7 +277,7 @@ def test_what_trl_itself_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         "strip_images_from_messages": lambda messages: messages,
     }  # fmt: skip
     exec(f"class Trainer(Logs):\n{body}", space)
-    trainer: Any = space["Trainer"]()  # type: ignore[operator]
+    trainer: Any = space["Trainer"]()
     asked, said = (
         [[{"role": "user", "content": QUESTION}]] * 2,
         [[{"role": "assistant", "content": one}] for one in ("42", "41")],
