@@ -5,6 +5,7 @@ grmpipe -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
 grmpipe +experiment=quickstart task=plan                # placement and costs; starts nothing
 grmpipe +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
 grmpipe task=rejudge run_dir=runs/x/latest judge=rule   # the stored rollouts of a run, judged again
+grmpipe task=rejudge rejudge.path=completions run_dir=y # rollouts that another trainer has written
 grmpipe task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
 grmpipe task=view run_dir=runs                          # pages of runs, for a browser on this machine
 grmpipe task=doctor                                     # what is installed and missing, and what to type

@@ -30,7 +30,7 @@ Tasks (task=name):
   evaluate          measure a judge against labels, or a policy on prompts
   score             judge a file of responses
   serve             answer other programs' questions with a judge
-  rejudge           judge the stored rollouts of run_dir again, by another judge
+  rejudge           judge stored rollouts again by another judge: those of run_dir, or of another trainer
   plan, simulate    memory and costs, or the seconds of a step, without a GPU
   report            report.html of a run, also of a crashed one
   view              pages of a run, or of a folder of runs, in a browser on this machine

@@ -52,7 +52,7 @@ def test_a_trainer_s_rewards_are_compared_with_a_rule_by_joined_references(
     assert [found["overall"][f"{who}_accuracy"]["mean"] for who in ("old", "new")] == pytest.approx([1 / 3, 1.0])
     assert [one["agreement"]["sign_changes"]["mean"] for one in found["steps"]] == pytest.approx([2 / 3, 1.0])
     assert "1 old rewards are failures by the file (1 judged)" in said.err
-    assert "joined: 6 rollouts" in said.err
+    assert "6 rollouts have one now, 0 have none there" in said.err
     assert "1 old rewards are failures" in (run_dir / "rejudged" / "again" / "figures.txt").read_text()
     old = [json.loads(line) for line in (run_dir / "judgements.jsonl").read_text().splitlines()]
     assert [line.get("failed", {}).get("detail") for line in old] == [None] * 5 + ["judged: no reward on file"]

@@ -68,8 +68,11 @@ class Counts:
     zeros: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
-    def describe(self, files: int) -> Iterator[str]:
-        yield f"{self.rollouts} rollouts of {files} files"
+    def describe(self, files: int, groups: Counter[int]) -> Iterator[str]:
+        """groups: rollouts by the place of their group."""
+        yield f"{self.rollouts} rollouts in {len(groups)} groups, of {files} file{'s' * (files > 1)}"
+        if alone := sum(size == 1 for size in groups.values()):
+            yield f"{alone} groups have one rollout, so that nothing is compared within them"
         if self.failures:
             causes = ", ".join(f"{count} {cause}" for cause, count in self.failures.most_common(6))
             yield (
@@ -91,7 +94,7 @@ def write_journals(config: RunConfig, folder: Path) -> tuple[str, ...]:
     rollouts, judgements, ends = (Journal(folder / file) for file in JOURNALS)
     prompts: dict[tuple[tuple[Message, ...], str | None], int] = {}
     groups: dict[tuple[int | None, str, int], int] = {}
-    sizes: defaultdict[int, int] = defaultdict(int)
+    sizes: Counter[int] = Counter()
     for found in (one for file in files for one in read_foreign(file, reading)):
         if found.failure and not found.reply:
             counts.left_out += 1
@@ -125,7 +128,7 @@ def write_journals(config: RunConfig, folder: Path) -> tuple[str, ...]:
         journal.close()
     if not counts.rollouts:
         raise ValueError(f"{path}: holds no rollouts with a response")
-    said = [*counts.describe(len(files)), *known.describe()]
+    said = [*counts.describe(len(files), sizes), *known.describe()]
     if other_files:
         said.append(f"{len(other_files)} files of evaluations, or of the same rollouts, are left out: {other_files[0]}")
     return tuple(said)
