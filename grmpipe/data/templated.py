@@ -13,11 +13,20 @@ from grmpipe.models.chat.tool_call_checks import quote_start
 from grmpipe.models.types import Message
 
 # What stands before a conversation, or fills up its left side.
-BEGINNINGS = ("<s>", "<bos>", "<pad>", "<|begin_of_text|>", "<|endoftext|>", "<｜begin▁of▁sentence｜>")
+BEGINNINGS = (
+    "<s>",
+    "<bos>",
+    "<pad>",
+    "<|begin_of_text|>",
+    "<|endoftext|>",
+    "[gMASK]",
+    "<sop>",
+    "<｜begin▁of▁sentence｜>",
+)
 # Tokens that end a response or fill up its right side. `</s>` is HTML too, so it counts only behind Mistral's prompts.
 ENDS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|finetune_right_pad_id|>",
-    "<|eot|>", "<end_of_turn>", "<eos>", "<pad>", "<｜end▁of▁sentence｜>",
+    "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>", "<eos>", "<pad>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 
 
@@ -41,8 +50,8 @@ class TemplateForm:
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 LLAMA_ROLES = ROLES | {"ipython": "tool"}
-# Read from the chat templates of Qwen2.5 and Qwen3, Llama 3.1 and 4, Gemma 2 and 3, Mistral 7B v0.1 to v0.3 and
-# Small 3, DeepSeek-R1.
+# Read from the chat templates of Qwen2.5, Qwen3, LFM2 and Nemotron 3; Llama 3 and 4; Gemma 2 to 4; Mistral 7B v0.1 to
+# v0.3 and Small 3; DeepSeek-V3 and R1; Phi-3 and GLM-4.
 FORMS: Mapping[str, TemplateForm] = {
     "ChatML": TemplateForm(header=re.compile(r"<\|im_start\|>(\w+)\n"), roles=ROLES, ends=("<|im_end|>",)),
     "Llama 3": TemplateForm(
@@ -58,6 +67,11 @@ FORMS: Mapping[str, TemplateForm] = {
         roles={"user": "user", "model": "assistant"},
         ends=("<end_of_turn>",),
     ),
+    "Gemma 4": TemplateForm(
+        header=re.compile(r"<\|turn>(\w+)\n"),
+        roles={"system": "system", "user": "user", "model": "assistant"},
+        ends=("<turn|>",),
+    ),
     "Mistral": TemplateForm(
         header=re.compile(r"\[(SYSTEM_PROMPT|/?INST)\]"),
         roles={"SYSTEM_PROMPT": "system", "INST": "user", "/INST": "assistant"},
@@ -71,7 +85,15 @@ FORMS: Mapping[str, TemplateForm] = {
         needs_end=False,
         leads=True,
     ),
+    "Phi or GLM": TemplateForm(
+        header=re.compile(r"<\|(system|user|assistant|observation)\|>\n?"),
+        roles=ROLES | {"observation": "tool"},
+        ends=("<|end|>",),
+        needs_end=False,
+    ),
 }
+OTHER_MARKER = re.compile(r"<[|｜][^<>\s]{1,40}>")  # what a template of another family begins with
+EMPTY_THOUGHT = re.compile(r"\A<think>\s*</think>\s*")  # what templates write where an answer had no thought
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +112,14 @@ class Conversation:
 
 
 def split_templated(text: str) -> Conversation | None:
-    """The messages of a conversation with its special tokens. None for a text without a known template's markers.
-    Raises ValueError with a quote for one that has them in an order that no template writes.
+    """The messages of a conversation with its special tokens, without empty system messages. None for a text without
+    markers. Raises ValueError with a quote for one that has them in an order that no template writes, or begins with
+    those of another family.
     """
     first = {name: match.start() for name, form in FORMS.items() if (match := form.header.search(text))}
     if not first:
+        if OTHER_MARKER.match(strip_beginnings(text)):
+            raise ValueError(f"{quote(text)} has markers of none of the known templates ({', '.join(FORMS)})")
         return None
     name = min(first, key=first.__getitem__)
     form, lead = FORMS[name], strip_beginnings(text[: first[name]])
@@ -117,7 +142,9 @@ def split_templated(text: str) -> Conversation | None:
             return Conversation(messages=tuple(messages), begun=content, ends=(*ENDS, *form.ends))
         if not is_ended and form.needs_end:
             raise ValueError(f"a message of {name} has no {form.ends[0]}: {quote(content)}")
-        messages.append(Message(role=role, content=whole if form.needs_end else whole.strip()))
+        whole = whole if form.needs_end else whole.strip()
+        if role != "system" or whole.strip():
+            messages.append(Message(role=role, content=EMPTY_THOUGHT.sub("", whole) if role == "assistant" else whole))
     return Conversation(messages=tuple(messages), begun=None, ends=(*ENDS, *form.ends))
 
 

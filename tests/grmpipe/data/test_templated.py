@@ -3,7 +3,14 @@
 The texts are what the templates of the named models write (`tokenizer_config.json` of each on the Hugging Face hub).
 """
 
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from grmpipe.data.templated import remove_end_tokens, split_stripped, split_templated
 from grmpipe.models.types import Message
@@ -19,6 +26,9 @@ PROMPTS = {
     "Llama-4": "<|begin_of_text|><|header_start|>system<|header_end|>\n\nBe brief.<|eot|>"
     "<|header_start|>user<|header_end|>\n\n6 x 7?\n\nSay it.<|eot|><|header_start|>assistant<|header_end|>\n\n",
     "Mistral-Small-3": "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]6 x 7?\n\nSay it.[/INST]",
+    "Gemma-4": "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\n6 x 7?\n\nSay it.<turn|>\n<|turn>model\n",
+    "Phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\n6 x 7?\n\nSay it.<|end|>\n<|assistant|>\n",
+    "GLM-4": "[gMASK]<sop><|system|>\nBe brief.<|user|>\n6 x 7?\n\nSay it.<|assistant|>",
     "DeepSeek-R1": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>6 x 7?\n\nSay it.<｜Assistant｜>",
 }
 BRIEF = (Message(role="system", content="Be brief."), Message(role="user", content="6 x 7?\n\nSay it."))
@@ -30,6 +40,8 @@ TURNS = (
 EPISODES = {
     "Qwen": "<|im_start|>user\n6 x 7?<|im_end|>\n<|im_start|>assistant\n41<|im_end|>\n<|im_start|>user\n"
     "No.<|im_end|>\n<|im_start|>assistant\n",
+    "Nemotron-3": "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n6 x 7?<|im_end|>\n<|im_start|>assistant\n"
+    "<think></think>41<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n",
     "Gemma": "<bos><start_of_turn>user\n6 x 7?<end_of_turn>\n<start_of_turn>model\n41<end_of_turn>\n"
     "<start_of_turn>user\nNo.<end_of_turn>\n<start_of_turn>model\n",
     "Mistral-7B-v0.3": "<s>[INST] 6 x 7?[/INST] 41</s>[INST] No.[/INST]",
@@ -69,6 +81,32 @@ def test_a_begun_thought_is_told_from_the_prompt() -> None:
     assert (found.messages, found.begun) == (BRIEF, "<think>\n")
 
 
+@pytest.mark.long
+def test_every_template_that_trl_ships_is_taken_apart_or_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "trl==1.16.0"]
+    subprocess.run(command, check=True)
+    (wheel,) = (zipfile.ZipFile(path) for path in tmp_path.glob("trl-*.whl"))
+    names = [
+        name for name in wheel.namelist() if name.endswith(".jinja") and not re.search("llava|smolvlm|idefics", name)
+    ]
+    refused = set()
+    for name in names:
+        template = _compile_jinja_template(wheel.read(name).decode())
+        turns = [{"role": one.role, "content": one.content} for one in TURNS]
+        text = template.render(
+            messages=turns, add_generation_prompt=True, bos_token="", eos_token="<｜end▁of▁sentence｜>"
+        )
+        try:
+            found = split_templated(text)
+        except ValueError:
+            refused.add(re.split("[/_.0-9]", name.removeprefix("trl/chat_templates/"))[0])
+            continue
+        assert found is not None, name
+        assert tuple(one for one in found.messages if one.role != "system") == TURNS, name
+        assert found.begun is not None, name
+    assert len(names) > 50 and refused <= {"cohere", "gptoss", "muse"}
+
+
 def test_a_text_without_markers_is_none() -> None:
     assert split_templated("What is 6 x 7?") is None
     assert split_stripped("What is 6 x 7?") is None
@@ -78,6 +116,7 @@ def test_a_text_without_markers_is_none() -> None:
     ("text", "reason"),
     [
         ("Hi <|im_start|>user\nWhat?<|im_end|>\n", "expected ChatML's first marker at the beginning, found 'Hi'"),
+        ("<s><|START|>Hi<|END|>", r"'<s><\|START\|>Hi<\|END\|>' has markers of none of the known templates \(ChatML"),
         ("<|im_start|>judge\nWhat?<|im_end|>\n", "judge.*ChatML has the roles system, user, assistant, tool"),
         ("<|im_start|>user\nWhat?\n<|im_start|>assistant\n", r"a message of ChatML has no <\|im_end\|>: 'What\?'"),
         ("<|im_start|>user\nWhat<|im_end|> now?<|im_end|>\n", r"stands within a message: '<\|im_end\|> now\?"),
