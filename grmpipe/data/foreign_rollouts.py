@@ -74,7 +74,7 @@ class Reading:
     """How files are read, and what was found in them.
 
     reward: the column of the reward; None: as the form has it.
-    find:   the messages that a template makes this text of, without special tokens; None: they aren't known.
+    find:   the messages that a template makes this text of; None: they aren't known.
     seen:   hashes of TRL's tables.
     """
 
@@ -422,8 +422,7 @@ def make_rollout(
     if isinstance(prompt, str):
         found = split_prompt(prompt, f"{where}: {name}", reading, is_stripped=is_stripped)
         if found is not None:
-            told = [one for one in found.messages if one.content.strip() or one.role != "system"]
-            prompt = [{"role": one.role, "content": one.content} for one in told]
+            prompt = [{"role": one.role, "content": one.content} for one in found.messages]
     elif isinstance(prompt, Sequence):
         prompt = [plain_message(one, f"{where}: {name}[{place}]") for place, one in enumerate(prompt)]
     row = {"prompt": prompt, **{key: value for key, value in without(columns, name).items() if value is not None}}

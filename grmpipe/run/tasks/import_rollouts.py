@@ -218,7 +218,9 @@ class KnownPrompts:
             if self._prompts and not is_made(self._config.data.path):
                 policy = self._config.policy
                 renderer = load_renderer(find_files(resolve_model(policy.path), weights=False), policy)
-                self._rendered = {renderer.decode(renderer.render(one.messages)): one for one in self._prompts}
+                for one in self._prompts:
+                    ids = renderer.render(one.messages)
+                    self._rendered |= {renderer.decode(ids): one, renderer.decode_special(ids): one}
         found = self._rendered.get(text)
         return None if found is None else found.messages
 
