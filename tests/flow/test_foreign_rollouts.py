@@ -11,6 +11,11 @@ from foreign_files import NONE, QUESTION, sample, verl_rows, write_lines, write_
 
 from grmpipe.cli import compose
 from grmpipe.config.run_config import ConfigError
+from grmpipe.data.catalogs import resolve_model
+from grmpipe.models.hub import find_files
+from grmpipe.models.settings import ModelConfig
+from grmpipe.models.types import Message
+from grmpipe.roles.find_models import load_renderer
 from grmpipe.run_dir.recorded_run import open_recorded
 from grmpipe.tasks import run_task
 
@@ -127,3 +132,24 @@ def test_a_generative_judge_reads_the_answer_behind_the_thought(tmp_path: Path, 
     assert found["num_compared"] == 2
     again = (tmp_path / "run" / "rejudged" / "again" / "judgements.jsonl").read_text().splitlines()
     assert [json.loads(line)["verdict"]["score"] for line in again] == [2, 2], "the words of the answers"
+
+
+def test_a_prompt_that_the_policy_s_template_explains_is_found_by_its_text(
+    tmp_path: Path, restored_logging: None
+) -> None:
+    said = (("user", "6 x 7?"), ("assistant", "41"), ("user", "No."))
+    turns = [{"role": role, "content": content} for role, content in said]
+    data = write_lines(tmp_path / "prompts.jsonl", [{"prompt": turns, "reference": "42"}])
+    renderer = load_renderer(
+        find_files(resolve_model("tiny://policy"), weights=False), ModelConfig(path="tiny://policy")
+    )
+    ids = renderer.render([Message(**turn) for turn in turns])
+    row = {"output": "42", "gts": None, "score": 1.0, "step": 1}
+    rows = [{"input": renderer.decode(ids), **row}, {"input": renderer.decode_special(ids), **row}]
+    path = write_lines(tmp_path / "1.jsonl", rows)
+    with pytest.raises(ConfigError, match="'user' stands 2 times .* type data.path=<their file> policy=path"):
+        rejudge(tmp_path / "run", f"rejudge.path={path}", "judge=rule")
+    rejudge(tmp_path / "run", f"rejudge.path={path}", "judge=rule", f"data.path={data}")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["group_id"] for line in lines] == ["g000000"] * 2
+    assert [(one["role"], one["content"]) for one in lines[0]["prompt"]["messages"]] == [*said]
