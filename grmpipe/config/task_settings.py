@@ -214,6 +214,10 @@ class RejudgeConfig:
     steps: list[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.path == "" or (self.reward is not None and self.path is None):
+            raise ValueError(
+                "path: give a file or folder of another trainer's rollouts; rejudge.reward is a column there"
+            )
         if not re.fullmatch(r"[\w-][\w.-]*", self.name):
             raise ValueError(f"name: may hold letters, digits, '_', '-' and, not as the first, '.', got {self.name!r}")
         if not 0 < self.sample <= 1:

@@ -20,7 +20,7 @@ from grmpipe.data.templated import ENDS, Conversation, remove_end_tokens, split_
 from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 
-SUFFIXES = (".jsonl", ".parquet", ".json", ".pt")
+SUFFIXES = (".jsonl", ".parquet", ".pt")  # in a folder: a .json beside them is a configuration
 REPLY_ROLES = ("assistant", "user", "tool")
 LISTS = ("responses", "completions")
 RESPONSES = ("response", "completion", "output", *LISTS)
@@ -269,7 +269,7 @@ def read_trace(row: Row, trace: Row, where: str, reading: Reading) -> Iterator[F
     yield make_rollout(
         {
             "prompt": messages[:begin],
-            "reference": reference_of(data.get("answer")),
+            "reference": to_reference(data.get("answer")),
             "source": get_object(row, "env").get("id") or None,
             **without(data, *TASK_DATA, *FIELDS),
         },
@@ -312,7 +312,7 @@ def read_results(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRol
         yield make_rollout(
             {
                 "prompt": row["prompt"],
-                "reference": reference_of(row.get("answer")),
+                "reference": to_reference(row.get("answer")),
                 "source": row.get("task") or None,
                 "info": row.get("info"),
             },
@@ -340,7 +340,7 @@ def read_slime(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRollo
         yield make_rollout(
             {
                 "prompt": row["prompt"],
-                "reference": reference_of(row.get("label")),
+                "reference": to_reference(row.get("label")),
                 "metadata": row.get("metadata") or None,
             },
             row["response"], where, reading,
@@ -534,7 +534,7 @@ def find_failure(row: Row) -> str:
     return "" if name is None else f"{name}: {format_value(row[name])}"[:MAX_FAILURE]
 
 
-def reference_of(value: object) -> object:
+def to_reference(value: object) -> object:
     """The value, if it can be a reference; else None."""
     is_one = isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
     return value if is_one else None

@@ -93,6 +93,8 @@ def test_what_can_not_be_compared_is_said_or_refused(
     assert not (tmp_path / "x").exists()
     with pytest.raises(ConfigError, match="run_dir: task=rejudge .*rejudge.path=<file or folder> run_dir="):
         compose(None, ["task=rejudge", path])
+    with pytest.raises(ConfigError, match="rejudge.path: give a file or folder"):
+        compose(None, ["task=rejudge", f"run_dir={new}", "rejudge.reward=score"])
     own = tmp_path / "own"
     own.mkdir()
     (own / "config.yaml").write_text((new / "config.yaml").read_text().replace(f"path: {completions}", "path: null"))

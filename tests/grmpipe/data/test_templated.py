@@ -162,5 +162,5 @@ def test_end_tokens_and_padding_are_removed_from_a_response_and_nothing_else() -
     assert remove_end_tokens("It was cut of \n") == "It was cut of \n"
     assert remove_end_tokens("<s>41</s>") == "<s>41</s>"
     assert remove_end_tokens("a <|im_end|> b") == "a <|im_end|> b"
-    assert remove_end_tokens("<pad>" * 100_000 + "x") == "<pad>" * 100_000 + "x"
-    assert remove_end_tokens("x" + "<pad>" * 100_000) == "x"
+    assert remove_end_tokens("<pad>" * 10_000 + "x") == "<pad>" * 10_000 + "x"
+    assert remove_end_tokens("x" + "<pad>" * 10_000) == "x"
