@@ -164,6 +164,8 @@ def split_stripped(text: str) -> Conversation | None:
     message makes ambiguous, as a conversation of several turns is.
     """
     text, begun = split_begun(text)
+    if not text.endswith(("assistant\n", "model\n", "assistant\n\n")):  # or each `user` in it would be tried
+        return None
     for form, name in STRIPPED:
         if (match := form.fullmatch(text)) is None:
             continue

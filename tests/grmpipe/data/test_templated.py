@@ -110,6 +110,7 @@ def test_every_template_that_trl_ships_is_taken_apart_or_refused(tmp_path: Path)
 def test_a_text_without_markers_is_none() -> None:
     assert split_templated("What is 6 x 7?") is None
     assert split_stripped("What is 6 x 7?") is None
+    assert split_stripped("user\n" * 100_000) is None
 
 
 @pytest.mark.parametrize(
