@@ -237,12 +237,12 @@ def drop_system(prompt: Prompt) -> tuple[tuple[str, str], ...]:
     return tuple(one for one in identify_prompt(prompt) if one[0] != "system")
 
 
-def check_all_references(judge: JudgeConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError if a rule can't use the references of imported prompts."""
+def check_all_references(judge: JudgeConfig, prompts: Sequence[Prompt], way_out: str) -> None:
+    """Raise ValueError if a rule can't use the references of stored prompts. way_out: what to type if one has none."""
     if lacking := [prompt for prompt in prompts if prompt.reference is None]:
         raise ValueError(
             f"{len(lacking)} of {len(prompts)} prompts have no reference (first: {show_prompt(lacking[0])}), which the "
-            f"rule of {judge.key} needs; type data.path=<prompts with references>"
+            f"rule of {judge.key} needs; type {way_out}"
         )
     for prompt in prompts:
         try:

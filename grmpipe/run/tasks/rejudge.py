@@ -26,7 +26,7 @@ from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.prepare import Prepared, check_all_judges, check_own_judges
 from grmpipe.run.run_context import Run, RunContext
-from grmpipe.run.run_prompts import check_references, select_reaching
+from grmpipe.run.run_prompts import select_reaching
 from grmpipe.run.tasks.import_rollouts import check_all_references, import_rollouts
 from grmpipe.run.tasks.prepare_evaluation import check_measurable, find_judges
 from grmpipe.run.tasks.rejudged_groups import read_compared
@@ -89,12 +89,14 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
         check_template(judge, stored.prompts)
     for name, judge in config.judging.judges.items():
         reaching = select_reaching(config.rewards, name, stored.prompts)
-        if judge.kind == "rule" and imported is not None:
-            with section("rejudge.path: "):
-                check_all_references(judge, reaching)
-        elif judge.kind == "rule":
-            with section("run_dir: "):
-                check_references(judge, str(stored.run.rollouts), reaching)
+        if judge.kind == "rule":
+            where, way_out = (
+                ("run_dir", f"{judge.key}=pointwise, or another judge without references")
+                if imported is None
+                else ("rejudge.path", "data.path=<prompts with references>")
+            )
+            with section(f"{where}: "):
+                check_all_references(judge, reaching, way_out)
     prepared = find_judges(config, stored.prompts, reads_policy=imported is None)
     if imported is not None:  # nothing has tokens
         check_own_judges(config)

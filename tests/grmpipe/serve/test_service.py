@@ -302,6 +302,31 @@ def test_a_service_goes_on_where_it_was_and_answers_what_it_has_judged(tmp_path:
     assert [call["from_cache"] for call in read_calls(tmp_path)] == [False, False, True, True, True, False]
 
 
+def test_what_a_service_judged_is_judged_again_like_a_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def ask(url: str) -> None:
+        async with ClientSession(url) as session:
+            await post(session, ROW)
+
+    with start_service(tmp_path) as (_, url):
+        asyncio.run(ask(url))
+    again = grmpipe.launch(
+        grmpipe.compose(
+            overrides=["task=rejudge", "run_dir=judge", "judge=function", "judge.function=own.strict", "tracking=none"]
+        )
+    )
+    assert again is not None and [one.reward for one in again.judgements] == [0.25, 0.25]
+    with pytest.raises(grmpipe.ConfigError, match=r"run_dir: 1 of 1 prompts have no reference .* type judge=pointwise"):
+        grmpipe.launch(
+            grmpipe.compose(
+                overrides=["task=rejudge", "run_dir=judge", "judge=rule", "rejudge.name=rule", "tracking=none"]
+            )
+        )
+
+
 def read_calls(folder: Path) -> list[dict[str, Any]]:
     return list(read_journal(folder / "judge" / "calls.jsonl"))
 
