@@ -156,18 +156,23 @@ def run_trl(folder: Path, python: str, seed: int, setting: str) -> Run:
 
 def trl(out: Path, python: str, seed: int, setting: str, steps: int) -> float:
     """Run TRL with the prompts in the order of grmpipe's run with this seed."""
+    command = [
+        python, "benchmarks/trl_run.py", str(out), f"--policy={tiny('policy')}", f"--grm={tiny('grm')}",
+        f"--questions={write_questions(out, seed, steps)}", f"--steps={steps}", f"--groups={GROUPS}", f"--seed={seed}",
+        f"--look-every={LOOK_EVERY}", f"--held-out={HELD_OUT}",
+        f"--threads={SETTINGS[setting]}",
+    ]  # fmt: skip
+    return measured_alone(command, os.environ | {"OMP_NUM_THREADS": str(SETTINGS[setting]), "HF_HUB_OFFLINE": "1"})
+
+
+def write_questions(out: Path, seed: int, steps: int) -> Path:
+    """The prompts of grmpipe's run with this seed, one per line, in their order."""
     out.mkdir(parents=True, exist_ok=True)
     stream = PromptStream(load_prompts("tiny://train"), seed=seed)
     drawn = [stream.at(draw).messages[0].content for draw in range(steps * GROUPS)]
     questions = out / "questions.txt"
     questions.write_text("\n".join(drawn) + "\n", encoding="utf-8")
-    command = [
-        python, "benchmarks/trl_run.py", str(out), f"--policy={tiny('policy')}", f"--grm={tiny('grm')}",
-        f"--questions={questions}", f"--steps={steps}", f"--groups={GROUPS}", f"--seed={seed}",
-        f"--look-every={LOOK_EVERY}", f"--held-out={HELD_OUT}",
-        f"--threads={SETTINGS[setting]}",
-    ]  # fmt: skip
-    return measured_alone(command, os.environ | {"OMP_NUM_THREADS": str(SETTINGS[setting]), "HF_HUB_OFFLINE": "1"})
+    return questions
 
 
 def stages_of_trl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """TRL's GRPOTrainer on the tiny task or on SmolLM2's short questions, as a user of TRL would write it; against_trl.py
-starts it. Of grmpipe it takes the problems and the rules alone.
+and served_judge.py start it. Of grmpipe it takes the problems, the rules and, with --judge, the client of a service.
 
 It has its own environment. Install torch first and alone: a range in a later install would take the newest build.
 
@@ -7,8 +7,8 @@ It has its own environment. Install torch first and alone: a range in a later in
     .trl/bin/pip install torch==2.13.0
     .trl/bin/pip install -r benchmarks/trl_requirements.txt
 
-The tiny task's judge is a reward function: one batched `generate` over all completions of a step. SmolLM2's reward is
-the function of `+experiment=smollm2`, and adapters learn.
+The tiny task's judge is a reward function: one batched `generate` over all completions of a step; or that of a service.
+SmolLM2's reward is the function of `+experiment=smollm2`, and adapters learn.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from grmpipe.clients.trl import JudgeReward
 from grmpipe.judge.kinds.rule import contains_reference
 from grmpipe.tiny.problems import is_right, judge_prompt, make_problems, parse_score
 from grmpipe.tiny.short_answers import make_short_questions, right_and_brief
@@ -104,6 +105,28 @@ def make_brief_reward() -> Callable[..., list[float]]:
         return [right_and_brief(text, references[asked]) for text, asked in zip(texts, question, strict=True)]
 
     return brief_reward
+
+
+class KeptJudgeReward(JudgeReward):
+    """Writes down each reward as TRL is given it: a line per completion."""
+
+    def __init__(self, url: str, file: Path) -> None:
+        super().__init__(url, columns=())
+        self._file = file
+
+    async def __call__(self, prompts: list, completions: list, **columns: object) -> list[float | None]:
+        rewards = await super().__call__(prompts, completions, **columns)
+        rows = zip(prompts, completions, rewards, strict=True)
+        lines = [json.dumps([prompt[0]["content"], text[0]["content"], reward]) for prompt, text, reward in rows]
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+        return rewards
+
+
+def choose_reward(args: argparse.Namespace) -> Callable[..., object]:
+    if args.task == "smollm2":
+        return make_brief_reward()
+    return KeptJudgeReward(args.judge, args.out / "rewards.jsonl") if args.judge else make_reward(args.grm)
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
@@ -242,7 +265,7 @@ def train(args: argparse.Namespace) -> tuple[Watch, dict[str, float]]:
     watch = Watch(look, args.look_every)
     trainer = Timed(
         model=model,
-        reward_funcs=make_reward(args.grm) if args.task == "tiny" else make_brief_reward(),
+        reward_funcs=choose_reward(args),
         args=config,
         train_dataset=Dataset.from_list(
             [{"prompt": [{"role": "user", "content": question}], "question": question} for question in questions]
@@ -263,6 +286,7 @@ def main() -> None:
     parser.add_argument("--task", choices=[*TASKS], default="tiny")
     parser.add_argument("--policy", required=True)
     parser.add_argument("--grm", help="the judge of the tiny task")
+    parser.add_argument("--judge", help="the address of a service that judges instead")
     parser.add_argument("--questions", type=Path, required=True, help="one per line, in the order of training")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
