@@ -52,6 +52,7 @@ class JudgeClient:
         self.url = url if parts.path.strip("/") else parts._replace(path=PATH).geturl()
         self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
+        self._is_away = False
         self._tls = httpx.create_ssl_context() if parts.scheme == "https" else False
 
     async def ask(self, prompt: object, responses: Sequence[object], /, **columns: object) -> list[RemoteVerdict]:
@@ -93,6 +94,7 @@ class JudgeClient:
                 wrong = f"{type(error).__name__}: {error}".rstrip(": ")
             else:
                 if answer.is_success:
+                    self._is_away = False
                     return read_json(answer.text)
                 wrong = f"status {answer.status_code}: {read_error(answer.text)}"
                 if answer.status_code < 500 and answer.status_code != 429:
@@ -101,7 +103,9 @@ class JudgeClient:
             wait_s = random.uniform(pause_s / 2, pause_s)
             if time.monotonic() + wait_s >= ends_s:
                 raise NotJudgedError(f"no answer from {self.url} within {self.timeout_s:g} s; the last try: {wrong}")
-            log.info("asking %s again in %.1f s: %s", self.url, wait_s, wrong)
+            if not self._is_away:  # once for all questions that wait
+                self._is_away = True
+                log.warning("no verdict from %s: %s; it is asked again, for %g s", self.url, wrong, self.timeout_s)
             await asyncio.sleep(wait_s)
 
 
