@@ -132,6 +132,7 @@ OF_OURS = re.compile(r"^\s*from ((?:grmpipe|scheduler|models)[\w.]*) import ([\w
 
 def test_code_of_the_pages_imports_what_there_is() -> None:
     shown = [found for page in PAGES for found in OF_OURS.findall(page.read_text(encoding="utf-8"))]
+    shown.remove(("grmpipe.clients.verifiers", "GrmpipeJudge"))  # it needs verifiers: test_judge_client_in_trainers.py
     missing = [
         f"{module}.{name}"
         for module, names in shown

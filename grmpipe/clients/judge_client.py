@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 try:
     import httpx
@@ -37,8 +37,9 @@ class NotJudgedError(Exception):
 class JudgeClient:
     """The client of one judge. It holds no connection, so it may be asked from several threads and event loops.
 
-    url: of the service (http://127.0.0.1:8710), or with the path of one of its judges; key_env: the environment
-    variable that holds the service's key; timeout_s: how long a question may take, with all its retries.
+    url: of the service (http://127.0.0.1:8710), or with the path of one of its judges; a name in it (http://me@host:8710)
+    is the client's, for its fair share. key_env: the environment variable that holds the service's key; timeout_s: how
+    long a question may take, with all its retries.
     """
 
     def __init__(self, url: str, *, key_env: str | None = None, timeout_s: float = 600.0) -> None:
@@ -49,9 +50,11 @@ class JudgeClient:
             raise ValueError(f"timeout_s: must be above 0, got {timeout_s}")
         if key_env is not None and not os.environ.get(key_env):
             raise ValueError(f"key_env: the environment variable {key_env} is empty or isn't set")
-        self.url = url if parts.path.strip("/") else parts._replace(path=PATH).geturl()
+        key = os.environ[key_env] if key_env else unquote(parts.password or "")
+        self._auth = (unquote(parts.username or ""), key) if parts.username or key else None
+        path = parts.path if parts.path.strip("/") else PATH
+        self.url = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=path).geturl()  # errors show it: no key
         self.timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
         self._is_away = False
         self._tls = httpx.create_ssl_context() if parts.scheme == "https" else False
 
@@ -64,9 +67,8 @@ class JudgeClient:
         row = {name: value for name, value in columns.items() if value is not None and name not in RESERVED}
         row |= {"prompt": write_plain(prompt), "responses": [write_plain(one) for one in responses]}
         # A retry finds what it asked for under this name still in work, and pays nothing twice.
-        row["prompt_id"] = "/".join(
-            [*(str(columns[name]) for name in ["prompt_id"] if name in columns), uuid.uuid4().hex]
-        )
+        given = columns.get("prompt_id")
+        row["prompt_id"] = uuid.uuid4().hex if given is None else f"{given}/{uuid.uuid4().hex}"
         answer = await self._post(encode_row(row))
         verdicts = answer.get("verdicts") if isinstance(answer, dict) else None
         if not isinstance(verdicts, list) or len(verdicts) != len(responses):
@@ -89,7 +91,7 @@ class JudgeClient:
             try:
                 # A pool would be shared with loops that have ended, and searched in each request.
                 async with httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=timeout) as client:
-                    answer = await asyncio.wait_for(client.post(self.url, content=body, headers=self._headers), left_s)
+                    answer = await asyncio.wait_for(client.post(self.url, content=body, auth=self._auth), left_s)
             except (httpx.TransportError, TimeoutError) as error:
                 wrong = f"{type(error).__name__}: {error}".rstrip(": ")
             else:

@@ -49,7 +49,11 @@ class JudgeReward:
                         f"columns: the dataset has no {name!r}; its columns: {', '.join(columns) or 'none'}"
                     )
             columns = {name: columns[name] for name in self._columns}
-        rows = [(prompt, {name: columns[name][at] for name in columns}) for at, prompt in enumerate(prompts)]
+        step = getattr(trainer_state, "global_step", None)  # the service writes it down
+        rows = [
+            (prompt, {"step": step} | {name: columns[name][at] for name in columns})
+            for at, prompt in enumerate(prompts)
+        ]
         groups = [list(places) for _, places in itertools.groupby(range(len(rows)), key=rows.__getitem__)]
         judged = await asyncio.gather(
             *(self._ask(*rows[places[0]], [completions[at] for at in places]) for places in groups)

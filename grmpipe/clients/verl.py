@@ -48,7 +48,8 @@ class JudgeRewardManager(RewardManagerBase):  # type: ignore[misc]
             list(columns["raw_prompt"]),
             response,
             **{name: columns[name] for name in COLUMNS if name in columns},
-            **({"prompt_id": columns["uid"]} if "uid" in columns else {}),
+            prompt_id=columns.get("uid"),
+            step=columns.get("global_steps"),
         )
         return {
             "reward_score": verdict["reward"],

@@ -13,6 +13,7 @@ from scripted_judge import scripted_judge
 
 from grmpipe.clients import judge_client
 from grmpipe.clients.judge_client import JudgeClient, NotJudgedError, write_plain
+from grmpipe.serve.access import read_credentials
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,20 +68,26 @@ def test_one_response_without_a_verdict_is_an_error_with_its_cause() -> None:
     asyncio.run(check())
 
 
-def test_key_path_and_arrays_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_name_path_and_arrays_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-0123456789")
 
     async def check() -> None:
         async with scripted_judge() as judge:
-            client = JudgeClient(f"{judge.url}/v1/judges/strict", key_env="JUDGE_KEY")
-            await client.ask(
-                "a", ["b"], level=np.int64(3), steps=np.array([1, 2]), gap=None, responses=7, prompt_id="p1"
-            )
-            assert judge.headers[0]["Authorization"] == "Bearer secret-0123456789"
+            address = judge.url.removeprefix("http://")
+            client = JudgeClient(f"http://me@{address}/v1/judges/strict", key_env="JUDGE_KEY")
+            columns = {"level": np.int64(3), "steps": np.array([1, 2]), "gap": None, "responses": 7, "prompt_id": "p1"}
+            await client.ask("a", ["b"], **columns)
+            assert client.url == f"http://{address}/v1/judges/strict"
+            assert read_credentials(judge.headers[0]) == ("me", "secret-0123456789")
             assert judge.asked[0].pop("prompt_id").startswith("p1/")
             assert judge.asked[0] == {"prompt": "a", "responses": ["b"], "level": 3, "steps": [1, 2]}
             with pytest.raises(ValueError, match=r"picture: can't be sent as JSON .*columns=\['reference'\]"):
                 await client.ask("a", ["b"], picture=object())
+            await JudgeClient(f"http://:p%2Fw@{address}").ask("a", ["b"])
+            assert read_credentials(judge.headers[1]) == ("", "p/w")
+            judge.script.append(401)
+            with pytest.raises(ValueError, match=r"^(?!.*p%2Fw)http://127.*status 401"):
+                await JudgeClient(f"http://:p%2Fw@{address}").ask("a", ["b"])
 
     asyncio.run(check())
 

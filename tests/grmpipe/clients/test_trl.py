@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ class Trainer:
     async def call(self, reward: JudgeReward, prompts: list, completions: list, **columns: list) -> list[float | None]:
         return await reward(
             prompts=prompts, completions=completions, completion_ids=[[1]] * len(prompts), **columns,
-            trainer_state=object(), log_extra=self.log_extra, log_metric=self.log_metric,
+            trainer_state=SimpleNamespace(global_step=7), log_extra=self.log_extra, log_metric=self.log_metric,
         )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def test_siblings_are_judged_together_and_a_failure_is_none() -> None:
             completions = [text("assistant", one) for one in ("x", "no", "xyz", "xy")]
             rewards = await trainer.call(reward, prompts, completions, solution=["1", "1", "2", "1"], level=[None] * 4)
             assert rewards == [1.0, None, 3.0, 2.0]
+            assert {one["step"] for one in judge.asked} == {7}
             asked = sorted((one["prompt"][0]["content"], one["solution"], len(one["responses"])) for one in judge.asked)
             assert asked == [("a", "1", 1), ("a", "1", 2), ("b", "2", 1)]
             assert trainer.metrics == {"judge_failed": 0.25}

@@ -53,7 +53,7 @@ def batch_of(response: str, prompt_length: int = 2, padding: int = 3) -> Batch:
         non_tensor_batch={
             "raw_prompt": np.array([{"role": "user", "content": "6 x 7?"}], dtype=object),
             "uid": "u1", "data_source": "gsm8k", "reward_model": {"ground_truth": "42", "style": "rule"},
-            "extra_info": {"level": np.int64(2)}, "agent_name": "single_turn_agent",
+            "extra_info": {"level": np.int64(2)}, "agent_name": "single_turn_agent", "global_steps": 5,
         },
     )  # fmt: skip
     return Batch([SimpleNamespace(), item])  # of several sequences the last counts
@@ -87,7 +87,7 @@ def test_a_response_is_judged_with_the_prompt_s_messages(verl: ModuleType) -> No
             assert judge.asked == [
                 {
                     "prompt": [{"role": "user", "content": "6 x 7?"}], "responses": ["42"], "data_source": "gsm8k",
-                    "reward_model": {"ground_truth": "42", "style": "rule"}, "extra_info": {"level": 2},
+                    "reward_model": {"ground_truth": "42", "style": "rule"}, "extra_info": {"level": 2}, "step": 5,
                 }
             ]  # fmt: skip
             with pytest.raises(NotJudgedError, match="unparseable"):

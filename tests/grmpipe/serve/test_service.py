@@ -201,22 +201,6 @@ def test_a_judge_that_fails_too_often_is_degraded() -> None:
     asyncio.run(check())
 
 
-def test_the_page_s_reward_function_gives_trl_none_for_a_failure() -> None:
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-
-    async def check() -> None:
-        async with serving() as session:
-            names["JUDGE"] = str(session._base_url).rstrip("/") + "/v1/judge"
-            prompts = [[{"role": "user", "content": "6 x 7?"}], "6 x 7?"]
-            completions = [[{"role": "assistant", "content": "42"}], "no"]
-            assert await asyncio.to_thread(names["judged"], prompts, completions, level=[1, 2]) == [2.0, None]
-
-    asyncio.run(check())
-
-
 def test_an_open_door_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(grmpipe.ConfigError, match=r"serve\.host: .*type serve\.key_env="):
