@@ -90,8 +90,10 @@ class JudgeClient:
             timeout = httpx.Timeout(left_s, connect=min(CONNECT_S, left_s))
             try:
                 # A pool would be shared with loops that have ended, and searched in each request.
-                async with httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=timeout) as client:
-                    answer = await asyncio.wait_for(client.post(self.url, content=body, auth=self._auth), left_s)
+                async with httpx.AsyncClient(
+                    auth=self._auth, verify=self._tls, trust_env=False, timeout=timeout
+                ) as client:
+                    answer = await asyncio.wait_for(client.post(self.url, content=body), left_s)
             except (httpx.TransportError, TimeoutError) as error:
                 wrong = f"{type(error).__name__}: {error}".rstrip(": ")
             else:

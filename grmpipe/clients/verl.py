@@ -5,7 +5,6 @@ The interface was read in verl 0.9.1: verl/experimental/reward_loop/reward_manag
 `_compute_score` in verl/experimental/agent_loop/agent_loop.py, which calls it for one response at a time.
 """
 
-import asyncio
 from typing import Any
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
@@ -43,7 +42,7 @@ class JudgeRewardManager(RewardManagerBase):  # type: ignore[misc]
         item = data[-1:][0]  # of several sequences the last is judged, as in verl's own managers
         columns, tokens_T = item.non_tensor_batch, item.batch["responses"]  # T: padded tokens of the response
         length = int(item.batch["attention_mask"][-tokens_T.shape[-1] :].sum())
-        response = await asyncio.to_thread(self.tokenizer.decode, tokens_T[:length], skip_special_tokens=True)
+        response = self.tokenizer.decode(tokens_T[:length], skip_special_tokens=True)
         verdict = await self._client.ask_one(
             list(columns["raw_prompt"]),
             response,

@@ -32,8 +32,8 @@ PACKAGES = {
     "verl": (ALONE, "verl==0.9.1", "cloudpickle==3.1.3", "codetiming==1.4.0", "orjson==3.13.0", "pyvers==0.2.3",
              "tensordict==0.15.3"),
     "areal": (ALONE, "areal==1.0.4", "aiofiles==25.1.0", "blinker==1.9.0", "colorlog==6.12.0", "einops==0.8.2",
-              "flask==3.1.3", "itsdangerous==2.2.0", "lark==1.3.1", "llvmlite==0.50.0", "numba==0.68.1", "orjson==3.13.0",
-              "tenacity==9.2.1", "torchdata==0.11.0", "uvloop==0.23.0"),
+              "flask==3.1.3", "itsdangerous==2.2.0", "lark==1.3.1", "llvmlite==0.50.0", "numba==0.68.1",
+              "orjson==3.13.0", "tenacity==9.2.1", "torchdata==0.11.0", "uvloop==0.23.0"),
 }  # fmt: skip
 # What a failed judgement becomes there.
 FAILED = {"trl": None, "verifiers": "TaskError", "verl": "NotJudgedError", "areal": "NotJudgedError"}
