@@ -278,7 +278,7 @@ class StartedJudge(RunWatcher):
         columns:   reference, rubric, source, info, prompt_id, and what a reward function takes. Under the same
                    prompt_id the same question gets the same judgement, where the engine repeats its draws.
 
-        Raises ValueError for what can't be judged, RunFailed once the judge has ended.
+        Raises ValueError for what can't be judged, or doesn't fit into the budget; RunFailed once the judge has ended.
         """
         return await asyncio.wrap_future(self._ask(prompt, responses, columns))
 

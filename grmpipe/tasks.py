@@ -67,7 +67,8 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         raise ConfigError("score.path: is null, so that there is nothing to judge; type score.path=<file of responses>")
     if config.task in SHOWN:
         return SHOWN[config.task](config)
-    if config.task in ("evaluate", "score"):  # they leave nothing to resume
+    # They leave nothing to resume but, within a budget, answers that are paid.
+    if config.task in ("evaluate", "score") and not config.budget.bounds:
         config = replace(config, resume="never")
     if config.task in ("score", "serve"):  # they have no steps; to import W&B takes longer than to start such a judge
         config = replace(config, tracking=replace(config.tracking, trackers=[]))

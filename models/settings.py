@@ -110,6 +110,35 @@ class LoraConfig(Bounded):
 
 
 @dataclass(frozen=True)
+class PriceConfig(Bounded):
+    """The price of a model behind an endpoint; without one no cost is shown."""
+
+    input: float | None = at_least(0, None)  # [USD/1M tokens] Price of a prompt's tokens; null: unknown.
+    # [USD/1M tokens] Price of prompt tokens that the endpoint reports as cached; null: that of the others.
+    cached: float | None = at_least(0, None)
+    # [USD/1M tokens] Price of sampled tokens, thoughts included; null: unknown.
+    output: float | None = at_least(0, None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, other in (("input", "output"), ("output", "input")):
+            if getattr(self, name) is None and (getattr(self, other), self.cached) != (None, None):
+                raise ValueError(f"{name}: missing; a price needs input and output, in USD per million tokens")
+
+    @property
+    def is_known(self) -> bool:
+        return self.input is not None
+
+    def cost_usd(self, prompt_tokens: float, cached_tokens: float, sampled_tokens: float) -> float:
+        """The cost of requests; 0 where the price is unknown. cached_tokens: of the prompt tokens."""
+        if self.input is None or self.output is None:
+            return 0.0
+        cached = self.input if self.cached is None else self.cached
+        fresh = prompt_tokens - cached_tokens
+        return (self.input * fresh + cached * cached_tokens + self.output * sampled_tokens) / 1e6
+
+
+@dataclass(frozen=True)
 class ModelConfig(Bounded):
     """The model of a role."""
 
@@ -131,6 +160,7 @@ class ModelConfig(Bounded):
     thinking_markers: list[str] | None = None
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    price: PriceConfig = field(default_factory=PriceConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

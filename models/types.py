@@ -424,6 +424,13 @@ class EngineDenied(ValueError):
         self.has_served = has_served
 
 
+class BudgetSpent(EngineDenied):
+    """What a request may cost doesn't fit into the budget of the run any more. Nothing was sent."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words, has_served=True)
+
+
 class EngineDied(Exception):
     """The engine died with requests in flight: retry elsewhere."""
 
@@ -545,8 +552,17 @@ class Usage:
 class RequestLog(Protocol):
     """Counts the requests to one model."""
 
-    def begin_request(self, *, retry: bool) -> int:
-        """Note a request before it is sent; returns its number. retry: an earlier answer couldn't be used."""
+    async def until_affordable(self, most: Usage) -> None:
+        """Return when a request fits into the budget. Raises BudgetSpent if it doesn't, with no request in flight.
+
+        most: what it can use at most.
+        """
+        ...
+
+    def begin_request(self, *, retry: bool, most: Usage | None = None) -> int:
+        """Note a request before it is sent; returns its number. retry: an earlier answer couldn't be used. most: of a
+        request to an endpoint, what it can use at most; nothing may be awaited since `until_affordable`.
+        """
         ...
 
     def end_request(self, number: int, usage: Usage) -> None:
@@ -556,6 +572,20 @@ class RequestLog(Protocol):
     def unsent(self, number: int) -> None:
         """Withdraw a request that never left: there was no connection."""
         ...
+
+    def close_request(self, number: int) -> None:
+        """Note that a request to an endpoint is in flight no more, however it ended."""
+        ...
+
+
+class AnswerStore(Protocol):
+    """The answers of endpoints that are kept for a resume, by their Idempotency-Key: no question is paid twice."""
+
+    def take(self, key: str) -> bytes | None:
+        """The answer that an earlier process got, once. None: there is none."""
+        ...
+
+    def keep(self, key: str, answer: str) -> None: ...
 
 
 class Scorer(Protocol):

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from grmpipe.models.types import EngineDenied
+
 T = TypeVar("T")
 U = TypeVar("U")
 MAIN = "the main loop"  # its failures need no note: the caller knows what it runs
@@ -99,5 +101,6 @@ def _note(error: Exception, name: str) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """The error in words: a ValueError's message is for users; other errors also need the name of their type."""
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    """The error in words: some messages are for users; other errors also need the name of their type."""
+    for_users = type(error) is ValueError or isinstance(error, EngineDenied)
+    return str(error) if for_users else f"{type(error).__name__}: {error}"

@@ -54,6 +54,7 @@ WAITS = {
     "grmpipe/launching.py::StartedRun.steps": "the end of the run puts None",
     "grmpipe/launching.py::StartedRun._until_open": "the run opens its directory, or ends",
     "grmpipe/launching.py::StartedRun.stop": "the run ends, as it was asked to",
+    "grmpipe/observe/budget_gate.py::BudgetGate.until_affordable": "requests in flight end by ANSWER_TIMEOUT_S",
     "grmpipe/run/build/start_envs.py::start_hosts": DISK,
     "grmpipe/run/features/cotrain/cotraining.py::CoTraining.run_alongside.judge_for_the_policy": "its flow",
     "grmpipe/run/features/cotrain/pacing.py::StepPacer._until_moved": "either learner's next step, or its end",

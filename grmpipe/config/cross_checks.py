@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from grmpipe.algorithm.distill import BETTER_ANSWER, CRITIQUE
+from grmpipe.config.budget import check_budget
 from grmpipe.config.critic import check_critic
 from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.env import EnvConfig
@@ -40,6 +41,7 @@ def check_across(config: RunConfig) -> None:
     """All checks, once the defaults are filled in."""
     check_reward(config)
     check_run(config)
+    check_budget(config.budget, config.outside_models)
     check_algorithm(config)
     check_policy_engine(config.policy, config.find_engine_kind(POLICY))
     check_places(config)

@@ -12,7 +12,7 @@ from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_judges import Judging
 from grmpipe.config.run_sections import RunKeys, SharedSections
 from grmpipe.models.engines.engine_kind import AnyEngine
-from grmpipe.models.settings import LoraConfig, ParallelConfig
+from grmpipe.models.settings import LoraConfig, ParallelConfig, PriceConfig
 
 
 class ConfigError(ValueError):
@@ -127,6 +127,17 @@ class RunConfig(SharedSections, RunKeys):
         if self.task == "rejudge":
             return {}
         return {role: model.train for role, model in self.models.items() if model.train.enabled}
+
+    @property
+    def prices(self) -> dict[str, PriceConfig]:
+        """The prices of the models behind endpoints that the run asks, by role."""
+        return {role: model.price for role, model in self.outside_models.items()}
+
+    @property
+    def outside_models(self) -> dict[str, ModelEntry]:
+        """The models behind endpoints that the run asks, by role."""
+        roles = self.asked.asked_roles
+        return {role: self.models[role] for role in roles if self.find_engine_kind(role).outside}
 
     def find_engine_kind(self, role: str) -> type[AnyEngine]:
         return self.judging.find_engine_kind(role)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
+from grmpipe.config.budget import BudgetConfig
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.env import EnvConfig
@@ -116,6 +117,7 @@ class SharedSections:
     slots: SlotsConfig = field(default_factory=SlotsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     journals: JournalsConfig = field(default_factory=JournalsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)

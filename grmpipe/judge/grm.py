@@ -228,6 +228,7 @@ class RemoteGrm(MeteredGrm):
     context_tokens: 0 lets the endpoint refuse what doesn't fit; otherwise prompts are measured by their bytes.
     markup: what is broken in texts of the policy, because the endpoint's tokenizer could read it as its own.
     thinking_markers: around thoughts that the endpoint doesn't separate from the answer.
+    clock:  times its answers; stands still while a budget holds requests back.
     """
 
     def __init__(
@@ -238,9 +239,11 @@ class RemoteGrm(MeteredGrm):
         events: EventSink,
         markup: Markup,
         thinking_markers: Sequence[str] | None = None,
+        clock: ActiveClock | None = None,
     ) -> None:
         super().__init__(name, context_tokens)
         self.thinking = remote_markers(thinking_markers)
+        self._clock = clock
         self._engine = engine
         self._events = events
         self._markup = markup
@@ -258,7 +261,7 @@ class RemoteGrm(MeteredGrm):
         return GrmPrompt(messages=tuple(messages), token_ids=(), num_tokens=num_tokens)
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
-        return asyncio.timeout(seconds)
+        return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         clock = asyncio.get_running_loop().time

@@ -65,6 +65,11 @@ LINE = (
     Gauge("stall/groups_s", "learner waits", 1, 6, "s"),
     Gauge("stall/engines_idle_s", "engines wait", 1, 6, "s"),
     Gauge("sync/push_s", "sync", 2, 6, "s"),
+    Gauge("budget/requests", "asked outside", 0, 6),  # by the whole run
+    Gauge("budget/cost_usd", "cost", 4, 8, " USD"),
+    Gauge("budget/left_requests", "left", 0, 6, " requests"),
+    Gauge("budget/left_tokens", "left", 0, 9, " tokens"),
+    Gauge("budget/left_cost_usd", "left", 4, 8, " USD"),
 )
 OF_JUDGE = (Gauge("score_mean", "score", 1, 4), Gauge("tokens_per_s", "tok/s", 0, 5))
 OF_CASCADE = (Gauge("escalated_share", "escalated", 2, 4), Gauge("audit_error", "audit error", 2, 4))

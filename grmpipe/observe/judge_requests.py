@@ -1,7 +1,8 @@
 """judge_requests.jsonl: every request to a model that judges, noted before it is sent, and its tokens once answered.
 
-{"n":17,"model":"grm","purpose":"held_out","retry":true}
-{"n":17,"prompt":812,"cached":640,"sampled":233}          or {"n":17,"unsent":true}
+{"n":17,"model":"grm","purpose":"held_out","retry":true,"most":[3248,512]}    most: to an endpoint, [prompt, sampled]
+{"n":17,"prompt":812,"cached":640,"sampled":233}                              or {"n":17,"unsent":true}
+{"stopped_at":{"max_tokens":100000}}                                          the bound of a budget that ended the run
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,16 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
 
 JUDGE_REQUESTS = "judge_requests.jsonl"
-TYPES = {"n": int, "model": str, "purpose": str, "prompt": int, "cached": int, "sampled": int}  # the fields of a line
+TYPES = {
+    "n": int,
+    "model": str,
+    "purpose": str,
+    "prompt": int,
+    "cached": int,
+    "sampled": int,
+    "most": list,
+    "stopped_at": dict,
+}  # the fields of a line
 
 
 @dataclass(slots=True)
@@ -41,28 +51,38 @@ ByPurpose = dict[str, RequestCounts]
 class RequestTotals:
     """Totals of requests, from lines in their order.
 
-    counts: model -> purpose -> its counts. last: the highest number of a request.
+    counts: model -> purpose -> its counts. last: the highest number of a request. stopped_at: the bounds of a budget
+    that ended the run, by key. most: model behind an endpoint -> the most that its unknown requests can have used.
     """
 
     counts: dict[str, ByPurpose] = field(default_factory=dict)
     last: int = 0
-    _open: dict[int, tuple[RequestCounts, bool]] = field(default_factory=dict)  # number -> its counts, is it a retry
+    stopped_at: dict[str, float] = field(default_factory=dict)
+    most: dict[str, Usage] = field(default_factory=dict)
+    _open: dict[int, tuple[str, RequestCounts, bool, Usage]] = field(default_factory=dict)  # the unknown, by number
 
     def of(self, model: str, purpose: str) -> RequestCounts:
         own = self.counts.setdefault(model, {})
         return own[purpose] if purpose in own else own.setdefault(purpose, RequestCounts())
 
     def count(self, record: Mapping[str, Any]) -> None:
+        if "stopped_at" in record:
+            self.stopped_at |= record["stopped_at"]
+            return
         number = record["n"]
         if "model" in record:
-            counts, retry = self.of(record["model"], record["purpose"]), "retry" in record
-            self._open[number], self.last = (counts, retry), number
+            model, retry = record["model"], "retry" in record
+            prompt, sampled = record.get("most", (0, 0))
+            counts, most = self.of(model, record["purpose"]), Usage(prompt=prompt, sampled=sampled)
+            self._open[number], self.last = (model, counts, retry, most), number
             counts.requests += 1
             counts.retries += retry
             counts.unknown += 1
+            self._reserve(model, most, 1)
             return
-        counts, retry = self._open.pop(number)
+        model, counts, retry, most = self._open.pop(number)
         counts.unknown -= 1
+        self._reserve(model, most, -1)
         if "unsent" in record:
             counts.requests -= 1
             counts.retries -= retry
@@ -70,6 +90,12 @@ class RequestTotals:
         counts.prompt_tokens += record["prompt"]
         counts.cached_tokens += record["cached"]
         counts.sampled_tokens += record["sampled"]
+
+    def _reserve(self, model: str, most: Usage, sign: int) -> None:
+        """Add what a request can use to that of the unknown ones, or with sign -1 take it away."""
+        if most != Usage():
+            old = self.most.get(model, Usage())
+            self.most[model] = Usage(prompt=old.prompt + sign * most.prompt, sampled=old.sampled + sign * most.sampled)
 
     @property
     def by_model(self) -> dict[str, ByPurpose]:
@@ -139,10 +165,15 @@ class ModelRequests:
         self._journal = journal
         self._model = model
 
-    def begin_request(self, *, retry: bool) -> int:
+    async def until_affordable(self, most: Usage) -> None:
+        return None
+
+    def begin_request(self, *, retry: bool, most: Usage | None = None) -> int:
         number = self._journal.totals.last + 1
-        record = {"n": number, "model": self._model, "purpose": current_purpose()}
-        self._journal.note(record | {"retry": True} if retry else record)
+        record: dict[str, object] = {"n": number, "model": self._model, "purpose": current_purpose()}
+        record |= {"retry": True} if retry else {}
+        record |= {"most": [most.prompt, most.sampled]} if most is not None else {}
+        self._journal.note(record)
         return number
 
     def end_request(self, number: int, usage: Usage) -> None:
@@ -152,12 +183,15 @@ class ModelRequests:
     def unsent(self, number: int) -> None:
         self._journal.note({"n": number, "unsent": True})
 
+    def close_request(self, number: int) -> None:
+        return None
+
 
 def read_totals(run_dir: Path) -> RequestTotals:
     """The totals of a run's file. Of another writer's, or a damaged one, what can be read counts."""
     totals = RequestTotals()
     for record in read_what_can_be(run_dir / JUDGE_REQUESTS):
         if all(type(record[name]) is kind for name, kind in TYPES.items() if name in record):
-            with suppress(KeyError, TypeError):
+            with suppress(KeyError, TypeError, ValueError):
                 totals.count(record)
     return totals

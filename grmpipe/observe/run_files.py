@@ -38,6 +38,7 @@ from grmpipe.observe.journal import UNREADABLE, read_what_can_be
 from grmpipe.observe.judge_requests import read_totals
 from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
 from grmpipe.observe.records import TEXT
+from grmpipe.observe.spending import describe_spending
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
 from grmpipe.types import Failed, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
@@ -112,6 +113,7 @@ class RunFiles:
     busy_s: Metrics
     judge: JudgeKind
     judging: JudgingSummary
+    spent: str  # at endpoints, in words
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
     figures: str  # for task=evaluate
     shown: Sequence[ShownRollout]
@@ -155,6 +157,7 @@ def read_run(run_dir: Path) -> RunFiles:
             if "judging" in summary
             else with_requests(summarise_judging(metrics), read_totals(run_dir))
         ),
+        spent=describe_spent(summary, metrics),
         groups=count_groups(summary, metrics),
         figures=to_text(read_bytes(run_dir / FIGURES)),
         shown=pick_rollouts(run_dir) or pick_answers(run_dir),
@@ -163,6 +166,15 @@ def read_run(run_dir: Path) -> RunFiles:
         log_end=mask(to_text(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
     )
+
+
+def describe_spent(summary: Record, metrics: Sequence[Metrics]) -> str:
+    """What endpoints were asked and cost, in words; of a run without a summary by its last step. Empty without a price
+    or a budget.
+    """
+    last = next((line for line in reversed(metrics) if "budget/requests" in line), {})
+    by_steps = {name.removeprefix("budget/"): value for name, value in last.items() if name.startswith("budget/")}
+    return describe_spending(find_numbers(part(part(summary, "judging"), "spending")) or by_steps)
 
 
 def find_title(run_dir: Path, config: str) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from grmpipe.observe.judge_requests import RequestCounts, RequestTotals
 from grmpipe.observe.plain_json import plain
+from grmpipe.observe.spending import SpendingSummary
 from grmpipe.types import Metrics
 
 Status = Literal["completed", "failed", "interrupted"]
@@ -79,10 +80,13 @@ class JudgingSummary(JudgementTotals):
     # voided work and killed processes too: what an endpoint bills.
     requests: Mapping[str, RequestCounts] = field(default_factory=dict)
     requests_by_model: Mapping[str, Mapping[str, RequestCounts]] = field(default_factory=dict)
+    spending: SpendingSummary | None = None  # without a price or a budget
 
 
-def with_requests(judging: JudgingSummary, totals: RequestTotals) -> JudgingSummary:
-    return replace(judging, requests=totals.by_purpose, requests_by_model=totals.by_model)
+def with_requests(
+    judging: JudgingSummary, totals: RequestTotals, spending: SpendingSummary | None = None
+) -> JudgingSummary:
+    return replace(judging, requests=totals.by_purpose, requests_by_model=totals.by_model, spending=spending)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,12 +92,15 @@ class Consumer:
         playing: BusyMeter,
         after_step: Callable[[StepReport], Awaitable[None]],
         on_skipped: OnSkipped = ignore_skipped,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """clock: of group deadlines. playing: runs while any rollout is in flight. on_skipped: called with a batch that
-        is dropped because its numbers aren't finite.
+        is dropped because its numbers aren't finite. is_paused: whether judging has paused for the rest of the process,
+        which is an interrupt.
         """
         self.after_step = after_step
         self._on_skipped = on_skipped
+        self._is_paused = is_paused
         self._trainer = components.trainer
         self._learner = TimedLearner(components, buffer, stalls, clock)
         self._config = config
@@ -173,7 +176,7 @@ class Consumer:
             await self._learner.learn(self._trainer.take(group))
 
     def _ready_group(self) -> JudgedGroup | None:
-        if self._interrupted:
+        if self._interrupted or self._is_paused():
             raise Interrupted
         group = self._buffer.take()
         if group is None and self._buffer.is_over:
@@ -186,7 +189,7 @@ class Consumer:
         """
         if self._config.deterministic:
             with self._stalls.track_wait(len(self._buffer.untaken)):
-                await self._until(lambda: self._buffer.is_done_with(*OPEN))
+                await self._until(lambda: self._buffer.is_done_with(*OPEN) or self._is_paused())
 
     async def _until(self, found: Callable[[], T | None]) -> T:
         """Wait until `found` finds something, at each news of a group, and return it. Logs every `report_wait_s` what

@@ -94,13 +94,26 @@ class Pipeline:
             push = components.push_weights  # it also pushes to the judge: no group is judged by two versions
             components = replace(components, push_weights=lambda version: self.change_judge(1, lambda: push(version)))
         self._consumer = Consumer(
-            components, config, self._buffer, self._stalls, self.clock, playing, self._stepped, on_skipped
+            components,
+            config,
+            self._buffer,
+            self._stalls,
+            self.clock,
+            playing,
+            self._stepped,
+            on_skipped,
+            is_paused=lambda: bool(self.why_paused),
         )
 
     @property
     def version(self) -> int:
         """Completed optimizer steps of this flow."""
         return self._buffer.version
+
+    @property
+    def why_paused(self) -> str:
+        """Why judging paused for the rest of this process, at the bound of a budget; empty: it didn't."""
+        return self._producer.why_paused
 
     @property
     def ledger(self) -> Ledger:
@@ -159,7 +172,9 @@ class Pipeline:
         self._consumer.interrupt()
 
     async def run(self) -> None:
-        """Run until all steps are done or the prompts are over. The first crash of any stage is raised as it is."""
+        """Run until all steps are done or the prompts are over. Raises Interrupted; the first crash of any stage is
+        raised as it is.
+        """
         try:
             await run_until(
                 self._consumer.run(),

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from operator import attrgetter
 
 from grmpipe.data.stream import EndOfData
@@ -12,7 +13,7 @@ from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed
 from grmpipe.judge.verdict import only_finite
 from grmpipe.models.seeds import derive_seed, first_name
-from grmpipe.models.types import EngineRefused
+from grmpipe.models.types import BudgetSpent, EngineRefused
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
@@ -85,6 +86,8 @@ class Producer:
     ) -> None:
         """engines: meter that runs while rollouts or judgements are in flight. clock: the clock of group deadlines."""
         self.judge_version = judge_version
+        self.why_paused = ""  # why judging paused for the rest of this process; empty: it didn't
+        self._paused = ExitStack()
         self.judging_gate = PauseGate(clock)  # while it is held, no judge task begins
         width = config.rollout_concurrency
         self.playing: Stage[tuple[Group, int]] = Stage(
@@ -258,6 +261,9 @@ class Producer:
         self._num_judging += 1
         try:
             reports = await session.judge(judge_task, self._rank(group, judge_task))
+        except BudgetSpent as error:  # no failure of the judge: the group waits for a resume
+            self._pause_judging(str(error))
+            return
         finally:
             self._num_judging -= 1
         for sibling, found in reports.items():
@@ -270,6 +276,15 @@ class Producer:
                 if not group.is_open:
                     self._ended(group)
                 self._components.judge_guard.verdict(report)
+
+    def _pause_judging(self, why: str) -> None:
+        """No judge task begins in this process any more, and the deadlines of groups stand still. Tasks in progress go
+        on: each ends, or comes here too.
+        """
+        if not self.why_paused:
+            self.why_paused = why
+            self._paused.enter_context(self.judging_gate.hold())
+            self._buffer.news.set()
 
     def _rank(self, group: Group, judge_task: JudgeTask) -> int:
         """The rank of a judge task; the lowest is served first. Groups that are due in an earlier batch come first,

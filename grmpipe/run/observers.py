@@ -15,6 +15,7 @@ from grmpipe.config.keys.entry_names import GRM
 from grmpipe.config.keys.secrets import environment_secrets, mask, redact, without_secrets
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers, JsonlSink
+from grmpipe.observe.budget_gate import PAID_ANSWERS, BudgetGate, PaidAnswers
 from grmpipe.observe.console import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, ConsoleSink, describe_run_signal
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.guard import Guard
@@ -25,6 +26,7 @@ from grmpipe.observe.progress import Progress
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.run_files import find_numbers
+from grmpipe.observe.spending import Spending, describe_spending
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run_dir.begun_rollouts import BegunRollouts
 from grmpipe.run_dir.identity import read_run_id
@@ -55,6 +57,7 @@ FILES = {
     "trained.jsonl": "reward, advantage, truth and times of each trained rollout",
     "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
     JUDGE_REQUESTS: "every request to a model that judges, with its tokens",
+    PAID_ANSWERS: "what endpoints answered, for a resume within the budget",
     "canaries.jsonl": "fixed responses that show whether the judge drifts",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "changes.jsonl": "keys that a resume changed",
@@ -113,6 +116,7 @@ class Observers:
     begun: BegunRollouts
     evaluations: EvalRecorder
     requests: RequestJournal
+    budget: BudgetGate
     timeline: Timeline
     console: ConsoleSink | None
     progress: Progress
@@ -131,6 +135,9 @@ class Observers:
         run_id, compact, guard = read_run_id(run_dir), config.journals.compact, Guard()
         metrics = JsonlSink(run_dir / METRICS, run_id)
         shown_steps: dict[str, Tracker] = {"console": console} if console and gauges else {}
+        requests = RequestJournal(run_dir, run_id, guard)
+        spending = Spending(config.prices, config.budget, requests.totals)
+        is_service = config.task == "serve" or (config.task == "score" and config.score.path is None)
         trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | shown_steps)
         setup_logging(run_dir, console.console if console else None, libraries)  # again: libraries add own handlers
         return Observers(
@@ -140,7 +147,13 @@ class Observers:
             recorder=Recorder(run_dir, run_id, compact=compact, guard=guard),
             begun=BegunRollouts(run_dir, run_id, compact=compact, guard=guard),
             evaluations=EvalRecorder(run_dir, run_id, compact=compact, guard=guard),
-            requests=RequestJournal(run_dir, run_id, guard),
+            requests=requests,
+            budget=BudgetGate(
+                spending,
+                requests,
+                PaidAnswers(run_dir, run_id, guard, is_kept=spending.is_bounded and not is_service),
+                is_service=is_service,
+            ),
             timeline=Timeline(run_dir / "timeline.json", run_id),
             console=console,
             progress=Progress(console.console if console else None),
@@ -184,7 +197,8 @@ class Observers:
         signal = describe_run_signal(list(decode_what_can_be(run_dir / "metrics.jsonl", find_numbers)))
         if signal is not None:
             log.info("%s", signal)
-        for text in (requests := self.requests.totals.texts):
+        spent = describe_spending(self.budget.spending.figures)
+        for text in (requests := [*self.requests.totals.texts, *filter(None, [spent])]):
             log.info("requests to %s", text)
         if self.console:
             self.console.print_samples(rows)
@@ -207,4 +221,5 @@ class Observers:
         self.recorder.close()
         self.evaluations.close()
         self.requests.close()
+        self.budget.close()
         self.timeline.close()

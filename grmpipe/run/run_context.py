@@ -171,9 +171,11 @@ async def run_in_directory(
 def write_end(summary: Summary, run: Run[P]) -> Summary:
     """Write summary.json and the report; show where the files are. Returns what was written."""
     run_dir, observers = run.context.run_dir, run.context.observers
-    judging = with_requests(summary.judging, observers.requests.totals)
+    judging = with_requests(summary.judging, observers.requests.totals, observers.budget.spending.summary)
     summary = replace(summary, judging=judging, changes=read_changes(run_dir), run_id=read_run_id(run_dir))
     summary = write_summary(with_objective(summary, run.config.objective), run_dir / SUMMARY)
+    if summary.status == "completed":
+        observers.budget.answers.remove()
     observers.show_end(run_dir, run.rows, summary.bottleneck)
     return summary
 

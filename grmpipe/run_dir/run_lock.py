@@ -15,6 +15,8 @@ from grmpipe.config.io.resume_rules import NEW_RUN
 from grmpipe.config.io.yaml_io import to_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.observe.changes import record_changes
+from grmpipe.observe.judge_requests import read_totals
+from grmpipe.observe.spending import Spending, explain_nothing_left
 from grmpipe.run_dir.checkpoints import load_state
 from grmpipe.run_dir.directory import (
     RunLocation,
@@ -58,6 +60,10 @@ class RunLock(ExitStack):
 
     def _check(self) -> None:
         """Check a run that is resumed."""
+        totals = read_totals(self.place.run_dir)
+        spending = Spending(self._config.prices, self._config.budget, totals)
+        if words := explain_nothing_left(spending, totals.stopped_at):
+            raise ConfigError(words)
         if (identity := read_identity(self.place.run_dir)) is not None:
             check_inputs(identity, input_files(self._config), self.place.run_dir)
             check_checkpoint(identity, self.place)

@@ -15,7 +15,7 @@ from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Point, Series, chart, short
 from grmpipe.observe.console import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
-from grmpipe.observe.run_files import FIGURES, read_bytes, to_text
+from grmpipe.observe.run_files import FIGURES, describe_spent, read_bytes, read_object, to_text
 from grmpipe.viewer import figures, queries
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
@@ -89,6 +89,7 @@ def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
     with contextlib.closing(run.index.read()) as connection:
         return {
             "state": run.state(),
+            "spent": describe_spent(read_object(run.run_dir / "summary.json"), run.metrics),
             "charts": present(judge_and_truth(of_run.by_step), *draw_curves(run)),
             "metrics": found,
             "found": present(*(chart(name, [Series(name="", points=run.series(name))]) for name in names(run, found))),

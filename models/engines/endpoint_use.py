@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from grmpipe.models.types import RequestLog, SendLimits, Usage
+from grmpipe.models.types import AnswerStore, RequestLog, SendLimits, Usage
 
 
 class NoLimits:
@@ -19,13 +19,29 @@ class NoLimits:
 class NoRequestLog:
     """A log that counts nothing."""
 
-    def begin_request(self, *, retry: bool) -> int:
+    async def until_affordable(self, most: Usage) -> None:
+        return None
+
+    def begin_request(self, *, retry: bool, most: Usage | None = None) -> int:
         return 0
 
     def end_request(self, number: int, usage: Usage) -> None:
         return None
 
     def unsent(self, number: int) -> None:
+        return None
+
+    def close_request(self, number: int) -> None:
+        return None
+
+
+class NoAnswers:
+    """A store that keeps nothing."""
+
+    def take(self, key: str) -> bytes | None:
+        return None
+
+    def keep(self, key: str, answer: str) -> None:
         return None
 
 
@@ -41,7 +57,8 @@ class EndpointUse:
     model_key:  the configuration's section of the model, for errors.
     option_key: an option -> its key, for errors.
     limits:     asked before each try; waiting for them counts only towards the caller's deadline.
-    requests:   told of each try.
+    requests:   told of each try; holds it back while it may exceed the budget.
+    answers:    keeps what was paid.
     run_id:     the same after a resume.
     """
 
@@ -49,4 +66,5 @@ class EndpointUse:
     option_key: Callable[[str], str] = name_shared_key
     limits: SendLimits = field(default_factory=NoLimits)
     requests: RequestLog = field(default_factory=NoRequestLog)
+    answers: AnswerStore = field(default_factory=NoAnswers)
     run_id: str = ""

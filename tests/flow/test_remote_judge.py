@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 from forks import Forked
 
+import grmpipe
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.grm import GrmClient, GrmQuestion
 from grmpipe.judge.verdict import make_failure
 from grmpipe.observe.judge_requests import RequestCounts
 from grmpipe.run.errors import RunFailed
+from grmpipe.tasks import run_task
 
 FIELDS = [spec.name for spec in fields(RequestCounts)]
 
@@ -369,3 +371,132 @@ def test_a_judge_that_fails_the_last_evaluation_leaves_a_checkpoint_from_which_o
     again = small_run("train.num_steps=2", "resume=auto").summary
     assert (again["status"], again["steps"]) == ("completed", 2) and again["eval"]["final"]["grm_score"] > 0
     assert all(group_id.startswith(("held-out-2", "dry-")) for group_id in asked)
+
+
+PRICE = ("grm.price.input=2", "grm.price.cached=0.5", "grm.price.output=10")
+
+
+def test_a_training_stops_at_its_budget_with_a_checkpoint_and_goes_on_once_it_is_raised(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """75 requests end within the second step."""
+    monkeypatch.setenv("THE_KEY", "the-key")
+    small = (*outside, *PRICE, "train.num_steps=2", "data.num_eval_prompts=4", "judge.num_judgements=2")
+    with pytest.raises(RunFailed, match=r"^budget\.max_requests: 75 of 75 requests are spent; raise it, .*resume=auto"):
+        small_run(*small, "budget.max_requests=75", "train.checkpoint_every=5")
+    run = tmp_path / "run"
+    judging = json.loads((run / "summary.json").read_text())["judging"]
+    spending = judging["spending"]
+    assert spending["requests"] == bill.num_requests == 75
+    assert judging["failed"].keys() <= {"unparseable"}, "what isn't asked is no failure of the judge"
+    assert (spending["left_requests"], spending["unknown_requests"]) == (0, 0)
+    assert (run / "checkpoints" / "latest").exists()
+    with pytest.raises(ConfigError, match=r"^budget\.max_requests: 75 of 75 requests are spent"):
+        small_run(*small, "budget.max_requests=75", "resume=auto")
+    assert bill.num_requests == 75
+    files = small_run(*small, "budget.max_requests=500", "resume=auto")
+    spending = files.summary["judging"]["spending"]
+    assert files.summary["status"] == "completed"
+    assert spending["requests"] == bill.num_requests < 500
+    assert spending["tokens"] == bill.used["prompt"] + bill.used["sampled"]
+    paid = 2 * (bill.used["prompt"] - bill.used["cached"]) + 0.5 * bill.used["cached"] + 10 * bill.used["sampled"]
+    assert spending["cost_usd"] == pytest.approx(paid / 1e6)
+    again = {bill.first[key] for key, times in bill.keys.items() if times > 1}
+    assert again <= {1, 2, 3, 4, 30}, "only the first question is asked again on purpose, and the one that was busy"
+
+
+@pytest.mark.parametrize(
+    "task", ["score", *(pytest.param(task, marks=pytest.mark.long) for task in ("evaluate", "rejudge"))]
+)
+def test_an_evaluation_ends_at_its_budget_and_its_resume_pays_nothing_twice(
+    small_run: Callable,
+    outside: tuple[str, ...],
+    bill: Bill,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    task: str,
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    rows = [{"prompt": f"{n} x 7?", "responses": ["a", "bb", "ccc"]} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    typed = {
+        "evaluate": ("evaluate.num_items=12", "evaluate.ks=[3]", "evaluate.path=tiny://judgements_held_out"),
+        "score": ("score.path=rows.jsonl", "judge.num_judgements=3"),
+        "rejudge": ("judge.num_judgements=3",),
+    }[task]
+    run = tmp_path / ("run/rejudged/again" if task == "rejudge" else "run")
+    small = (*outside, *typed, f"task={task}", "engine.openai.max_connections=7")
+    if task == "rejudge":
+        small_run("judge=rule", "train.num_steps=1", "data.num_eval_prompts=1")
+
+    def evaluate(*more: str) -> None:
+        if task == "rejudge":
+            run_task(grmpipe.compose(None, [*small, "run_dir=run", "judge=generative", *more]))
+        else:
+            small_run(*small, *more)
+
+    with pytest.raises(RunFailed, match=r"^budget\.max_requests: 20 of 20 requests are spent; raise it"):
+        evaluate("budget.max_requests=20")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["judging"]["spending"]["requests"] == bill.num_requests == 20
+    assert summary["judging"]["spending"]["unknown_requests"] == 0
+    assert summary["eval"]["final"] == {}, "what isn't judged is no number"
+    with pytest.raises(ConfigError, match=r"^budget\.max_requests: 20 of 20 requests are spent"):
+        evaluate("budget.max_requests=20", "resume=auto")
+    evaluate("budget.max_requests=500", "resume=auto")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["judging"]["spending"]["requests"] == bill.num_requests > 20
+    again = {bill.first[key] for key, times in bill.keys.items() if times > 1}
+    assert again <= {30}, "the one that was busy"
+    assert not (run / "paid_answers.jsonl").exists(), "nothing is left to resume"
+
+
+def test_an_evaluation_in_a_training_that_a_budget_ends_is_no_number_and_the_checkpoint_is_kept(
+    small_run: Callable, outside: tuple[str, ...], bill: Bill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """16 judgements of the first evaluation, 16 of the only step; the last evaluation doesn't fit."""
+    monkeypatch.setenv("THE_KEY", "the-key")
+    small = (*outside, *PRICE, "train.num_steps=1", "journals.max_gb=1")
+    words = r"the evaluation at step 1 has no figures: budget\.max_tokens: .* tokens are spent"
+    with pytest.raises(RunFailed, match=words):
+        small_run(*small, "budget.max_tokens=4000", "judge.max_new_tokens=20")
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    spending = summary["judging"]["spending"]
+    assert summary["steps"] == 1 and summary["eval"]["final"] == {}
+    assert spending["tokens"] == bill.used["prompt"] + bill.used["sampled"] <= 4000
+    assert (run / "checkpoints" / "latest").exists()
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["budget/tokens"] == spending["tokens"] and line["budget/left_tokens"] == 4000 - spending["tokens"]
+    report = (run / "report.html").read_text()
+    assert f"At endpoints: spent {spending['requests']} requests, {spending['tokens']:,} tokens, " in report
+
+
+@pytest.mark.long
+def test_after_a_kill_the_budget_goes_on_and_what_was_in_flight_counts_as_unknown(
+    launched: Callable[..., Forked], outside: tuple[str, ...], bill: Bill, tmp_path: Path
+) -> None:
+    run, bill.answer_s = tmp_path / "run", 0.05
+    command = (
+        "+experiment=quickstart", "cluster=inprocess", "run_dir=run", *outside, *PRICE, "tracking=none",
+        "train.num_steps=9", "train.groups_per_batch=4", "train.group_size=4", "data.num_eval_prompts=16",
+        "judge_monitor.every=0", "judge.num_judgements=2", "budget.max_requests=150", "budget.max_tokens=1000000",
+    )  # fmt: skip
+    process, deadline = launched(*command, THE_KEY="the-key"), time.monotonic() + 120
+    while bill.num_requests < 100:
+        assert process.is_running and time.monotonic() < deadline, process.output
+        time.sleep(0.01)
+    process.signal(signal.SIGKILL)
+    process.wait()
+    resumed = launched(*command, "resume=auto", THE_KEY="the-key")
+    assert resumed.wait() == 1 and "budget.max_requests: 150 of 150 requests are spent" in resumed.output
+    spending = json.loads((run / "summary.json").read_text())["judging"]["spending"]
+    unknown = spending["unknown_requests"]
+    assert spending["requests"] == 150 and 0 <= 150 - bill.num_requests <= unknown <= 64
+    used = bill.used["prompt"] + bill.used["sampled"]
+    assert 0 <= used - spending["tokens"] <= spending["unknown_tokens"]
+    assert 1_000_000 - spending["left_tokens"] == spending["tokens"] + spending["unknown_tokens"]
+    first_questions, busy = set(range(1, 17)), {30}
+    again = {bill.first[key] for key, times in bill.keys.items() if times > 1} - first_questions - busy
+    assert len(again) <= unknown, "no answer that came was paid twice"

@@ -12,7 +12,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 # Sections and keys that judge: what is typed of them replaces what the run had.
 READ = (
     "judge", "judges", "grm", "models", "reward", "rewards", "meta_rm", "engine", "placement", "cluster", "tracking",
-    "slots", "seed", "objective", "rejudge",
+    "slots", "seed", "objective", "rejudge", "budget",
 )  # fmt: skip
 START = ("task", "run_dir", "resume")
 REJUDGED = "rejudged"  # folder of a run's directory
@@ -21,7 +21,7 @@ REJUDGED = "rejudged"  # folder of a run's directory
 def compose_rejudging(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The configuration of judging a run again. Raises ConfigError, also for a typed key that would be ignored.
 
-    typed: keys and groups of the command line.
+    typed: keys and groups of the command line. The budget of the run isn't that of judging it again.
     """
     if composed.run_dir is None:
         raise ConfigError(
@@ -36,7 +36,7 @@ def compose_rejudging(composed: DictConfig, typed: Sequence[str]) -> RunConfig:
     for key in typed:
         check_read(key, composed, written)
     changed = [key for key in typed if key.split(".")[0] in READ]
-    config = read_yaml_with(written, composed, [*changed, "task", "resume", "rejudge"])
+    config = read_yaml_with(written, composed, [*changed, "task", "resume", "rejudge", "budget"])
     return replace(config, run_dir=str(run_dir / REJUDGED / config.rejudge.name))
 
 

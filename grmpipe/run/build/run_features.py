@@ -14,6 +14,7 @@ from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import Running
+from grmpipe.run.features.budget_metrics import BudgetMetrics
 from grmpipe.run.features.cotrain.cotraining import CoTraining, CoTrainings
 from grmpipe.run.features.cpu_seconds import CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
@@ -90,6 +91,7 @@ def make_features(
             WatchingJudges(
                 make_watchers(prepared, running), run_dir, config.seed, read_run_id(run_dir), observers.journal_guard
             ),
+            BudgetMetrics(observers.budget.spending),
             judge_monitor,  # the last: its limits are on any metric
         ),
         periodic_eval=periodic_eval,

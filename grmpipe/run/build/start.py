@@ -126,7 +126,7 @@ async def start(
             cluster = InProcessCluster(prepared.placement)
     async with end_on_failure(cluster):
         with observers.progress.show_while(describe_start(cluster)):
-            config, events, requests = prepared.config, observers.timeline, observers.requests.of_model
+            config, events, budget = prepared.config, observers.timeline, observers.budget
             models = list_models(prepared)
             if learns := bool(config.learners):
                 await check_shared(cluster, run_dir)
@@ -134,9 +134,9 @@ async def start(
             learner = models[POLICY].learner if learns else None
             updates = None if learner is None else await make_policy_updates(prepared, models, learner, run_dir)
             maintenance = make_maintenance(cluster, prepared, models, learner, events)
-            await start_scorers(cluster, prepared, models, events, requests)
+            await start_scorers(cluster, prepared, models, events, budget)
             envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
-            connect_judging(prepared, models, events, requests, maintenance.stops, read_run_id(run_dir))
+            connect_judging(prepared, models, events, budget, maintenance.stops, read_run_id(run_dir))
             return Running(
                 prepared=prepared,
                 cluster=cluster,

@@ -19,6 +19,7 @@ from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.types import ChatEngine, Generates, RequestLog
 from grmpipe.models.weights.transports import transport_kind
+from grmpipe.observe.budget_gate import BudgetGate
 from grmpipe.roles.find_models import CRITIC, META_RM
 from grmpipe.roles.roles import Model, ServedRole, make_option_key, resolve_engine
 from grmpipe.run.build.engines import pick_probe, read_by, start_routers
@@ -34,7 +35,6 @@ from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 
-LogOf = Callable[[str], RequestLog]  # a model -> what counts the requests to it
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
 
 
@@ -117,7 +117,7 @@ async def make_policy_updates(
 
 
 async def start_scorers(
-    cluster: Cluster, prepared: Prepared, models: Mapping[str, RunModel], events: EventSink, requests: LogOf
+    cluster: Cluster, prepared: Prepared, models: Mapping[str, RunModel], events: EventSink, budget: BudgetGate
 ) -> None:
     """Start the processes of the meta-RM and of reward models that judges ask, or connect their endpoints."""
     config = prepared.config
@@ -134,11 +134,11 @@ async def start_scorers(
         *(begin(models[name].files, dtypes[name], max_tokens) for name, max_tokens in here.items())
     )
     for pool in pools:
-        models[pool.role].scorer_pool, models[pool.role].scorer = pool, LoggedScorer(pool, requests(pool.role))
+        models[pool.role].scorer_pool, models[pool.role].scorer = pool, LoggedScorer(pool, budget.of_model(pool.role))
     for model in (models[name] for name in asking if name not in here):
         engine = resolve_engine(model.name, config)
         assert engine.endpoint is not None
-        client = engine.endpoint.connect_scorer(model.entry, endpoint_use(model, engine, requests))
+        client = engine.endpoint.connect_scorer(model.entry, endpoint_use(model, engine, budget))
         model.scorer, model.clients = client, (client,)
 
 
@@ -168,7 +168,7 @@ def connect_judging(
     prepared: Prepared,
     models: Mapping[str, RunModel],
     events: EventSink,
-    requests: LogOf,
+    budget: BudgetGate,
     stops: Stops,
     run_id: str,
 ) -> None:
@@ -181,22 +181,23 @@ def connect_judging(
         if (role := prepared.roles.served.get(model.name)) is None:
             continue
         if (endpoint := role.engine.endpoint) is not None:
-            use = endpoint_use(model, role.engine, requests, run_id)
+            use = endpoint_use(model, role.engine, budget, run_id)
             if model.name in asked:
                 client = endpoint.connect(model.name, model.entry, use)
-                model.grm, model.clients = remote_grm(role, client, events), (client,)
+                budget.clocks.add(answering := ActiveClock())
+                model.grm, model.clients = remote_grm(role, client, events, answering), (client,)
             if model.name in config.teachers:
                 teacher = endpoint.connect_teacher(model.name, model.entry, use)
                 model.teacher, model.clients = teacher, (*model.clients, teacher)
             continue
         if model.name in asked:
             stops(answering := ActiveClock(), model.name)
-            model.grm = local_grm(model.files, model.router, answering, requests(model.name))
+            model.grm = local_grm(model.files, model.router, answering, budget.of_model(model.name))
         if model.name in config.teachers:
             model.teacher = model.router
 
 
-def endpoint_use(model: RunModel, engine: AnyEngine, requests: LogOf, run_id: str = "") -> EndpointUse:
+def endpoint_use(model: RunModel, engine: AnyEngine, budget: BudgetGate, run_id: str = "") -> EndpointUse:
     """What the clients of a model's endpoint get. Each model has limits of its own."""
     assert engine.endpoint is not None
     limits = RateLimits(
@@ -206,7 +207,8 @@ def endpoint_use(model: RunModel, engine: AnyEngine, requests: LogOf, run_id: st
         model_key=model.entry.key,
         option_key=make_option_key(model.entry, engine),
         limits=limits,
-        requests=requests(model.name),
+        requests=budget.of_model(model.name),
+        answers=budget.answers,
         run_id=run_id,
     )
 
@@ -221,7 +223,8 @@ def local_grm(
     return LocalGrm(grm.name, sampler, grm.renderer, window, answering, thinking, requests, decode)
 
 
-def remote_grm(role: ServedRole, client: ChatEngine, events: EventSink) -> RemoteGrm:
+def remote_grm(role: ServedRole, client: ChatEngine, events: EventSink, answering: ActiveClock) -> RemoteGrm:
     assert role.engine.endpoint is not None
     markup = Markup(role.engine.endpoint.chat_markup)
-    return RemoteGrm(role.name, client, role.resolve_context_limit(0), events, markup, role.model.thinking_markers)
+    window, markers = role.resolve_context_limit(0), role.model.thinking_markers
+    return RemoteGrm(role.name, client, window, events, markup, markers, answering)

@@ -6,7 +6,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.composition.composed_judge import get_members, with_own_bounds
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgements, try_prompt
 from grmpipe.judge.teaching import Teacher
-from grmpipe.models.types import EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
+from grmpipe.models.types import BudgetSpent, EngineDenied, EngineRefused, Message, RequestContext, make_scoring_params
 from grmpipe.run.prepare import Prepared
 from grmpipe.types import Judge
 
@@ -28,6 +28,8 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
         else:
             for name in outside:
                 await try_prompt(members.get(name, judge), first[0])
+    except BudgetSpent:
+        raise
     except EngineDenied as error:
         raise ConfigError(str(error)) from error
 
@@ -43,6 +45,8 @@ async def try_teachers(prepared: Prepared, teachers: Mapping[str, Teacher]) -> N
         context = RequestContext(request_id=f"dry@{name}", group_id="dry", role=name)
         try:
             await teacher.engine.generate(token_ids, params, context)
+        except BudgetSpent:
+            raise
         except EngineDenied as error:
             raise ConfigError(str(error)) from error
         except EngineRefused as error:

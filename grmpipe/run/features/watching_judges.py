@@ -20,6 +20,7 @@ from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.verdict import get_reward, make_failure, report_failures
 from grmpipe.models.seeds import is_drawn
+from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
 from grmpipe.observe.records import encode_report
@@ -183,6 +184,9 @@ class WatchingJudges(RunFeature):
             try:
                 limit = asyncio.timeout(watcher.deadline_s)
                 reports = await judge_in_time(watcher.judge, group.prompt, group.rollouts, limit, LAST)
+            except BudgetSpent as error:  # no failure: the group stays unfinished
+                log.info("the judge %s that watches stops: %s", watcher.name, error)
+                return
             except Exception as error:  # of a judge that only watches: it never ends a run
                 log.exception("the judge %s that watches failed on group %s", watcher.name, group.group_id)
                 broken = report_failures(make_failure("died", repr(error), attempts=1))

@@ -5,6 +5,7 @@ from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.evaluation.policy_files import RESULTS as POLICY_RESULTS
+from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
@@ -46,7 +47,8 @@ class EvaluationRun(Run[PreparedEvaluation]):
 
     async def _evaluate(self, running: Running) -> Status:
         ready = self._prepared
-        for name in (FIGURES, JUDGED, JUDGE_RESULTS, POLICY_RESULTS):  # of an evaluation here before
+        # Of an evaluation here before: what it paid for is in paid_answers.jsonl.
+        for name in (FIGURES, JUDGED, JUDGE_RESULTS, POLICY_RESULTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS):
             (self._run_dir / name).unlink(missing_ok=True)
         if ready.items:
             giver = self._config.main_judge.in_words.shown

@@ -27,7 +27,7 @@ from grmpipe.judge.pointwise_adapter import rollout_of_messages, rollout_of_text
 from grmpipe.models.types import Message
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.progress import counts_text, join_shown, left_at_pace, left_text
-from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, JudgedSibling
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
@@ -174,7 +174,9 @@ class ScoringRun(Run[PreparedScoring]):
         return "completed"
 
     async def _judge_file(self, running: Running) -> None:
-        """Judge all groups, ITEMS_AT_ONCE at a time. Raises Unfit in an outage of the judge."""
+        """Judge all groups, ITEMS_AT_ONCE at a time. Raises Unfit in an outage of the judge, and BudgetSpent."""
+        for name in (ROLLOUTS, JUDGEMENTS):  # of a process that a budget ended; paid_answers.jsonl has what it paid for
+            (self._run_dir / name).unlink(missing_ok=True)
         breaker, places = OutageBreaker(compose_health(self._config)), asyncio.Semaphore(ITEMS_AT_ONCE)
         groups = self._prepared.groups
         done: list[list[JudgedSibling] | None] = [None] * len(groups)

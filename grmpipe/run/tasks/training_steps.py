@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.composition.composed_judge import get_bounds
+from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
@@ -76,6 +77,7 @@ class TrainingSteps:
         self.pipeline = pipeline = Pipeline(components, numbers, self._after_step, begin, kept, self._save_batch)
         self._progress = StepProgress(pipeline, config.train.num_steps)
         running.maintenance.stops(pipeline.clock)
+        context.observers.budget.clocks.add(pipeline.clock)
         pipeline.counters.restore(context.state.totals, context.state.open_counts)
         for work in kept.values():
             pipeline.counters.add_recovered(work.uncounted)
@@ -120,7 +122,9 @@ class TrainingSteps:
         self._features.periodic_eval.interrupt()
 
     def raise_if_stopped(self) -> None:
-        """Raises RunFailed if a feature interrupted the flow."""
+        """Raises BudgetSpent if judging paused, RunFailed if a feature interrupted the flow."""
+        if self.pipeline.why_paused:
+            raise BudgetSpent(self.pipeline.why_paused)
         if why := next((feature.stopped for feature in self._features.each if feature.stopped), ""):
             raise RunFailed(why)
 
@@ -146,7 +150,11 @@ class TrainingSteps:
         metrics = step_metrics(report, counts, pipeline.ledger, right, config.algorithm, mask_truncated=mask_truncated)
         for feature in self._features.each:
             end = StepEnd(report=report, counts=counts, pipeline=pipeline, metrics=metrics, is_last=is_last)
-            metrics = metrics | await feature.after_step(end)
+            try:
+                metrics = metrics | await feature.after_step(end)
+            except BudgetSpent as error:  # the step is done: it ends like one in which a signal came
+                feature.stopped = str(error)
+                pipeline.interrupt()
         observers.trackers.log(report.step, metrics)
         observers.trackers.table(report.step, self._features.periodic_eval.rows)
         self._report_alarms(is_last=is_last)

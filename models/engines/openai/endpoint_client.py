@@ -74,11 +74,19 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSize:
-    """The tokens that a request is expected to use, the most that it can use, and the longest answer that is read."""
+    """The tokens that a request is expected to use, the most that it can use, and the longest answer that is read.
+
+    most_sampled: those of `most_tokens` that aren't the prompt's.
+    """
 
     expected_tokens: int
     most_tokens: int
     max_bytes: int
+    most_sampled: int = 0
+
+    @property
+    def most(self) -> Usage:
+        return Usage(prompt=self.most_tokens - self.most_sampled, sampled=self.most_sampled)
 
 
 class EndpointClient:
@@ -146,16 +154,20 @@ class EndpointClient:
         retry: bool = False,
         request_id: str = "",
     ) -> Reply:
-        """One try. Raises BusyError if there is no answer, or none that can be read. request_id: names a
-        request that an endpoint should answer and bill once, however often it comes; empty: each try counts.
+        """One try. Raises BusyError if there is no answer, or none that can be read, and BudgetSpent. request_id: names
+        a request that an endpoint should answer and bill once, however often it comes; empty: each try counts.
         """
-        limits, requests = self._use.limits, self._use.requests
+        limits, requests, answers = self._use.limits, self._use.requests, self._use.answers
+        key = make_idempotency_key(self._use.run_id, request_id, body) if request_id else ""
+        if key and (paid := answers.take(key)) is not None:
+            return Reply(200, {}, read_object(paid), paid)
         await limits.admit(size.expected_tokens, priority)
+        await requests.until_affordable(size.most)
         if self._denied is not None:
             raise self._denied
-        number = requests.begin_request(retry=retry)
+        number = requests.begin_request(retry=retry, most=size.most)
         try:
-            reply = await self._send(url, body, size.max_bytes, request_id)
+            reply = await self._send(url, body, size.max_bytes, key)
         except BadBody as error:
             cause = str(error)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -166,14 +178,18 @@ class EndpointClient:
         else:
             if (usage := Usage() if reply.status != 200 else read_usage(reply.body)) is not None:
                 requests.end_request(number, usage)
+            if key and reply.status == 200:
+                answers.keep(key, self.clean(reply.raw.decode("utf-8", "replace")))
             used = count_used_tokens(reply.status, reply.body, size.expected_tokens, size.most_tokens)
             limits.settle(size.expected_tokens, used)
             return reply
+        finally:
+            requests.close_request(number)
         raise BusyError(cause)  # outside of `except`: a chained httpx error would contain the request with the key
 
-    async def _send(self, url: str, body: Mapping[str, Any], max_bytes: int, request_id: str) -> Reply:
-        key = {IDEMPOTENCY_KEY: make_idempotency_key(self._use.run_id, request_id, body)} if request_id else None
-        async with self._http.stream("POST", url, json=body, headers=key) as response:
+    async def _send(self, url: str, body: Mapping[str, Any], max_bytes: int, key: str) -> Reply:
+        headers = {IDEMPOTENCY_KEY: key} if key else None
+        async with self._http.stream("POST", url, json=body, headers=headers) as response:
             raw = await read_bounded(response, max_bytes)
         return Reply(response.status_code, response.headers, read_object(raw), raw)
 

@@ -126,6 +126,7 @@ class OpenAIEngine:
         size = RequestSize(
             expected_tokens=estimate_tokens(messages, params),
             most_tokens=most_tokens(messages, params),
+            most_sampled=params.max_new_tokens,
             max_bytes=max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens * (1 + params.top_logprobs)),
         )
         body = self._body(messages, params, max_tokens_field)

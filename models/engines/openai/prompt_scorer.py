@@ -108,6 +108,7 @@ class PromptScorer:
         size = RequestSize(
             expected_tokens=tokens,
             most_tokens=2 * tokens,
+            most_sampled=1,
             max_bytes=MIN_ANSWER_BYTES + BYTES_PER_SCORE * (1 + scoring.top_k) * tokens,
         )
 

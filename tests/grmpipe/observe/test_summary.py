@@ -41,7 +41,7 @@ def test_the_file_holds_the_agreed_fields(tmp_path: Path) -> None:
         "asked": 130, "counted": 128, "forced_verdicts": 0, "asked_verdicts": 0, "asked_verdicts_read": 0,
         "failed": {"timeout": 2}, "tokens": 5000, "saved_by_early_stop": 0,
         "early_stop_error": None, "aborted_tasks": 0, "voided_verdicts": 0,
-        "by_judge": {}, "cascades": {}, "requests": {}, "requests_by_model": {},
+        "by_judge": {}, "cascades": {}, "requests": {}, "requests_by_model": {}, "spending": None,
     }  # fmt: skip
     assert record["groups"] == {"submitted": 20, "trained": 16, "dropped": {"stale": 3}, "in_flight": 1}
     assert record["eval"]["final"]["grm_score"] is None
