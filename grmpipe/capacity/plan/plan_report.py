@@ -7,6 +7,7 @@ from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot
 from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
 from grmpipe.capacity.plan.disk import journal_line
+from grmpipe.capacity.plan.expected_cost import NOT_COUNTED, expect_requests, warn_of_bounds
 from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
 from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, measure_machine
 from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, size, slot_memory
@@ -55,6 +56,8 @@ def plan(config: RunConfig) -> Plan:
     if machine is not None:
         blocks[-1] += f"\nthis machine: {size(machine.held)} of {size(machine.limit)} ({machine.sums})"
     blocks.append(arithmetic(facts))
+    expected = expect_requests(facts)
+    blocks += format_block(f"endpoints, over the run ({NOT_COUNTED})", [one.text for one in expected])
     unchecked = list(facts.unchecked)
     if not config.env.env_kind.is_single:
         unchecked.append("the time of a step: it counts one turn of each rollout, and no time of its environment")
@@ -66,7 +69,9 @@ def plan(config: RunConfig) -> Plan:
     noted = [*device_notes(config.train, facts.roles, footprints), *hyperparameter_notes(config)]
     refusal = explain_refusal(machine, facts) if machine is not None else ""
     too_small = describe_shortage(machine, facts) if machine is not None and not refusal else []
-    blocks += format_block("warnings", [*overfull_slots(facts, uses), *too_small, *noted])
+    blocks += format_block(
+        "warnings", [*overfull_slots(facts, uses), *too_small, *warn_of_bounds(facts, expected), *noted]
+    )
     blocks += format_block("not checked here", unchecked)
     return Plan(text="\n\n".join(blocks), refusal=refusal)
 

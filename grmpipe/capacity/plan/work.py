@@ -215,7 +215,7 @@ def judge_prompt_tokens(name: str, facts: RunFacts) -> float:
     """The mean tokens of a judge's prompt without the judged answer."""
     judge = facts.config.asked.judges[name]
     asked = judge_questions(judge, prompts_judged(name, facts))
-    return fmean(num_tokens(facts.models[judge.model], messages) for messages in asked)
+    return fmean(num_tokens(facts.models.get(judge.model), messages) for messages in asked)
 
 
 def judge_questions(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[tuple[Message, ...]]:
@@ -224,8 +224,9 @@ def judge_questions(judge: JudgeConfig, prompts: Sequence[Prompt]) -> list[tuple
     return [template.render(prompt, *template.blanks, principles="") for prompt in prompts]
 
 
-def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
-    if sized.model is not None:
+def num_tokens(sized: Sized | None, messages: tuple[Message, ...]) -> int:
+    """sized: None: only an endpoint has the model."""
+    if sized is not None and sized.model is not None:
         return len(sized.model.renderer.render(messages))
     return sum(estimate_tokens(message.content) for message in messages)
 
