@@ -19,6 +19,7 @@ from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.observe.spending import Spending
 from grmpipe.run.tasks.score import parse_responses
 from grmpipe.run.tasks.serve import find_judges
 from grmpipe.serve.call_log import CallLog
@@ -45,10 +46,13 @@ def compose(*overrides: str) -> RunConfig:
 
 
 @asynccontextmanager
-async def serving(*overrides: str, judge: AskByName = judge_by_text) -> AsyncIterator[ClientSession]:
+async def serving(
+    *overrides: str, judge: AskByName = judge_by_text, spending: Spending | None = None
+) -> AsyncIterator[ClientSession]:
     folder, config = TemporaryDirectory(), compose(*overrides)
     call_log = CallLog(Path(folder.name), "run", Guard(), config.serve.cache_size)
-    service = JudgeService(config.serve, find_judges(config), judge, call_log, config.rollout.group_deadline_s)
+    longest_s = config.rollout.group_deadline_s
+    service = JudgeService(config.serve, find_judges(config), judge, call_log, longest_s, spending)
     runner = web.AppRunner(service.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -19,8 +19,10 @@ from aiohttp.typedefs import Handler
 from grmpipe.config.keys.entry_names import REWARD
 from grmpipe.config.task_settings import ServeConfig
 from grmpipe.data.rows import CALL, Findings, Row, parse_json
+from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.observe.spending import Spending, list_prometheus_lines
 from grmpipe.serve.access import make_guard, read_client, refuse
 from grmpipe.serve.admission import Admission, Refused
 from grmpipe.serve.call_log import CallLog
@@ -42,13 +44,20 @@ class JudgeService:
     """The routes, whom they admit, and what they count."""
 
     def __init__(
-        self, serve: ServeConfig, judges: ServedJudges, ask: AskByName, call_log: CallLog, longest_s: float
+        self,
+        serve: ServeConfig,
+        judges: ServedJudges,
+        ask: AskByName,
+        call_log: CallLog,
+        longest_s: float,
+        spending: Spending | None = None,
     ) -> None:
-        """longest_s: that a client waits who has no limit of its own."""
+        """longest_s: that a client waits who has no limit of its own. spending: at endpoints, for the metrics."""
         self._serve = serve
         self._judges = judges
         self._ask = ask
         self._call_log = call_log
+        self._spending = spending
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
         self._admission = Admission(serve.max_in_flight)
         self._judged, self._failed = 0, Counter[str]()
@@ -81,6 +90,8 @@ class JudgeService:
         try:
             with self._admission.admit(client, len(found) if isinstance(found, list) else 1) as priority:
                 judged = await self._ask(row, name, priority) if known is None else known
+        except BudgetSpent as error:
+            raise Refused(402, str(error)) from error
         finally:
             self._seconds += time.monotonic() - began_s
         self._call_log.record(
@@ -143,6 +154,7 @@ class JudgeService:
             *(f'grmpipe_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._requests.items())),
             "# TYPE grmpipe_judging_seconds_total counter", f"grmpipe_judging_seconds_total {self._seconds:.6f}",
             *self._wires.list_metrics(),
+            *(list_prometheus_lines(self._spending.figures) if self._spending is not None else ()),
         ]  # fmt: skip
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 

@@ -46,6 +46,7 @@ class ServingRun(ScoringRun):
             lambda row, name, priority: self._judge_call(running, row, name, priority),
             self._call_log,
             longest_s,
+            self._observers.budget.spending,
         )
         ended = asyncio.Event()
         runner = web.AppRunner(

@@ -21,10 +21,15 @@ import trainer_service
 from aiohttp import BasicAuth, ClientSession, ClientTimeout
 
 import grmpipe
+from grmpipe.config.budget import BudgetConfig
 from grmpipe.data.rows import Findings, Row
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
+from grmpipe.models.settings import PriceConfig
+from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.journal import read_journal
+from grmpipe.observe.judge_requests import RequestTotals
 from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.observe.spending import Spending
 from grmpipe.run.tasks.score import parse_responses
 from grmpipe.serve.open_calls import OpenCalls
 from grmpipe.serve.service import AskByName
@@ -48,8 +53,10 @@ async def judge_by_length(row: Row, name: str = "reward", priority: int = 0) -> 
     ]
 
 
-def serving(judge: AskByName = judge_by_length, *overrides: str) -> AbstractAsyncContextManager[ClientSession]:
-    return trainer_service.serving(*overrides, judge=judge)
+def serving(
+    judge: AskByName = judge_by_length, *overrides: str, spending: Spending | None = None
+) -> AbstractAsyncContextManager[ClientSession]:
+    return trainer_service.serving(*overrides, judge=judge, spending=spending)
 
 
 async def post(session: ClientSession, row: object, **options: Any) -> tuple[int, Any]:
@@ -317,3 +324,31 @@ def read_calls(folder: Path) -> list[dict[str, Any]]:
 
 def time_of(folder: Path, judge: str) -> float:
     return next(call["seconds"] for call in read_calls(folder) if call["judge"] == judge)
+
+
+def test_a_question_above_the_budget_gets_402_and_the_service_goes_on() -> None:
+    async def check() -> None:
+        async def spent(row: Row, name: str, priority: int) -> Sequence[JudgedSibling]:
+            if row["prompt"] == "dear":
+                raise BudgetSpent("budget.max_requests: 3 of 3 requests are spent")
+            return await judge_by_length(row)
+
+        totals = RequestTotals()
+        totals.count({"n": 1, "model": "grm", "purpose": "evaluation"})
+        totals.count({"n": 1, "prompt": 1000, "cached": 0, "sampled": 100})
+        spending = Spending({"grm": PriceConfig(input=1, output=2)}, BudgetConfig(max_requests=3), totals)
+        async with serving(spent, spending=spending) as session:
+            status, answer = await post(session, {"prompt": "dear", "response": "42"})
+            assert (status, answer) == (402, {"error": "budget.max_requests: 3 of 3 requests are spent"})
+            assert (await post(session, ROW))[0] == 200
+            async with session.get("/metrics") as metrics:
+                lines = (await metrics.text()).splitlines()
+        shown = {line.split()[0]: line.split()[1] for line in lines if line.startswith("grmpipe_endpoint_")}
+        assert shown == {
+            "grmpipe_endpoint_requests_total": "1", "grmpipe_endpoint_tokens_total": "1100",
+            "grmpipe_endpoint_cost_usd_total": "0.0012", "grmpipe_endpoint_unknown_requests": "0",
+            "grmpipe_endpoint_unknown_tokens": "0", "grmpipe_endpoint_unknown_cost_usd": "0",
+            "grmpipe_endpoint_left_requests": "2",
+        }  # fmt: skip
+
+    asyncio.run(check())
