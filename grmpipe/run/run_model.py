@@ -8,6 +8,7 @@ from grmpipe.judge.grm import Grm
 from grmpipe.models.types import ChatEngine, Generates, RemoteScorer, RemoteTeacher, Scorer
 from grmpipe.roles.roles import Model
 from grmpipe.run.export import export
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.routing.scorers import ScorerPool
 from grmpipe.scheduler.slots.engine_replacement import push_to_living
@@ -26,6 +27,7 @@ class RunModel:
     found:        its files, tokenizer and window; None: only its endpoint has them.
     engines:      generate its tokens, and score them, here.
     scorer:       gives one number for a text, here or behind an endpoint; `scorer_pool`: its processes here.
+    scorer_clock: times the answers of a scorer behind an endpoint.
     clients:      the connections to its endpoint.
     learner_role: the role of its ranks, and their folder in a checkpoint.
     ranks:        all ranks of its learner.
@@ -40,6 +42,7 @@ class RunModel:
     engines: Router | None = None
     scorer: Scorer | None = None
     scorer_pool: ScorerPool | None = None
+    scorer_clock: ActiveClock | None = None
     clients: tuple[ChatEngine | RemoteTeacher | RemoteScorer, ...] = ()
     learner_role: str = ""
     ranks: LearnerRanks | CriticLearnerRanks | None = None

@@ -17,8 +17,11 @@ from transformers import AutoConfig, Qwen3ForSequenceClassification
 import launch  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.models.engines.endpoint_use import NoRequestLog
 from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+from grmpipe.observe.budget_gate import BudgetGate, PaidAnswers
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.judge_requests import RequestJournal
+from grmpipe.observe.spending import Spending
 from grmpipe.roles.find_models import find_scalar_models
 from grmpipe.run.build.start_models import list_models, start_scorers
 from grmpipe.run.prepare import prepare
@@ -119,7 +122,7 @@ def test_a_reward_model_with_two_labels_or_without_a_template_is_refused(tmp_pat
             find_scalar_models(composed(*SCALAR, f"grm.path={directory}"))
 
 
-def test_a_reward_model_behind_an_endpoint_takes_no_place_and_reads_by_a_tokenizer_here() -> None:
+def test_a_reward_model_behind_an_endpoint_takes_no_place_and_reads_by_a_tokenizer_here(tmp_path: Path) -> None:
     tokenizer = f"+grm.engine_options.tokenizer={SHIPPED / 'reward_model'}"
     prepared = prepare(composed(*SCALAR, *REMOTE, tokenizer, "engine.openai.max_context_tokens=100"))
     assert "grm" not in prepared.placement.seats
@@ -129,7 +132,10 @@ def test_a_reward_model_behind_an_endpoint_takes_no_place_and_reads_by_a_tokeniz
     async def connect() -> None:
         models = list_models(prepared)
         cluster = InProcessCluster(prepared.placement)
-        await start_scorers(cluster, prepared, models, NoEvents(), lambda model: NoRequestLog())
+        journal, guard = RequestJournal(tmp_path), Guard()
+        spending = Spending(prepared.config.prices, prepared.config.budget, journal.totals)
+        budget = BudgetGate(spending, journal, PaidAnswers(tmp_path, "", guard, is_kept=False))
+        await start_scorers(cluster, prepared, models, NoEvents(), budget)
         assert isinstance(models["grm"].scorer, PoolingScorer) and models["grm"].scorer_pool is None
         await models["grm"].close()
 

@@ -7,6 +7,7 @@ markup.
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import EngineDied, EngineRefused, Message, Scorer
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 
 COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
@@ -23,11 +25,19 @@ COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarModel:
-    """A scalar reward model that judges ask, here or behind an endpoint. context_tokens: its window; 0 if unknown."""
+    """A scalar reward model that judges ask, here or behind an endpoint.
+
+    context_tokens: its window; 0 if unknown.
+    clock:          times its answers; stands still while a budget holds requests back. None: the loop's.
+    """
 
     scorer: Scorer
     renderer: Renderer
     context_tokens: int
+    clock: ActiveClock | None = None
+
+    def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
+        return asyncio.timeout(seconds) if self.clock is None else self.clock.timeout(seconds)
 
 
 class ScalarJudge:
@@ -54,7 +64,7 @@ class ScalarJudge:
 
     async def _raw_score(self, token_ids: Sequence[int], priority: int) -> float | Failed:
         try:
-            async with self._places.enter(priority), asyncio.timeout(self._config.limits.timeout_s):
+            async with self._places.enter(priority), self._model.time_limit(self._config.limits.timeout_s):
                 raw_score = await self._model.scorer.score(token_ids, priority)
         except TimeoutError:
             return make_failure("timeout", f"no score within {self._config.limits.timeout_s:g} s", 1)

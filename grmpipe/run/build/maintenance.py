@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
-from grmpipe.scheduler.clock import ActiveClock
+from grmpipe.scheduler.clock import ActiveClock, Standstill
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
@@ -21,15 +21,21 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 class Maintenance:
     """The maintenance of a run's engines.
 
-    health: one per role with engines here. share: the time-shared pool of the learner.
+    health: one per role with engines here. share: the time-shared pool of the learner. budget: the clocks that stand
+    still while it holds requests back.
     """
 
     health: tuple[RoleHealth, ...]
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None
+    budget: Standstill
 
     def stops(self, clock: ActiveClock, role: str | None = None) -> None:
-        """Let this clock stand still while engines can't answer: those of a role, or of any."""
+        """Let this clock stand still while engines can't answer, those of a role or of any, and without a role also
+        while endpoints may not be asked.
+        """
+        if role is None:
+            self.budget.add(clock)
         for health in self.health:
             if role in (None, health.role):
                 health.clocks.add(clock)
@@ -52,6 +58,7 @@ def make_maintenance(
     models: Mapping[str, RunModel],
     learner: LearnerRanks | None,
     events: EventSink,
+    budget: Standstill,
 ) -> Maintenance:
     """learner: of the policy; None: nothing learns."""
     served = {name: model for name, model in models.items() if model.engines is not None}
@@ -71,7 +78,7 @@ def make_maintenance(
     for role, model in served.items():
         restart = functools.partial(cluster.restart_engine, role)
         health.append(RoleHealth(role, model.router, restart, limits, bring_current[role], events))
-    return Maintenance(health=tuple(health), elastic=elastic, share=share)
+    return Maintenance(health=tuple(health), elastic=elastic, share=share, budget=budget)
 
 
 def make_elastic_pools(

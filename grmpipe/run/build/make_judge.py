@@ -74,9 +74,14 @@ def make_generative(prepared: Prepared, models: Models, judge: JudgeConfig) -> J
 
 
 def make_scalar(prepared: Prepared, models: Models, judge: JudgeConfig) -> Judge:
-    scorer, files = models[judge.model].scorer, models[judge.model].files
-    assert scorer is not None, f"{judge.model} gives no scores"
-    model = ScalarModel(scorer=scorer, renderer=files.renderer, context_tokens=files.context_tokens)
+    asked, files = models[judge.model], models[judge.model].files
+    assert asked.scorer is not None, f"{judge.model} gives no scores"
+    model = ScalarModel(
+        scorer=asked.scorer,
+        renderer=files.renderer,
+        context_tokens=files.context_tokens,
+        clock=asked.scorer_clock,
+    )
     return PointwiseAdapter(ScalarJudge(model, judge))
 
 

@@ -133,7 +133,7 @@ async def start(
             await start_engines_and_learners(cluster, prepared, models, events, run_dir)
             learner = models[POLICY].learner if learns else None
             updates = None if learner is None else await make_policy_updates(prepared, models, learner, run_dir)
-            maintenance = make_maintenance(cluster, prepared, models, learner, events)
+            maintenance = make_maintenance(cluster, prepared, models, learner, events, budget.clocks)
             await start_scorers(cluster, prepared, models, events, budget)
             envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
             connect_judging(prepared, models, events, budget, maintenance.stops, read_run_id(run_dir))

@@ -140,6 +140,8 @@ async def start_scorers(
         assert engine.endpoint is not None
         client = engine.endpoint.connect_scorer(model.entry, endpoint_use(model, engine, budget))
         model.scorer, model.clients = client, (client,)
+        budget.clocks.add(answering := ActiveClock())
+        model.scorer_clock = answering
 
 
 async def start_scorer_pool(

@@ -109,12 +109,16 @@ class GroupJudging:
     """Judges groups one after the other, with the breaker and the deadline of a run."""
 
     def __init__(
-        self, prepared: PreparedRejudging, judge: Judge, done: Callable[[JudgedGroup, Sequence[JudgeReport]], None]
+        self,
+        prepared: PreparedRejudging,
+        judge: Judge,
+        done: Callable[[JudgedGroup, Sequence[JudgeReport]], None],
+        clock: ActiveClock,
     ) -> None:
-        """done: gets each group with its reports."""
+        """done: gets each group with its reports. clock: of the deadlines of groups."""
         self._stored = prepared.stored
         self._deadline_s = prepared.config.rollout.group_deadline_s
-        self._clock = ActiveClock()
+        self._clock = clock
         self._breaker = OutageBreaker(compose_health(prepared.config), self._clock)
         self._judge = judge
         self._done = done
@@ -160,7 +164,8 @@ class RejudgeRun(Run[PreparedRejudging]):
 
     async def _judge(self, running: Running, missing: list[str]) -> None:
         """Judge groups, the first steps first, as many at once as the judges have requests in flight."""
-        rejudging = GroupJudging(self._prepared, without_bounds(running.judge), self._done)
+        running.maintenance.stops(clock := ActiveClock())
+        rejudging = GroupJudging(self._prepared, without_bounds(running.judge), self._done, clock)
         in_order = iter(list(enumerate(missing)))
         at_once = max(1, self._config.judging.max_concurrency // self._config.train.group_size)
         with set_purpose("evaluation"):

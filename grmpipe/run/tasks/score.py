@@ -160,10 +160,12 @@ class ScoringRun(Run[PreparedScoring]):
         self._counters = Counters()
         self._judged: list[tuple[Responses, list[JudgedSibling]]] = []
         self._calls = itertools.count()
+        self._clock = ActiveClock()  # of the deadlines of groups
         self._open = OpenCalls[list[JudgedSibling]](self._config.serve.orphan_s)
 
     async def run(self) -> Status:
         self._running = running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
+        running.maintenance.stops(self._clock)
         with refuse_denied():
             return await run_until(self._work(running), **running.background())
 
@@ -227,7 +229,7 @@ class ScoringRun(Run[PreparedScoring]):
         """The verdicts or failures, in the order of the responses, within the deadline of a group in a run. number: of
         the group in the order of the file, or of the calls.
         """
-        limit, recorder = ActiveClock().timeout(self._config.rollout.group_deadline_s), self._observers.recorder
+        limit, recorder = self._clock.timeout(self._config.rollout.group_deadline_s), self._observers.recorder
         for rollout in group.rollouts:
             recorder.rollout(number, group.prompt, rollout)
         try:

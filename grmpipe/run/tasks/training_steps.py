@@ -77,7 +77,6 @@ class TrainingSteps:
         self.pipeline = pipeline = Pipeline(components, numbers, self._after_step, begin, kept, self._save_batch)
         self._progress = StepProgress(pipeline, config.train.num_steps)
         running.maintenance.stops(pipeline.clock)
-        context.observers.budget.clocks.add(pipeline.clock)
         pipeline.counters.restore(context.state.totals, context.state.open_counts)
         for work in kept.values():
             pipeline.counters.add_recovered(work.uncounted)
