@@ -66,6 +66,11 @@ class BudgetGate:
         self._in_flight.discard(number)
         self._news.set()
 
+    def end_complete(self) -> None:
+        """The run did all its work: its resume lacks nothing. A service may be asked again what it refused."""
+        if not self._is_service:
+            self.answers.remove()
+
     def close(self) -> None:
         self.answers.close()
 
@@ -134,7 +139,7 @@ class PaidAnswers:
                 self._journal.append({"key": key, "answer": answer})
 
     def remove(self) -> None:
-        """Remove the file: a complete run resumes nothing."""
+        """Remove the file."""
         with self._guard.watch(PAID_ANSWERS):
             self._path.unlink(missing_ok=True)
 

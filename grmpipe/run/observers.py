@@ -151,7 +151,7 @@ class Observers:
             budget=BudgetGate(
                 spending,
                 requests,
-                PaidAnswers(run_dir, run_id, guard, is_kept=spending.is_bounded and not is_service),
+                PaidAnswers(run_dir, run_id, guard, is_kept=spending.is_bounded),
                 is_service=is_service,
             ),
             timeline=Timeline(run_dir / "timeline.json", run_id),

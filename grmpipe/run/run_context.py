@@ -175,7 +175,7 @@ def write_end(summary: Summary, run: Run[P]) -> Summary:
     summary = replace(summary, judging=judging, changes=read_changes(run_dir), run_id=read_run_id(run_dir))
     summary = write_summary(with_objective(summary, run.config.objective), run_dir / SUMMARY)
     if summary.status == "completed":
-        observers.budget.answers.remove()
+        observers.budget.end_complete()
     observers.show_end(run_dir, run.rows, summary.bottleneck)
     return summary
 
