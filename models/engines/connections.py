@@ -38,7 +38,7 @@ class Connections(httpx.AsyncBaseTransport):
     async def give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
         now = time.monotonic()
         self._idle.append((now, connection))
-        while now - self._idle[0][0] > IDLE_S:
+        while self._idle and now - self._idle[0][0] > IDLE_S:  # others take some while one is closed
             await self._idle.popleft()[1].aclose()
 
     async def aclose(self) -> None:

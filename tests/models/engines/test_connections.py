@@ -89,6 +89,20 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
+def test_a_request_may_take_the_last_idle_connection_while_an_old_one_is_closed() -> None:
+    class Slow:
+        """A connection whose end takes a moment."""
+
+        async def aclose(self) -> None:
+            await asyncio.sleep(0)
+            transport._idle.clear()  # what a request in between took
+
+    transport = Connections(NetworkPath())
+    transport._idle.extend([(-60.0, Slow()), (-60.0, Slow())])  # type: ignore[list-item]
+    asyncio.run(transport.give_back(Slow()))  # type: ignore[arg-type]
+    assert not transport._idle
+
+
 def test_a_request_costs_no_more_with_500_in_flight() -> None:
     async def run() -> float:
         async with Server() as url, httpx.AsyncClient(transport=Connections(NetworkPath()), timeout=30) as client:
