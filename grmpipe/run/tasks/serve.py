@@ -15,6 +15,7 @@ from grmpipe.run.run_context import RunContext
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.score import PreparedScoring, ScoringRun
 from grmpipe.run_dir.identity import read_run_id
+from grmpipe.scheduler.gc_tuning import infrequent_gc
 from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.service import JudgeService
@@ -55,7 +56,7 @@ class ServingRun(ScoringRun):
             handler_cancellation=True,  # of a client that goes away
             shutdown_timeout=longest_s,
         )
-        with stop_by_signals(ended.set, ENDS):
+        with stop_by_signals(ended.set, ENDS), infrequent_gc():
             await runner.setup()
             try:
                 await web.TCPSite(runner, serve.host, serve.port).start()
