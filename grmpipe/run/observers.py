@@ -52,6 +52,7 @@ FILES = {
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique; what teachers score",
+    "calls.jsonl": "who asked which judge, when, and which group it became",
     "imputed.jsonl": "responses without a verdict whose trainer got the mean of their siblings",
     "groups.jsonl": "how each group ended",
     "trained.jsonl": "reward, advantage, truth and times of each trained rollout",
