@@ -172,7 +172,7 @@ commit {commit()}, {os.cpu_count()} cores ({platform.machine()}). Client, endpoi
 their own on the same cores. The endpoint takes {args.takes_s:g} s, so {args.per_s * args.takes_s:.0f} questions are in
 flight; a question is one response and one judgement. The proxy only sends the same bodies on (aiohttp).
 
-| who answers | round | got a verdict | verdicts/s | CPU ms a question | memory, MB |
+| who answers | round | got a verdict | verdicts/s, until the last one | CPU ms a question | memory, MB |
 |---|---|---|---|---|---|
 {chr(10).join(rows)}
 

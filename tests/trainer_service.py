@@ -21,7 +21,7 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.spending import Spending
 from grmpipe.run.tasks.score import parse_responses
-from grmpipe.run.tasks.serve import find_judges
+from grmpipe.run.tasks.serve import find_served_judges
 from grmpipe.serve.call_log import CallLog
 from grmpipe.serve.service import AskByName, JudgeService
 
@@ -52,7 +52,7 @@ async def serving(
     folder, config = TemporaryDirectory(), compose(*overrides)
     call_log = CallLog(Path(folder.name), "run", Guard(), config.serve.cache_size)
     longest_s = config.rollout.group_deadline_s
-    service = JudgeService(config.serve, find_judges(config), judge, call_log, longest_s, spending)
+    service = JudgeService(config.serve, find_served_judges(config), judge, call_log, longest_s, spending)
     runner = web.AppRunner(service.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -25,9 +25,8 @@ RESERVED = ("prompt", "messages", "response", "responses", "prompt_id")  # field
 FIRST_PAUSE_S, LONGEST_PAUSE_S, CONNECT_S = 0.5, 5.0, 10.0
 SHOWN = 300  # characters of an answer that isn't the service's, in errors
 
-RemoteVerdict = dict[
-    str, Any
-]  # as docs/serving.md describes it: reward, score, critiques; failed and detail without a reward
+# As docs/serving.md describes it: reward, score, critiques; failed and detail where there is no reward.
+RemoteVerdict = dict[str, Any]
 
 
 class NotJudgedError(Exception):

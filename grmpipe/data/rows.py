@@ -98,6 +98,14 @@ def require_object(row: object, where: str) -> Row:
     return row
 
 
+def parse_call(body: bytes, expected: str) -> Row:
+    """The JSON object of a request. Raises ValueError; expected: its fields, for the error."""
+    row = parse_json(body, str(CALL), Findings(CALL))
+    if not isinstance(row, dict):
+        raise ValueError(f"{CALL}: expected a JSON object with {expected}")
+    return row
+
+
 def parse_json(text: bytes | str, where: str, findings: Findings) -> object:
     """The value of a text. Of a key that an object has twice the last value counts, as Python's json has it. Raises
     ValueError that begins with `where`.

@@ -69,8 +69,9 @@ def run_to_resume(config: RunConfig) -> Path | None:
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
     """Whether a run did all its steps. It is incomplete again when more steps are wanted."""
-    if read_status(run_dir)[0] != "completed" or config.task in ("rejudge", "serve"):  # the run may have more rollouts
-        return False  # by now, and a service goes on
+    # A run that is judged again may have more rollouts by now, and a service goes on.
+    if read_status(run_dir)[0] != "completed" or config.task in ("rejudge", "serve"):
+        return False
     return config.task != "train" or config.train.num_steps <= read_yaml(run_dir / "config.yaml").train.num_steps
 
 

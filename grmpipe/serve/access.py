@@ -25,18 +25,14 @@ def make_guard(key: str) -> Middleware:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key and request.path != "/health":
-            if not hmac.compare_digest(read_key(request.headers).encode("utf-8", "replace"), key.encode()):
+            _, given = read_credentials(request.headers)
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
                 return refuse(401, "the key is missing or wrong; send the header Authorization: Bearer <key>")
         elif not key and request.host.rsplit(":", 1)[0] not in LOCAL:
             return refuse(403, "without serve.key_env only this machine is answered, under 127.0.0.1 or localhost")
         return await handler(request)
 
     return guard
-
-
-def read_key(headers: Mapping[str, str]) -> str:
-    """The key that a client sent; empty: none."""
-    return read_credentials(headers)[1]
 
 
 def read_client(request: web.Request) -> str:

@@ -7,9 +7,7 @@ the client waits; then it is told why there is no verdict, and its next try find
 """
 
 import asyncio
-import hashlib
 import itertools
-import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from grmpipe.data.rows import Row
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.serve.admission import Admission, Refused
 from grmpipe.serve.imputations import Imputations
+from grmpipe.serve.open_calls import digest_question
 from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.wires.wire import Asked, Reward
 
@@ -386,4 +385,4 @@ class HeldGroups:
 
 
 def digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_question(value)[:16]

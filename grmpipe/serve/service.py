@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 
 from grmpipe.config.keys.entry_names import REWARD
 from grmpipe.config.task_settings import ServeConfig
-from grmpipe.data.rows import CALL, Findings, Row, parse_json
+from grmpipe.data.rows import Row, parse_call
 from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
@@ -55,6 +55,7 @@ class JudgeService:
         """longest_s: that a client waits who has no limit of its own. spending: at endpoints, for the metrics."""
         self._serve = serve
         self._judges = judges
+        self._names = judges.names
         self._ask = ask
         self._call_log = call_log
         self._spending = spending
@@ -83,8 +84,8 @@ class JudgeService:
         one of its judges and compositions. client: who asks. Raises Refused, and ValueError for a row that can't be
         judged.
         """
-        if name not in self._judges.names:
-            raise Refused(404, f"there is no judge {name!r}; known: {', '.join(self._judges.names)}")
+        if name not in self._names:
+            raise Refused(404, f"there is no judge {name!r}; known: {', '.join(self._names)}")
         found, began_s, question = row.get("responses"), time.monotonic(), digest_question([name, row])
         known = self._call_log.find_answer(question)
         try:
@@ -130,7 +131,7 @@ class JudgeService:
         return answer
 
     async def _judge_row(self, request: web.Request) -> web.StreamResponse:
-        row = parse_row(await request.read(), "prompt or messages, and responses")
+        row = parse_call(await request.read(), "prompt or messages, and responses")
         judged = await self.judge(row, request.match_info.get("judge", REWARD), read_client(request))
         # Not json.dumps: a judge's text may hold half of a character.
         body = json_bytes({"verdicts": [describe(one) for one in judged]}, strict=True)
@@ -157,14 +158,6 @@ class JudgeService:
             *(list_prometheus_lines(self._spending.figures) if self._spending is not None else ()),
         ]  # fmt: skip
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
-
-
-def parse_row(body: bytes, expected: str) -> dict[str, object]:
-    """A JSON object. Raises ValueError; expected: its fields, for the error."""
-    row = parse_json(body, "judge", Findings(CALL))
-    if not isinstance(row, dict):
-        raise ValueError(f"judge: expected a JSON object with {expected}")
-    return row
 
 
 def describe(one: JudgedSibling) -> Mapping[str, object]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 from aiohttp import web
 
-from grmpipe.data.rows import CALL, Findings, parse_json
+from grmpipe.data.rows import parse_call
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.serve.access import read_client
 from grmpipe.serve.held_groups import Call, HeldGroups
@@ -43,9 +43,7 @@ class WireRoutes:
     def _make_handler(self, wire: Wire) -> Callable[[web.Request], Coroutine[object, object, web.Response]]:
         async def answer(request: web.Request) -> web.Response:
             call = self._read_call(wire, request)
-            body = parse_json(await request.read(), "judge", Findings(CALL))
-            if not isinstance(body, dict):
-                raise ValueError(f"judge: expected a JSON object with {wire.fields}")
+            body = parse_call(await request.read(), wire.fields)
             asked = wire.read(body)
             async with raise_first_failure() as tasks:
                 rewards = [tasks.create_task(self._held.ask(one, call)) for one in asked]

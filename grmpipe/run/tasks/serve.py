@@ -23,7 +23,7 @@ from grmpipe.serve.service import JudgeService
 ENDS = "the service ends once what it judges is judged"
 
 
-def find_judges(config: RunConfig) -> ServedJudges:
+def find_served_judges(config: RunConfig) -> ServedJudges:
     """The judges that a service of this configuration answers by."""
     return ServedJudges(
         judges=config.asked.judges, rewards=config.rewards, max_failure_rate=config.main_judge.max_failure_rate
@@ -43,7 +43,7 @@ class ServingRun(ScoringRun):
         serve, longest_s = self._config.serve, self._config.rollout.group_deadline_s
         service = JudgeService(
             serve,
-            find_judges(self._config),
+            find_served_judges(self._config),
             lambda row, name, priority: self._judge_call(running, row, name, priority),
             self._call_log,
             longest_s,

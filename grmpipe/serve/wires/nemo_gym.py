@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from grmpipe.config.keys.user_code import format_value
-from grmpipe.data.rows import Row
+from grmpipe.data.rows import Row, require_object
 from grmpipe.serve.wires.openrlhf import require_list
 from grmpipe.serve.wires.trainer_texts import make_asked
 from grmpipe.serve.wires.wire import Asked, Reward, Wire
@@ -76,12 +76,6 @@ def read_content(content: object, where: str) -> str:
 
 def write_verified(body: Row, rewards: Sequence[Reward]) -> object:
     return body | {"reward": rewards[0].value, "imputed": rewards[0].imputed}
-
-
-def require_object(value: object, where: str) -> Row:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, got {format_value(value)}")
-    return value
 
 
 WIRE = Wire(

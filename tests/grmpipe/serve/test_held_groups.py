@@ -23,7 +23,7 @@ from grmpipe.judge.verdict import make_failure, outcome, report_failures, report
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import read_journal
 from grmpipe.observe.recorder import JudgedSibling
-from grmpipe.run.tasks.serve import find_judges
+from grmpipe.run.tasks.serve import find_served_judges
 from grmpipe.serve.admission import Refused
 from grmpipe.serve.held_groups import Call, HeldGroups
 from grmpipe.serve.imputations import Imputations
@@ -81,7 +81,7 @@ def hold(
 ) -> HeldGroups:
     imputations = imputations or Imputations(Path(), "run", Guard())
     config = compose(*overrides)
-    return HeldGroups(config.serve, find_judges(config), judge.judge, lambda: degraded, imputations)
+    return HeldGroups(config.serve, find_served_judges(config), judge.judge, lambda: degraded, imputations)
 
 
 def call_of(trainer: str = "openrlhf", size: int | None = None, judge: str = "reward") -> Call:
