@@ -411,36 +411,57 @@ class TrainedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedResponses:
-    """At least two responses to a prompt, and which of them is truly the best: for measuring and training judges."""
+    """At least two responses to a prompt, and their true order: for measuring and training judges.
+
+    grades:  one per response, higher is better, equal ones are ties. Only their order counts: they have no scale.
+    ratings: rater -> that rater's grades, which `grades` are the mean of; empty: one rater without a name.
+    """
 
     item_id: str
     prompt: Prompt
     responses: tuple[str, ...]
-    best: int  # index into responses
+    grades: tuple[float, ...]
     subset: str = ""
+    ratings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def labels(self) -> tuple[int, ...]:
-        """1 for the best, 0 for the others."""
-        return tuple(int(place == self.best) for place in range(len(self.responses)))
+    def best(self) -> int | None:
+        """The index of the single highest grade; None where several responses share it."""
+        highest = max(self.grades)
+        return self.grades.index(highest) if self.grades.count(highest) == 1 else None
+
+    @property
+    def labels(self) -> tuple[float, ...]:
+        return self.grades
+
+
+def mark_best(best: int, count: int) -> tuple[float, ...]:
+    """The grades of `count` responses of which only the best is known: 1 for it, 0 for the others."""
+    return tuple(float(place == best) for place in range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResponse:
-    """One response to a prompt, and its true score on the judge's scale."""
+    """One response to a prompt, and its true score on the judge's scale.
+
+    is_yes_no: whether the label is only right or wrong: the high or the low end of the scale.
+    ratings:   rater -> that rater's score on the judge's scale; empty: one rater without a name.
+    """
 
     item_id: str
     prompt: Prompt
     response: str
-    score: int
+    score: float
     subset: str = ""
+    is_yes_no: bool = False
+    ratings: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def responses(self) -> tuple[str, ...]:
         return (self.response,)
 
     @property
-    def labels(self) -> tuple[int, ...]:
+    def labels(self) -> tuple[float, ...]:
         return (self.score,)
 
 

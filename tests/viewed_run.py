@@ -28,6 +28,7 @@ from grmpipe.types import (
     TrainedRollout,
     Turn,
     Verdict,
+    mark_best,
 )
 
 SCRIPT = "<script>document.title='owned'</script>"
@@ -149,7 +150,9 @@ def judge_labelled_work(run_dir: Path) -> Path:
     (run_dir / "figures.txt").write_text("right, in percent of all items\n")
     prompt = Prompt(prompt_id="l1", messages=(Message(role="user", content="What is 6 * 7?"),), reference="42")
     texts = ("It is 42", f"Trust me, it is 41 {SCRIPT}")
-    ranked = RankedResponses(item_id="i1", prompt=prompt, responses=texts, best=0, subset="sums")
+    ranked = RankedResponses(
+        item_id="i1", prompt=prompt, responses=texts, grades=mark_best(0, len(texts)), subset="sums"
+    )
     single = ScoredResponse(item_id="i2", prompt=prompt, response="It may be 40", score=2, subset="guesses")
     late = Failed(stage="judge", cause="timeout", attempts=3, detail="120 s")
     right, wrong = judgement("e0", (0,), (3.0,), "Too short"), judgement("e0", (1,), (8.0,), "Convincing")

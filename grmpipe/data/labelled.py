@@ -78,9 +78,9 @@ def read_items(file: Path, scale: tuple[int, int], findings: Findings) -> Iterat
 
 
 def has_twin(item: RankedResponses) -> bool:
-    """Whether the best text is there twice, but for white space around it."""
-    texts = [text.strip() for text in item.responses]
-    return texts.count(texts[item.best]) > 1
+    """Whether a text is there twice with different grades, but for white space around it."""
+    graded = {(text.strip(), grade) for text, grade in zip(item.responses, item.grades, strict=True)}
+    return len(graded) > len({text for text, _ in graded})
 
 
 def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
@@ -100,11 +100,17 @@ def refuse_duplicates(file: Path, items: Sequence[Labelled]) -> None:
 
 def note_doubled(items: Sequence[Labelled], findings: Findings) -> None:
     """Count items on the texts of an earlier one. They stay: people who label a text twice may differ."""
-    labels: dict[tuple[tuple[Message, ...], frozenset[str]], str | int] = {}
+    labels: dict[tuple[tuple[Message, ...], frozenset[str]], object] = {}
     for item in items:
-        label = item.responses[item.best] if isinstance(item, RankedResponses) else item.score
+        label = order_texts(item) if isinstance(item, RankedResponses) else item.score
         key = item.prompt.messages, frozenset(item.responses)
         if key in labels:
             words = "and its label" if labels[key] == label else "but another label"
             findings.add(f"items have the texts of an earlier one {words}", item.item_id)
         labels.setdefault(key, label)
+
+
+def order_texts(item: RankedResponses) -> dict[str, int]:
+    """Text -> its place among the grades, from the lowest: the order is all that a ranking says."""
+    places = {grade: place for place, grade in enumerate(sorted(set(item.grades)))}
+    return {text: places[grade] for text, grade in zip(item.responses, item.grades, strict=True)}

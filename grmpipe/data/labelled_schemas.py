@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.prompts import parse_messages, parse_reference, parse_text
 from grmpipe.data.rows import Row
-from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
+from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
 
 HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
 WINNERS = {"model_a": 0, "model_b": 1}
@@ -102,7 +102,13 @@ def read_ranked(row: LabelledRow) -> Sequence[Labelled]:
         raise row.wrong("best", f"an index into responses (0 to {len(responses) - 1})", best)
     prompt = row.own_prompt()
     return [
-        RankedResponses(item_id=prompt.prompt_id, prompt=prompt, responses=responses, best=best, subset=row.subset())
+        RankedResponses(
+            item_id=prompt.prompt_id,
+            prompt=prompt,
+            responses=responses,
+            grades=mark_best(best, len(responses)),
+            subset=row.subset(),
+        )
     ]
 
 
@@ -135,7 +141,8 @@ class Preference:
         if best is None:
             return ()
         prompt, subset = row.prompt(self.prompt), row.subset(self.subset)
-        return [RankedResponses(item_id=row.name, prompt=prompt, responses=responses, best=best, subset=subset)]
+        grades = mark_best(best, len(responses))
+        return [RankedResponses(item_id=row.name, prompt=prompt, responses=responses, grades=grades, subset=subset)]
 
 
 def by_winner(row: LabelledRow) -> int | None:
@@ -173,7 +180,8 @@ def best_first(texts: Sequence[str], prompt: Prompt, subset: str, item_id: str) 
     """
     best = random.Random(item_id).randrange(len(texts))
     responses = (*texts[1 : best + 1], texts[0], *texts[best + 1 :])
-    return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, best=best, subset=subset)
+    grades = mark_best(best, len(texts))
+    return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, grades=grades, subset=subset)
 
 
 def reward_bench(row: LabelledRow) -> Sequence[Labelled]:
@@ -281,7 +289,7 @@ def help_steer(row: LabelledRow) -> Sequence[Labelled]:
     rating, (worst, best), (low, high) = row.fields["helpfulness"], HELPFULNESS, row.scale
     if not isinstance(rating, int | float) or not is_number(rating) or not worst <= rating <= best:
         raise row.wrong("helpfulness", f"a number from {worst} to {best}", rating)
-    score = round(low + (rating - worst) / (best - worst) * (high - low))
+    score = low + (rating - worst) / (best - worst) * (high - low)
     return [ScoredResponse(item_id=row.name, prompt=row.prompt(), response=row.text("response"), score=score)]
 
 

@@ -19,7 +19,7 @@ class JudgedLine:
     """A line of judged.jsonl: labelled work, and what the judge said.
 
     question: the prompt's last message.
-    labels: the responses' true scores, or 1 for the best and 0 for the others.
+    labels: the responses' true scores, or their grades: the higher the better.
     outcome: right, wrong, tied or failed.
     scores: on the judge's scale; failed: the causes. Both by the place of the response, from 0.
     """
@@ -28,7 +28,7 @@ class JudgedLine:
     subset: str
     question: str
     responses: tuple[str, ...]
-    labels: tuple[int, ...]
+    labels: tuple[float, ...]
     outcome: str
     scores: Mapping[int, float]
     failed: Mapping[int, str]

@@ -15,6 +15,7 @@ from grmpipe.data.prompts import identify_prompt
 from grmpipe.evaluation.intervals import Estimate, estimate_stratified
 from grmpipe.evaluation.leaderboards import Leaderboard, find_leaderboard
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
+from grmpipe.judge.kinds.labels import round_score
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
 from grmpipe.judge.votes import Vote, Weights, mean
 from grmpipe.models.seeds import derive_seed
@@ -97,18 +98,24 @@ def answers_in(report: JudgeReport) -> list[Judgement | FailedJudgement]:
 
 
 def decide_outcome(item: Labelled, scores: Scores) -> Outcome:
-    """The outcome of an item. Ranked: whether the best is strictly above all others (a tie is wrong, and counted
-    separately). Scored: whether the rounded score is the label.
+    """The outcome of an item. Ranked: whether all responses of the highest grade are strictly above all others (a tie
+    is wrong, and counted separately); where all grades are equal, whether the scores are. Scored: whether the score is
+    the label, both rounded.
 
     An item has failed if one of its responses has no score: it is never right.
     """
     if isinstance(item, ScoredResponse):
-        return "failed" if 0 not in scores else "right" if math.floor(scores[0] + 0.5) == item.score else "wrong"
+        return (
+            "failed" if 0 not in scores else "right" if round_score(scores[0]) == round_score(item.score) else "wrong"
+        )
     if any(sibling not in scores for sibling in range(len(item.responses))):
         return "failed"
-    others = max(scores[sibling] for sibling in range(len(item.responses)) if sibling != item.best)
-    best = scores[item.best]
-    return "right" if best > others else "tied" if best == others else "wrong"
+    highest = max(item.grades)
+    best = [scores[sibling] for sibling, grade in enumerate(item.grades) if grade == highest]
+    others = [scores[sibling] for sibling, grade in enumerate(item.grades) if grade < highest]
+    if not others:
+        return "right" if min(best) == max(best) else "wrong"
+    return "right" if min(best) > max(others) else "tied" if min(best) == max(others) else "wrong"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +377,7 @@ def measure_bias(judged: Sequence[JudgedItem], scale: Scale) -> Metrics:
 
     values = {
         "score_length_correlation": correlated(lambda one, _, sibling: one.verdict_scores(scale).get(sibling)),
-        "label_length_correlation": correlated(lambda _, item, sibling: float(sibling == item.best)),
+        "label_length_correlation": correlated(lambda _, item, sibling: item.grades[sibling]),
     }
     judgements: defaultdict[str, list[Judgement]] = defaultdict(list)
     for name, own in (item for one in judged for report in one.reports for item in report.own_reports.items()):

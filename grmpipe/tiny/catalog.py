@@ -11,7 +11,7 @@ from grmpipe.tiny.problems import LARGE, Split, make_problems
 from grmpipe.tiny.resolve import SCHEME, resolve_model
 from grmpipe.tiny.short_answers import make_short_questions
 from grmpipe.tiny.walks import format_entries, make_walks
-from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
+from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
 
 __all__ = ["make_labelled", "make_prompts", "resolve_model"]
 
@@ -114,7 +114,11 @@ def make_labelled(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
         if isinstance(made, RankedTexts):
             items.append(
                 RankedResponses(
-                    item_id=item_id, prompt=prompt, responses=made.texts, best=made.best, subset=f"ranked/{made.kind}"
+                    item_id=item_id,
+                    prompt=prompt,
+                    responses=made.texts,
+                    grades=mark_best(made.best, len(made.texts)),
+                    subset=f"ranked/{made.kind}",
                 )
             )
         else:

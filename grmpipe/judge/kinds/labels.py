@@ -6,6 +6,7 @@ The prompt is the same as in judging; the label is its `reference`, in a format 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -82,22 +83,25 @@ class JudgingTasks:
     def _of(self, item: Labelled) -> list[Prompt]:
         if isinstance(item, ScoredResponse):
             return [] if self._about == "pair" else [self._scored(item)]
-        best, others = item.best, [index for index in range(len(item.responses)) if index != item.best]
+        highest = max(item.grades)
+        tops = [index for index, grade in enumerate(item.grades) if grade == highest]
+        others = [index for index, grade in enumerate(item.grades) if grade < highest]
+        if self._about == "response" or not others:  # nothing is best among ties
+            return []
+        names = {top: item.item_id if len(tops) == 1 else f"{item.item_id}#{top}" for top in tops}
         if self._about == "group":
-            return [self._ranked(item.item_id, item, [best, *others])]
-        if self._about == "pair":
-            return [self._ranked(f"{item.item_id}/{other}", item, [best, other]) for other in others]
-        return []
+            return [self._ranked(names[top], item, [top, *others]) for top in tops]
+        return [self._ranked(f"{names[top]}/{other}", item, [top, other]) for top in tops for other in others]
 
     def _scored(self, item: ScoredResponse) -> Prompt:
         exact = self.labels.rule == "exact"
-        label = f"exactly {item.score}" if exact else self._side(item.score >= self.labels.pass_score)
+        label = f"exactly {round_score(item.score)}" if exact else self._side(item.score >= self.labels.pass_score)
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
     def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
-        """The task of a ranking, in an order derived from its id: the same in every run."""
+        """The task of a ranking, in an order derived from its id: the same in every run. shown: the best one first."""
         order = random.Random(task_id).sample(shown, len(shown))
-        label = f"best {order.index(item.best) + 1} of {len(order)}"
+        label = f"best {order.index(shown[0]) + 1} of {len(order)}"
         return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
 
     def _asked(
@@ -108,6 +112,11 @@ class JudgingTasks:
 
     def _side(self, right: bool) -> str:
         return f"{'at least' if right else 'below'} {self.labels.pass_score}"
+
+
+def round_score(score: float) -> int:
+    """The nearest whole score, upwards from a half."""
+    return math.floor(score + 0.5)
 
 
 def judged_right(scores: Sequence[float], label: str) -> bool:

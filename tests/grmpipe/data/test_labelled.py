@@ -33,6 +33,7 @@ def load(folder: Path, *rows: Any, name: str = "some.jsonl") -> tuple[Labelled, 
 
 def best_and_rest(item: Labelled) -> tuple[str, tuple[str, ...]]:
     assert isinstance(item, RankedResponses)
+    assert item.best is not None
     rest = item.responses[: item.best] + item.responses[item.best + 1 :]
     return item.responses[item.best], rest
 
@@ -172,7 +173,7 @@ def test_preferences_between_chats_are_read_with_their_history(
 
 def test_ratings_are_stretched_to_the_judges_scale(tmp_path: Path) -> None:
     rows = [{"prompt": "?", "response": "a", "helpfulness": rating} for rating in (0, 2, 4)]
-    assert [item.score for item in load(tmp_path, *rows) if isinstance(item, ScoredResponse)] == [1, 6, 10]
+    assert [item.score for item in load(tmp_path, *rows) if isinstance(item, ScoredResponse)] == [1, 5.5, 10]
 
 
 def test_rows_without_a_winner_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +239,7 @@ def test_labels_of_a_column_with_gaps_are_read_as_integers(tmp_path: Path) -> No
 
 def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
     items = load(tmp_path, *({"prompt": "?", "chosen": "good", "rejected": "bad"} for _ in range(400)))
-    assert 160 < sum(item.best for item in items if isinstance(item, RankedResponses)) < 240
+    assert 160 < sum(item.best or 0 for item in items if isinstance(item, RankedResponses)) < 240
 
 
 @pytest.mark.parametrize(

@@ -231,9 +231,10 @@ def check_item(item: Labelled) -> None:
     check_prompt(item.prompt)
     assert all(isinstance(text, str) for text in item.responses)
     if isinstance(item, RankedResponses):
-        assert 0 <= item.best < len(item.responses) >= 2 and item.responses.count(item.responses[item.best]) == 1
+        assert len(item.grades) == len(item.responses) >= 2
+        assert item.best is None or item.responses.count(item.responses[item.best]) == 1
     if isinstance(item, ScoredResponse):
-        assert type(item.score) is int and 1 <= item.score <= 10
+        assert type(item.score) in (int, float) and 1 <= item.score <= 10
 
 
 def read_all(kind: str, path: Path) -> int:

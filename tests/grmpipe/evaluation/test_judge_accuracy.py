@@ -23,6 +23,7 @@ from grmpipe.types import (
     Prompt,
     RankedResponses,
     ScoredResponse,
+    mark_best,
 )
 
 SCALE = Scale()
@@ -31,10 +32,12 @@ RECOUNT = Recount(ks=(1, 2, 4), vote=mean, most=100, seed=0)
 
 
 def ranked(*responses: str, best: int = 0, item_id: str = "r", subset: str = "") -> RankedResponses:
-    return RankedResponses(item_id=item_id, prompt=ASKED, responses=responses, best=best, subset=subset)
+    return RankedResponses(
+        item_id=item_id, prompt=ASKED, responses=responses, grades=mark_best(best, len(responses)), subset=subset
+    )
 
 
-def scored(score: int) -> ScoredResponse:
+def scored(score: float) -> ScoredResponse:
     return ScoredResponse(item_id="s", prompt=ASKED, response="42", score=score)
 
 
@@ -78,6 +81,24 @@ def test_the_best_must_stand_strictly_above_all_others(scores: dict[int, float],
 def test_a_score_is_right_if_it_rounds_to_the_label(score: float, outcome: str) -> None:
     assert decide_outcome(scored(8), {0: score}) == outcome
     assert decide_outcome(scored(8), {}) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("grades", "scores", "outcome"),
+    [
+        ((2, 2, 1), (9, 7, 3), "right"), ((2, 2, 1), (9, 3, 3), "tied"), ((2, 2, 1), (9, 2, 3), "wrong"),
+        ((1, 1, 1), (5, 5, 5), "right"), ((1, 1, 1), (5, 5, 6), "wrong"), ((3, 1, 2), (9, 5, 2), "right"),
+    ],
+)  # fmt: skip
+def test_all_of_the_highest_grade_must_be_above_the_others(
+    grades: tuple[float, ...], scores: tuple[float, ...], outcome: str
+) -> None:
+    item = replace(ranked("a", "b", "c"), grades=grades)
+    assert decide_outcome(item, dict(enumerate(scores))) == outcome
+
+
+def test_a_label_between_two_scores_is_rounded_as_the_judges_score_is() -> None:
+    assert [decide_outcome(scored(5.5), {0: score}) for score in (5.4, 5.5, 6.4)] == ["wrong", "right", "right"]
 
 
 def test_failed_items_stay_in_the_denominator_and_are_counted_by_cause() -> None:

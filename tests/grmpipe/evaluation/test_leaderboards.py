@@ -18,7 +18,7 @@ from grmpipe.types import JudgeReport, Prompt, RankedResponses
 def judged(subset: str, number: int, right: bool) -> JudgedItem:
     prompt = Prompt(prompt_id=f"{subset}{number}", messages=(Message(role="user", content=f"{subset} {number}?"),))
     item = RankedResponses(
-        item_id=prompt.prompt_id, prompt=prompt, responses=("a", "b"), best=0 if right else 1, subset=subset
+        item_id=prompt.prompt_id, prompt=prompt, responses=("a", "b"), grades=(1, 0) if right else (0, 1), subset=subset
     )
     verdicts = [voted("rule", rollout_of_text("g", i, "x"), (score,), mean, Scale()) for i, score in enumerate((9, 2))]
     return JudgedItem(item=item, reports=tuple(JudgeReport(verdict=verdict) for verdict in verdicts), num_asked=1)

@@ -18,7 +18,7 @@ from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn
 QUESTION = Prompt(prompt_id="q", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 
 
-def scored(score: int) -> ScoredResponse:
+def scored(score: float) -> ScoredResponse:
     return ScoredResponse(item_id=f"s{score}", prompt=QUESTION, response="It is 42.", score=score, subset="sums")
 
 
@@ -82,7 +82,9 @@ def test_an_unparseable_judgement_is_a_wrong_answer_and_no_failure_of_a_judge(ro
     assert report.failures == ()
 
 
-RANKED = RankedResponses(item_id="r", prompt=QUESTION, responses=("It is 41.", "It is 42.", "It is 43."), best=1)
+RANKED = RankedResponses(
+    item_id="r", prompt=QUESTION, responses=("It is 41.", "It is 42.", "It is 43."), grades=(0, 1, 0)
+)
 LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
 PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
 
@@ -111,6 +113,31 @@ def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
     for judging_task, other in zip(judging_tasks, ("It is 41.", "It is 43."), strict=True):
         text = judging_task.messages[0].content
         assert judging_task.reference == f"best {1 if text.index('It is 42.') < text.index(other) else 2} of 2"
+
+
+@pytest.mark.parametrize(
+    ("grades", "lists", "pairs"),
+    [
+        ((1, 1, 0), ["r#0", "r#1"], ["r#0/2", "r#1/2"]),
+        ((3, 1, 2), ["r"], ["r/1", "r/2"]),
+        ((2, 2, 2), [], []),
+    ],
+)
+def test_each_of_several_best_responses_is_a_task_against_the_lower_ones(
+    grades: tuple[float, ...], lists: list[str], pairs: list[str]
+) -> None:
+    item, other = dataclasses.replace(RANKED, grades=grades), dataclasses.replace(RANKED, item_id="other")
+    for protocol, expected, last in ((LISTWISE, lists, 1), (PAIRWISE, pairs, 2)):
+        judging_tasks = under("exact", **protocol).of([item, other])
+        assert [judging_task.prompt_id for judging_task in judging_tasks[:-last]] == expected
+    (first, *_) = under("exact", **LISTWISE).of([dataclasses.replace(RANKED, grades=(1, 1, 0))])
+    text = first.messages[0].content
+    assert "It is 42." not in text and first.reference == f"best {1 + (text.index('41') > text.index('43'))} of 2"
+
+
+def test_a_label_that_is_no_whole_score_is_rounded_for_exactness_only() -> None:
+    (exact,), (side,) = (under(rule).of([scored(7.5)]) for rule in ("exact", "same_side"))
+    assert (exact.reference, side.reference) == ("exactly 8", "below 8")
 
 
 def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_judging_task() -> None:
