@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from grmpipe.cli import run_task
 from grmpipe.config.keys.secrets import mask_errors
@@ -22,8 +22,10 @@ from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.run_watcher import AskJudge, RunWatcher, StepControls
 from grmpipe.run.signals import StopRequest, stoppable
-from grmpipe.run_reader import RunReader, read_run
 from grmpipe.types import Metrics
+
+if TYPE_CHECKING:
+    from grmpipe.run_reader import RunReader
 
 T = TypeVar("T")
 LOOP_CHECK_S = 1.0  # between looks at whether the event loop of a run's user is closed
@@ -58,7 +60,7 @@ def launch(config: RunConfig) -> RunReader | None:
             run_task(config, watcher)
         else:  # a notebook's, for example: in a thread beside it
             _in_thread(config, watcher)
-    return None if watcher.run_dir is None else read_run(watcher.run_dir)
+    return None if watcher.run_dir is None else _read_run(watcher.run_dir)
 
 
 @contextmanager
@@ -141,7 +143,7 @@ class StartedRun(RunWatcher):
     @property
     def files(self) -> RunReader:
         """The run's files so far."""
-        return read_run(self.run_dir)
+        return _read_run(self.run_dir)
 
     async def steps(self) -> AsyncIterator[Step]:
         """Each step once it is over. The run waits in the loop's body. Raises RunFailed."""
@@ -291,7 +293,7 @@ class StartedJudge(RunWatcher):
     @property
     def files(self) -> RunReader:
         """The judge's files so far: its judgements, its requests."""
-        return read_run(self.run_dir)
+        return _read_run(self.run_dir)
 
     def __enter__(self) -> StartedJudge:
         self._begin()
@@ -371,3 +373,9 @@ class StartedJudge(RunWatcher):
 def start_judge(config: RunConfig) -> StartedJudge:
     """The judge of a configuration, to be started by `with` or `async with`. Raises ConfigError and RunFailed there."""
     return StartedJudge(config)
+
+
+def _read_run(run_dir: Path) -> RunReader:
+    from grmpipe.run_reader import read_run  # late: a judge answers before anybody reads its files
+
+    return read_run(run_dir)

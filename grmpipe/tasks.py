@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from grmpipe.capacity.notes import device_notes, hyperparameter_notes
-from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, size_roles
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run.build.start_cluster import preload
@@ -119,6 +117,8 @@ def objective_of_complete(run_dir: Path) -> float | None:
 
 
 def prepare_training(config: RunConfig) -> Prepared:
+    from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus  # late: a judge alone starts without it
+
     prepared = divide_gpus(prepare(config))
     for warning in check_memory(prepared):
         print(f"grmpipe: note: {warning}", file=sys.stderr)
@@ -151,6 +151,7 @@ def meta_rm_training() -> RunTask[MetaRmTraining]:
 
 
 def evaluation() -> RunTask[PreparedEvaluation]:
+    from grmpipe.capacity.plan.memory_check import divide_gpus
     from grmpipe.run.tasks.evaluate import EvaluationRun
     from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, prepare_evaluation
 
@@ -227,6 +228,9 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
 
 def notes(prepared: Prepared) -> list[str]:
     """Notes on settings that are allowed but may not be meant."""
+    from grmpipe.capacity.notes import device_notes, hyperparameter_notes
+    from grmpipe.capacity.plan.memory_check import size_roles
+
     config, objective, said = prepared.config, prepared.config.objective, []
     for name in config.rewards.weightless():
         said.append(

@@ -18,7 +18,7 @@ from grmpipe.scheduler.slots.sleep import put_to_sleep
 from grmpipe.scheduler.weights.stored_weights import StoredWeights
 
 MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
-MOST_PROBE_TOKENS = 64
+MOST_PROBE_TOKENS = 32
 
 
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> dict[str, Router]:
