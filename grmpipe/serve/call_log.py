@@ -9,7 +9,7 @@ from grmpipe.observe.journal import Journal, read_what_can_be
 from grmpipe.observe.recorder import JUDGEMENTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import ServingSummary
 from grmpipe.serve.imputations import Imputations
-from grmpipe.types import JudgeReport
+from grmpipe.types import JudgeReport, Verdict
 
 CALLS = "calls.jsonl"
 LATEST = 10_000  # calls that percentiles of seconds are of
@@ -47,10 +47,13 @@ class CallLog:
             reports = sorted(found[group_id].items())
             self._keep(question, [JudgedSibling(group_id=group_id, sibling=at, report=one) for at, one in reports])
 
-    def find_answer(self, question: str) -> Sequence[JudgedSibling] | None:
-        if question in self._answers:
-            self._answers.move_to_end(question)
-        return self._answers.get(question)
+    def find_answer(self, question: str, version: int) -> Sequence[JudgedSibling] | None:
+        """version: of the judges, by which the answer must be."""
+        if (found := self._answers.get(question)) is None:
+            return None
+        self._answers.move_to_end(question)
+        verdicts = (one.report.verdict for one in found)
+        return found if all(isinstance(one, Verdict) and one.grm_version == version for one in verdicts) else None
 
     def record(
         self, judged: Sequence[JudgedSibling], *, judge: str, client: str, step: object, question: str, keep: bool,

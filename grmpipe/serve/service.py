@@ -2,6 +2,7 @@
 
 POST /v1/judge           a row of task=score, as JSON -> a verdict or a failure for each of its responses
 POST /v1/judges/<name>   the same by one judge, or one composition, of the configuration alone
+POST /v1/judges/<name>/reload  {"path": ..} -> {"version": ..}: the judge's model is read from there, between two groups
 GET  /v1/judges          which judges answer, and on which scales
 GET  /health             ok; degraded: of the latest verdicts more failed than `judge.max_failure_rate` allows
 GET  /metrics            counts and seconds, as Prometheus reads them
@@ -17,6 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from grmpipe.config.keys.entry_names import REWARD
+from grmpipe.config.keys.user_code import format_value
 from grmpipe.config.task_settings import ServeConfig
 from grmpipe.data.rows import Row, parse_call
 from grmpipe.models.types import BudgetSpent
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 WINDOW = 256  # latest responses, for the health
 
+Reload = Callable[[str, str], Awaitable[int]]  # name of a judge, path -> the new version
 # Takes a row of task=score, the name of a judge or composition, and a priority (the lowest goes first).
 AskByName = Callable[[Row, str, int], Awaitable[Sequence[JudgedSibling]]]
 
@@ -51,14 +54,19 @@ class JudgeService:
         call_log: CallLog,
         longest_s: float,
         spending: Spending | None = None,
+        reload: Reload | None = None,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
-        """longest_s: that a client waits who has no limit of its own. spending: at endpoints, for the metrics."""
+        """longest_s: that a client waits who has no limit of its own. spending: at endpoints, for the metrics. reload:
+        reads the model of a judge from another path; version: of all models that judge, now.
+        """
         self._serve = serve
         self._judges = judges
         self._names = judges.names
         self._ask = ask
         self._call_log = call_log
         self._spending = spending
+        self._reload, self._version = reload, version
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
         self._admission = Admission(serve.max_in_flight)
         self._judged, self._failed = 0, Counter[str]()
@@ -73,6 +81,7 @@ class JudgeService:
         )
         app.router.add_post("/v1/judge", self._judge_row)
         app.router.add_post("/v1/judges/{judge}", self._judge_row)
+        app.router.add_post("/v1/judges/{judge}/reload", self._reload_judge)
         app.router.add_get("/v1/judges", self._list_judges)
         app.router.add_get("/health", self._show_health)
         app.router.add_get("/metrics", self._show_metrics)
@@ -87,7 +96,7 @@ class JudgeService:
         if name not in self._names:
             raise Refused(404, f"there is no judge {name!r}; known: {', '.join(self._names)}")
         found, began_s, question = row.get("responses"), time.monotonic(), digest_question([name, row])
-        known = self._call_log.find_answer(question)
+        known = self._call_log.find_answer(question, self._version())
         try:
             with self._admission.admit(client, len(found) if isinstance(found, list) else 1) as priority:
                 judged = await self._ask(row, name, priority) if known is None else known
@@ -137,8 +146,16 @@ class JudgeService:
         body = json_bytes({"verdicts": [describe(one) for one in judged]}, strict=True)
         return web.Response(body=body, content_type="application/json")
 
+    async def _reload_judge(self, request: web.Request) -> web.StreamResponse:
+        row = parse_call(await request.read(), "path")
+        if not isinstance(path := row.get("path"), str) or not path or len(row) > 1:
+            raise ValueError(f"path: expected a model's folder or hub name, and nothing else, got {format_value(row)}")
+        if self._reload is None:
+            raise Refused(404, "this service doesn't load other models")
+        return web.json_response({"version": await self._reload(request.match_info["judge"], path)})
+
     async def _list_judges(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._judges.describe())
+        return web.json_response({**self._judges.describe(), "version": self._version()})
 
     async def _show_health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(

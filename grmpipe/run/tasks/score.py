@@ -31,6 +31,7 @@ from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, JudgedSibling
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
+from grmpipe.pipeline.producer import with_version
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.start import Running, refuse_denied, start
 from grmpipe.run.prepare import Prepared, check_own_judges
@@ -164,10 +165,14 @@ class ScoringRun(Run[PreparedScoring]):
         self._open = OpenCalls[list[JudgedSibling]](self._config.serve.orphan_s)
 
     async def run(self) -> Status:
-        self._running = running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
-        running.maintenance.stops(self._clock)
+        self._running = running = await self._start()
         with refuse_denied():
             return await run_until(self._work(running), **running.background())
+
+    async def _start(self) -> Running:
+        running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
+        running.maintenance.stops(self._clock)
+        return running
 
     async def _work(self, running: Running) -> Status:
         if self._prepared.groups:
@@ -236,6 +241,7 @@ class ScoringRun(Run[PreparedScoring]):
             with set_purpose("evaluation"):  # here: who asks from another thread has another context
                 judge = running.find_judge(name)
                 reports = await judge_in_time(judge, group.prompt, group.rollouts, limit, priority)
+            reports = tuple(with_version(report, self._version) for report in reports)
             for rollout, report in zip(group.rollouts, reports, strict=True):
                 recorder.record_verdict(rollout, report)
                 self._counters.report(report)
@@ -245,6 +251,11 @@ class ScoringRun(Run[PreparedScoring]):
             JudgedSibling(group_id=rollout.group_id, sibling=rollout.sibling, report=report)
             for rollout, report in zip(group.rollouts, reports, strict=True)
         ]
+
+    @property
+    def _version(self) -> int:
+        """Of the models that judge, see Verdict.grm_version."""
+        return 0
 
     async def close(self) -> None:
         await self._open.close()

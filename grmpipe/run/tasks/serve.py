@@ -2,23 +2,28 @@
 
 import asyncio
 import itertools
+import logging
 from dataclasses import replace
 
 from aiohttp import web
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.journal import read_what_can_be
-from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, load_verdicts
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import Status, Summary
-from grmpipe.run.build.start import Running
+from grmpipe.run.build.start import Running, refuse_denied
 from grmpipe.run.run_context import RunContext
 from grmpipe.run.signals import stop_by_signals
-from grmpipe.run.tasks.score import PreparedScoring, ScoringRun
+from grmpipe.run.tasks.score import PreparedScoring, Responses, ScoringRun, prepare_scoring
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.scheduler.gc_tuning import infrequent_gc
+from grmpipe.scheduler.run_together import describe_failure, run_until
 from grmpipe.serve.call_log import CallLog
+from grmpipe.serve.judge_changes import JudgeChange, JudgeChanges
 from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.service import JudgeService
+
+log = logging.getLogger(__name__)
 
 ENDS = "the service ends once what it judges is judged"
 
@@ -37,17 +42,21 @@ class ServingRun(ScoringRun):
         super().__init__(prepared, context)
         run_id, guard = read_run_id(self._run_dir), self._observers.journal_guard
         self._call_log = CallLog(self._run_dir, run_id, guard, self._config.serve.cache_size)
+        self._changes = JudgeChanges(self._run_dir, run_id)
 
-    async def _work(self, running: Running) -> Status:
+    async def run(self) -> Status:
+        self._running = running = await self._start()
         self._go_on()
-        serve, longest_s = self._config.serve, self._config.rollout.group_deadline_s
+        longest_s = self._config.rollout.group_deadline_s
         service = JudgeService(
-            serve,
+            self._config.serve,
             find_served_judges(self._config),
             lambda row, name, priority: self._judge_call(running, row, name, priority),
             self._call_log,
             longest_s,
             self._observers.budget.spending,
+            reload=self._reload,
+            version=lambda: self._changes.version,
         )
         ended = asyncio.Event()
         runner = web.AppRunner(
@@ -56,16 +65,81 @@ class ServingRun(ScoringRun):
             handler_cancellation=True,  # of a client that goes away
             shutdown_timeout=longest_s,
         )
-        with stop_by_signals(ended.set, ENDS), infrequent_gc():
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, serve.host, serve.port).start()
-                host, port = runner.addresses[0][:2]
-                print(f"grmpipe: http://{host}:{port}/v1/judge judges; Ctrl-C ends it", flush=True)
-                await ended.wait()
-            finally:
-                await runner.cleanup()  # closes the door, then waits for what is being judged
+        try:
+            with stop_by_signals(ended.set, ENDS), infrequent_gc():
+                while (change := await self._serve(runner, ended)) is not None:
+                    await self._change(change)
+        finally:
+            await runner.cleanup()
         return "completed"
+
+    async def _serve(self, runner: web.AppRunner, ended: asyncio.Event) -> JudgeChange | None:
+        """Serve until a signal comes (None), or until the judges are to change and nothing is being judged."""
+        assert self._running is not None
+
+        async def work() -> JudgeChange | None:
+            await self._open_door(runner)
+            until = asyncio.create_task(ended.wait()), asyncio.create_task(self._changes.wait_for_change())
+            try:
+                await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
+                if ended.is_set():
+                    await self._changes.end("the service ends")
+                    await runner.cleanup()  # closes the door, then waits for what is being judged
+                    return None
+                return until[1].result()
+            finally:
+                for one in until:
+                    one.cancel()
+
+        with refuse_denied():
+            return await run_until(work(), **self._running.background())
+
+    async def _open_door(self, runner: web.AppRunner) -> None:
+        if runner.addresses:
+            return
+        await runner.setup()
+        await web.TCPSite(runner, self._config.serve.host, self._config.serve.port).start()
+        host, port = runner.addresses[0][:2]
+        print(f"grmpipe: http://{host}:{port}/v1/judge judges; Ctrl-C ends it", flush=True)
+
+    async def _reload(self, judge: str, path: str) -> int:
+        """The version of the judges once the model of one is that of another path. Raises ValueError, and Refused."""
+        asked = self._config.judges.get(judge)
+        role = asked.model if asked is not None else ""
+        if role not in self._prepared.prepared.roles.served:
+            raise ValueError(f"{judge} is no judge that asks a model: there is nothing to load")
+        models = dict(self._config.models)
+        models[role] = replace(models[role], path=path)
+        config = replace(self._config, models=models, score=replace(self._config.score, path=None))
+        await asyncio.to_thread(prepare_scoring, config)  # what can't start is refused while the old one judges
+        return await self._changes.ask(judge, path, config)
+
+    async def _change(self, change: JudgeChange) -> None:
+        """End the models, and start them as they are to be; if that fails, as they were."""
+        assert self._running is not None
+        await self._running.close()
+        problem, before = "", (self._prepared, self._config)
+        try:
+            self._prepared = await asyncio.to_thread(prepare_scoring, change.config)
+            self._config = change.config
+            self._running = await self._start()
+        except Exception as error:
+            log.exception("%s can't be loaded from %s", change.judge, change.path)
+            problem = f"{change.path} can't be loaded: {describe_failure(error)}; the judges are as they were"
+            self._prepared, self._config = before
+            self._running = await self._start()
+        await self._changes.end(problem)
+
+    async def _judge(
+        self, running: Running, name: str, group: Responses, number: int, priority: int
+    ) -> list[JudgedSibling]:
+        async with self._changes.judging():
+            assert self._running is not None
+            return await super()._judge(self._running, name, group, number, priority)
+
+    @property
+    def _version(self) -> int:
+        return self._changes.version
 
     def _go_on(self) -> None:
         """Count on from what earlier processes of the service have on file, whose names of groups are taken."""
@@ -79,6 +153,7 @@ class ServingRun(ScoringRun):
     async def close(self) -> None:
         await super().close()
         self._call_log.close()
+        self._changes.close()
 
     def results(self) -> Summary:
         return replace(super().results(), serving=self._call_log.summarize())
