@@ -39,7 +39,7 @@ class JudgeChanges:
         self._turn = asyncio.Condition()
 
     @asynccontextmanager
-    async def judging(self) -> AsyncIterator[None]:
+    async def begin_group(self) -> AsyncIterator[None]:
         """Context of a group that is being judged."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._change is None)

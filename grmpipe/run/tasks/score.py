@@ -274,7 +274,7 @@ class ScoringRun(Run[PreparedScoring]):
     def results(self) -> Summary:
         return Summary(
             steps=0,
-            versions=dict.fromkeys(self._config.judging.roles, 0),
+            versions=dict.fromkeys(self._config.judging.roles, self._version),
             eval=EvalSummary(final=self._metrics),
             judging=summarize_judging(self._counters),
         )

@@ -133,7 +133,7 @@ class ServingRun(ScoringRun):
     async def _judge(
         self, running: Running, name: str, group: Responses, number: int, priority: int
     ) -> list[JudgedSibling]:
-        async with self._changes.judging():
+        async with self._changes.begin_group():
             assert self._running is not None
             return await super()._judge(self._running, name, group, number, priority)
 

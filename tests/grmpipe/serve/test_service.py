@@ -293,6 +293,42 @@ def test_a_service_goes_on_where_it_was_and_answers_what_it_has_judged(tmp_path:
     assert [call["from_cache"] for call in read_calls(tmp_path)] == [False, False, True, True, True, False]
 
 
+@pytest.mark.long
+def test_a_judge_is_loaded_anew_between_two_groups(tmp_path: Path) -> None:
+    named = {"prompt": "3 + 4?", "responses": ["7", "8"], "prompt_id": "p"}
+
+    async def ask(url: str) -> None:
+        async with ClientSession(url) as session:
+
+            async def load(path: str, judge: str = "judge") -> tuple[int, Any]:
+                async with session.post(f"/v1/judges/{judge}/reload", json={"path": path}) as answer:
+                    return answer.status, await answer.json()
+
+            before = await post(session, named)
+            assert await post(session, named) == before, "from the cache"
+            status, found = await load(str(tmp_path))
+            assert status == 400 and found["error"].startswith("grm.path:")
+            status, found = await load("tiny://grm", judge="nobody")
+            assert status == 400 and "nobody" in found["error"]
+            loading = asyncio.create_task(load("tiny://weak_grm"))
+            await asyncio.sleep(0.2)
+            during = await post(session, named | {"prompt_id": "q"})
+            assert await loading == (200, {"version": 1})
+            after = await post(session, named)
+            for (_, answer), version in ((before, 0), (during, 1), (after, 1)):
+                assert [one["version"] for one in answer["verdicts"]] == [version, version]
+
+    judge = ["judge=generative", "grm=tiny", "serve.cache_size=4"]
+    with start_service(tmp_path, *judge) as (service, url):
+        asyncio.run(ask(url))
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(timeout=60) == 0
+    run = grmpipe.read_run(tmp_path / "judge")
+    assert run.summary["versions"] == {"grm": 1}
+    versions = {one.group_id: one.report.verdict.grm_version for one in run.judgements}
+    assert versions == {"p": 1, "q": 1}, "of two answers to one question the later one"
+
+
 def test_what_a_service_judged_is_judged_again_like_a_run_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
 ) -> None:
