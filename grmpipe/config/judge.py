@@ -363,14 +363,16 @@ class JudgeEntry(JudgeConfig):
         return JudgeEntry(**vars(judge), name=name, key=f"judges.{name}")
 
 
-LABEL_RULES = ("exact", "same_side")
+LABEL_RULES = ("exact", "same_side", "graded")
 
 
 @dataclass(frozen=True)
 class LabelConfig(Bounded):
     """When a judgement agrees with its label. Among several responses, the labelled best must be strictly first."""
 
-    # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
+    # What a judge in training is rewarded for: a score equal to the label (exact, as in SPCT), one on the same side of
+    # pass_score (same_side), or the nearer to the label the more, and of several responses the more pairs in the order
+    # of their labels (graded).
     rule: str = one_of(LABEL_RULES, "exact")
     # [score] Lowest score that passes a response, on the first judge's scale; also the label of a rollout that is
     # right: at least this score.

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.journal import Journal, read_what_can_be
 from grmpipe.serve.admission import Refused
 
@@ -15,11 +14,10 @@ CHANGES = "judge_versions.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeChange:
-    """The model of a judge is to be read from another path. config: with it. made: its version, or why it has none."""
+    """The model of a judge is to be read from another path. made: its version, or why it has none."""
 
     judge: str
     path: str
-    config: RunConfig
     made: asyncio.Future[int]
 
 
@@ -50,12 +48,12 @@ class JudgeChanges:
             self._num_judging -= 1
             await self._notify()
 
-    async def ask(self, judge: str, path: str, config: RunConfig) -> int:
+    async def ask(self, judge: str, path: str) -> int:
         """The version, once it judges. Raises Refused."""
         if self._change is not None:
             raise Refused(409, f"{self._change.judge} is being changed; ask again")
         made = asyncio.get_running_loop().create_future()
-        self._change = JudgeChange(judge=judge, path=path, config=config, made=made)
+        self._change = JudgeChange(judge=judge, path=path, made=made)
         await self._notify()
         return int(await asyncio.shield(made))  # it is made even if who asked has gone
 

@@ -11,7 +11,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, RolloutRequest, play_single_turn
 from grmpipe.judge.composition.composed_judge import compose_judge
-from grmpipe.judge.kinds.labels import LabelReward, find_rule
+from grmpipe.judge.kinds.labels import LabelReward
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.prompt import find_template
@@ -105,7 +105,7 @@ def make_generative_judge(
     if judge.kind == "rule":
         return PointwiseAdapter(RuleJudge(judge.rule, judge.scale))
     if judge.kind == "label":
-        return PointwiseAdapter(LabelReward(find_rule(judge)))
+        return PointwiseAdapter(LabelReward(judge))
     assert judge.model in grms, "an external GRM can't be simulated"
     renderer = CountingRenderer(workload.chars_per_token[judge.model])
     here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)

@@ -6,12 +6,15 @@ The prompt is the same as in judging; the label is its `reference`, in a format 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
@@ -24,6 +27,7 @@ from grmpipe.models.types import Message
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
 
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
+GRADED_LABEL = re.compile(r"graded((?: -?[0-9.]+)+)")  # a score, or the grades of several responses in the order shown
 BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # response numbers in the order shown, from 1
 RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); unparseable is wrong, the format earns nothing
 
@@ -89,19 +93,26 @@ class JudgingTasks:
         if self._about == "response" or not others:  # nothing is best among ties
             return []
         names = {top: item.item_id if len(tops) == 1 else f"{item.item_id}#{top}" for top in tops}
+        if self._about == "group" and self.labels.rule == "graded":
+            return [self._ranked(item.item_id, item, [*tops, *others])]
         if self._about == "group":
             return [self._ranked(names[top], item, [top, *others]) for top in tops]
         return [self._ranked(f"{names[top]}/{other}", item, [top, other]) for top in tops for other in others]
 
     def _scored(self, item: ScoredResponse) -> Prompt:
-        exact = self.labels.rule == "exact"
-        label = f"exactly {round_score(item.score)}" if exact else self._side(item.score >= self.labels.pass_score)
+        label = {
+            "exact": f"exactly {round_score(item.score)}",
+            "same_side": self._side(item.score >= self.labels.pass_score),
+            "graded": f"graded {item.score:g}",
+        }[self.labels.rule]
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
     def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
         """The task of a ranking, in an order derived from its id: the same in every run. shown: the best one first."""
         order = random.Random(task_id).sample(shown, len(shown))
         label = f"best {order.index(shown[0]) + 1} of {len(order)}"
+        if self.labels.rule == "graded":
+            label = " ".join(("graded", *(f"{item.grades[index]:g}" for index in order)))
         return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
 
     def _asked(
@@ -121,17 +132,48 @@ def round_score(score: float) -> int:
 
 def judged_right(scores: Sequence[float], label: str) -> bool:
     """Whether scores, in the order shown, agree with a label. Raises ValueError for a label not made by this module."""
+    if grades := read_grades(label):
+        if len(grades) == 1:
+            return round_score(scores[0]) == round_score(grades[0])
+        top = max(grades)
+        best, others = (
+            [s for s, grade in zip(scores, grades, strict=True) if (grade == top) is is_top] for is_top in (True, False)
+        )
+        return min(best) > max(others)
     if match := BEST_LABEL.fullmatch(label):
-        best, count = int(match[1]) - 1, int(match[2])
-        return len(scores) == count and all(scores[best] > s for i, s in enumerate(scores) if i != best)
+        first, count = int(match[1]) - 1, int(match[2])
+        return len(scores) == count and all(scores[first] > s for i, s in enumerate(scores) if i != first)
     if not (match := SCORE_LABEL.fullmatch(label)):
         raise ValueError(f"reference {label[:80]!r} is not a label of a judgement")
     (score,), bound = scores, int(match[2])
     return {"exactly": score == bound, "at least": score >= bound, "below": score < bound}[match[1]]
 
 
+def measure_agreement(scores: Sequence[float], label: str, scale: Scale) -> float:
+    """How far scores agree with a label: RIGHT or WRONG. For a graded label between them: of a score by its distance,
+    of several by the pairs that they order as the grades do, less those in opposite order (Kendall's tau over the pairs
+    of different grades).
+    """
+    grades = read_grades(label)
+    if not grades:
+        return RIGHT if judged_right(scores, label) else WRONG
+    if len(grades) == 1:
+        return RIGHT - (RIGHT - WRONG) * min(1.0, abs(scores[0] - grades[0]) / (scale.high - scale.low))
+    pairs = [(i, j) for i, j in itertools.combinations(range(len(grades)), 2) if grades[i] != grades[j]]
+    signs = [np.sign((scores[i] - scores[j]) * (grades[i] - grades[j])) for i, j in pairs]
+    return float(sum(signs)) / len(pairs)
+
+
+def read_grades(label: str) -> tuple[float, ...]:
+    """Those of a graded label; none of another."""
+    match = GRADED_LABEL.fullmatch(label)
+    return tuple(map(float, match[1].split())) if match else ()
+
+
 def num_scores(label: str) -> int:
     """The number of scores that a judgement gives under this label."""
+    if grades := read_grades(label):
+        return len(grades)
     return int(match[2]) if (match := BEST_LABEL.fullmatch(label)) else 1
 
 
@@ -153,16 +195,22 @@ def find_rule(judge: JudgeConfig) -> Rule:
 
 
 class LabelReward:
-    """Judges a judge: +1 if a judgement agrees with its label, -1 if it doesn't, is unparseable or was truncated."""
+    """Judges a judge: +1 if a judgement agrees with its label, -1 if it doesn't, is unparseable or was truncated; where
+    the label is graded, between them.
+    """
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self, judge: JudgeConfig) -> None:
+        self._parser, self._scale = parser_named(judge.parser, judge.pattern), judge.scale
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
-        assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
-        right = rollout.status == "finished" and self._rule(rollout.answer, prompt.reference)
-        reward, scale = RIGHT if right else WRONG, Scale()
-        return report_score(outcome(rollout, reward), scale.high if right else scale.low, {"label": reward})
+        label = prompt.reference
+        assert label is not None, f"{prompt.prompt_id}: judging tasks have labels"
+        reward, shown = WRONG, Scale()
+        if rollout.status == "finished":
+            scores = self._parser(rollout.answer, num_scores(label), self._scale)
+            reward = WRONG if isinstance(scores, str) else measure_agreement(scores, label, self._scale)
+        share = (reward - WRONG) / (RIGHT - WRONG)
+        return report_score(outcome(rollout, reward), shown.to_score(share), {"label": reward})
 
 
 Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # a judging task's, in rejection sampling
@@ -189,7 +237,9 @@ def add_hint(judging_task: Prompt) -> Prompt:
 def describe_label(label: str) -> str:
     if match := BEST_LABEL.fullmatch(label):
         return f"The best response is: Response {match[1]}"
-    return f"The true score is: {label.removeprefix('exactly ')}"
+    if len(grades := read_grades(label)) > 1:
+        return f"The true grades are: {', '.join(f'{grade:g}' for grade in grades)}"
+    return f"The true score is: {label.removeprefix('exactly ').removeprefix('graded ')}"
 
 
 def without_hint(rollout: Rollout, prompt_ids: tuple[int, ...]) -> Rollout:

@@ -11,7 +11,7 @@ from grmpipe.judge.grm import PromptRenderer
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
-from grmpipe.judge.kinds.labels import LabelReward, find_rule
+from grmpipe.judge.kinds.labels import LabelReward
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
@@ -91,6 +91,6 @@ JUDGES: dict[str, Callable[[Prepared, Models, JudgeConfig], Judge]] = {
     "rule": lambda prepared, models, judge: PointwiseAdapter(RuleJudge(judge.rule, judge.scale, judge.key)),
     "function": lambda prepared, models, judge: FunctionJudge(judge),
     "env": lambda prepared, models, judge: PointwiseAdapter(EnvRewardJudge(judge.env_reward)),
-    "label": lambda prepared, models, judge: PointwiseAdapter(LabelReward(find_rule(judge))),
+    "label": lambda prepared, models, judge: PointwiseAdapter(LabelReward(judge)),
     "custom": lambda prepared, models, judge: load_custom_judge(judge),
 }

@@ -104,15 +104,17 @@ class ServingRun(ScoringRun):
 
     async def _reload(self, judge: str, path: str) -> int:
         """The version of the judges once the model of one is that of another path. Raises ValueError, and Refused."""
-        asked = self._config.judges.get(judge)
-        role = asked.model if asked is not None else ""
+        await asyncio.to_thread(self._prepare, judge, path)  # what can't start is refused while the old one judges
+        return await self._changes.ask(judge, path)
+
+    def _prepare(self, judge: str, path: str) -> PreparedScoring:
+        """The judges with the model of one from another path. Raises ValueError."""
+        config = self._config
+        role = config.judges[judge].model if judge in config.judges else ""
         if role not in self._prepared.prepared.roles.served:
             raise ValueError(f"{judge} is no judge that asks a model: there is nothing to load")
-        models = dict(self._config.models)
-        models[role] = replace(models[role], path=path)
-        config = replace(self._config, models=models, score=replace(self._config.score, path=None))
-        await asyncio.to_thread(prepare_scoring, config)  # what can't start is refused while the old one judges
-        return await self._changes.ask(judge, path, config)
+        models = {**config.models, role: replace(config.models[role], path=path)}
+        return prepare_scoring(replace(config, models=models, score=replace(config.score, path=None)))
 
     async def _change(self, change: JudgeChange) -> None:
         """End the models, and start them as they are to be; if that fails, as they were."""
@@ -120,8 +122,8 @@ class ServingRun(ScoringRun):
         await self._running.close()
         problem, before = "", (self._prepared, self._config)
         try:
-            self._prepared = await asyncio.to_thread(prepare_scoring, change.config)
-            self._config = change.config
+            self._prepared = await asyncio.to_thread(self._prepare, change.judge, change.path)
+            self._config = self._prepared.config
             self._running = await self._start()
         except Exception as error:
             log.exception("%s can't be loaded from %s", change.judge, change.path)

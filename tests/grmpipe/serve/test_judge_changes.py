@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import grmpipe
 from grmpipe.serve.admission import Refused
 from grmpipe.serve.judge_changes import JudgeChanges
-
-CONFIG = grmpipe.compose(overrides=["task=serve"])
 
 
 def test_a_change_waits_for_groups_in_progress_and_later_groups_wait_for_it(tmp_path: Path) -> None:
@@ -26,12 +23,12 @@ def test_a_change_waits_for_groups_in_progress_and_later_groups_wait_for_it(tmp_
         go_on = asyncio.Event()
         first = asyncio.create_task(judge("first", go_on))
         await asyncio.sleep(0)
-        asked = asyncio.create_task(changes.ask("judge", "new", CONFIG))
+        asked = asyncio.create_task(changes.ask("judge", "new"))
         await asyncio.sleep(0)
         second = asyncio.create_task(judge("second", go_on))
         due = asyncio.create_task(changes.wait_for_change())
         with pytest.raises(Refused, match="judge is being changed"):
-            await changes.ask("judge", "other", CONFIG)
+            await changes.ask("judge", "other")
         await asyncio.sleep(0.01)
         assert not due.done(), "the first group is in progress"
         go_on.set()
@@ -47,7 +44,7 @@ def test_a_change_waits_for_groups_in_progress_and_later_groups_wait_for_it(tmp_
 
 def test_a_change_that_fails_leaves_the_version_and_numbers_are_never_used_twice(tmp_path: Path) -> None:
     async def change(changes: JudgeChanges, problem: str) -> int:
-        asked = asyncio.create_task(changes.ask("judge", "new", CONFIG))
+        asked = asyncio.create_task(changes.ask("judge", "new"))
         await changes.wait_for_change()
         await changes.end(problem)
         return await asked

@@ -19,9 +19,8 @@ from typing import TypeVar
 
 from grmpipe.config.model_training import find_training
 from grmpipe.envs.play import Play, RolloutRequest
-from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, label_rule
+from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward
 from grmpipe.judge.kinds.rule import rule_named
-from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.recorder import Recorder
@@ -184,7 +183,7 @@ class CoTraining:
             prompts=self._judging_tasks,
             too_long=grm_too_long(judge, self._grm.files),
             play=grm_play(judge, self._grm.files, self._grm.router),
-            judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser, judge.pattern), judge.scale))),
+            judge=PointwiseAdapter(LabelReward(judge)),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
             trainer=BatchTrainer(self._grm.learner, self._training.train, self._training.algorithm),
             push_weights=lambda version: policy.change_judge(

@@ -8,8 +8,16 @@ import dataclasses
 import pytest
 from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig, LabelConfig
-from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, find_rule, judged_right
+from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
+from grmpipe.judge.kinds.labels import (
+    JudgingTasks,
+    LabelReward,
+    describe_label,
+    find_rule,
+    judged_right,
+    measure_agreement,
+    num_scores,
+)
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.types import Completion, Message
@@ -52,6 +60,38 @@ def test_ties_are_wrong_and_a_single_score_must_agree_with_its_label(
     assert judged_right(scores, label) is right
 
 
+@pytest.mark.parametrize(
+    ("text", "label", "reward"),
+    [
+        ("Score: 7", "graded 7", 1.0), ("Score: 10", "graded 1", -1.0), ("Score: 4", "graded 8.5", 0.0),
+        ("Score: hm", "graded 7", -1.0),
+    ],
+)  # fmt: skip
+def test_graded_the_nearer_score_earns_more(text: str, label: str, reward: float) -> None:
+    judging_task = dataclasses.replace(QUESTION, reference=label)
+    judge = PointwiseAdapter(LabelReward(judge_config(kind="label")))
+    verdict = asyncio.run(judge_alone(judge, judging_task, judgement(text))).verdict
+    assert isinstance(verdict, Verdict) and verdict.outcome == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("scores", "reward", "right"),
+    [((1, 9, 5), 1.0, True), ((9, 1, 5), -1.0, False), ((5, 1, 9), -1 / 3, False), ((5, 5, 5), 0.0, False)],
+)
+def test_graded_responses_earn_by_their_pairs(scores: tuple[int, ...], reward: float, right: bool) -> None:
+    label = "graded 0 2.5 2"
+    assert measure_agreement(scores, label, Scale()) == pytest.approx(reward)
+    assert judged_right(scores, label) is right
+
+
+def test_a_ranking_with_ties_is_one_graded_task() -> None:
+    item = RankedResponses(item_id="r", prompt=QUESTION, responses=("a", "b", "c"), grades=(1.0, 0.0, 1.0))
+    tasks = under("graded", protocol="listwise", template="listwise", parser="boxed").of([item])
+    (label,) = [task.reference for task in tasks]
+    assert label is not None and sorted(label.split()[1:]) == ["0", "1", "1"]
+    assert num_scores(label) == 3 and describe_label(label).startswith("The true grades are: ")
+
+
 def test_a_reference_that_is_no_label_is_refused() -> None:
     with pytest.raises(ValueError, match="not a label"):
         judged_right((5,), "42")
@@ -76,7 +116,7 @@ def judgement(text: str, status: str = "finished") -> Rollout:
 def test_an_unparseable_judgement_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
     config = JudgeConfig(kind="label")
     (judging_task,) = under("same_side").of([scored(10)])
-    report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(find_rule(config))), judging_task, rollout))
+    report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(config)), judging_task, rollout))
     assert isinstance(report.verdict, Verdict)
     assert report.verdict.outcome == reward
     assert report.failures == ()
