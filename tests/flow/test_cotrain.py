@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.run_config import ConfigError
+from grmpipe.data.trained_prompts import read_trained_prompts
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run.errors import RunFailed
@@ -41,6 +42,7 @@ def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
     assert {line["prompt"]["reference"] for line in judging_tasks} == {"at least 8", "below 8"}
     assert all(set(line["verdict"]["breakdown"].values()) <= {1.0, -1.0} for line in files.lines("judgements"))
     assert summary["judging"]["failed"] == {}
+    assert read_trained_prompts(str(files.run_dir / "policy")), "an evaluation leaves them out"
     used = small_run("train.num_steps=1", f"grm.path={files.run_dir / 'policy'}", run_dir="used")
     assert used.summary["status"] == "completed"
 
@@ -54,6 +56,7 @@ def test_fine_tuning_keeps_right_critiques_of_judging_tasks_that_are_not_too_eas
     files = fine_tuned
     assert files.summary["status"] == "completed"
     assert files.summary["steps"] > 0
+    assert len(read_trained_prompts(str(files.run_dir / "policy"))) == 24
     assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
     judging_tasks = {line["prompt_id"]: line for line in files.lines("critiques")}
     assert len(judging_tasks) == 24  # every second item is a ranking

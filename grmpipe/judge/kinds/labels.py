@@ -18,6 +18,7 @@ import numpy as np
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
+from grmpipe.data.trained_prompts import LABELLED, digest_prompt
 from grmpipe.judge.kinds.rule import Rule, rule_named
 from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
@@ -119,7 +120,13 @@ class JudgingTasks:
         self, task_id: str, prompt: Prompt, responses: Sequence[Trajectory | str], label: str, source: str = ""
     ) -> Prompt:
         messages = self.template.render(prompt, *responses)
-        return Prompt(prompt_id=task_id, messages=messages, source=source, reference=label)
+        return Prompt(
+            prompt_id=task_id,
+            messages=messages,
+            source=source,
+            reference=label,
+            columns={LABELLED: digest_prompt(prompt)},
+        )
 
     def _side(self, right: bool) -> str:
         return f"{'at least' if right else 'below'} {self.labels.pass_score}"

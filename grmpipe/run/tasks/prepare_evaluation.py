@@ -13,6 +13,7 @@ from grmpipe.config.run_judges import Judging
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import Data
 from grmpipe.data.stream import PromptStream
+from grmpipe.data.trained_prompts import FILE, digest_prompt, read_trained_prompts
 from grmpipe.evaluation.held_out import HELD_OUT
 from grmpipe.judge.context_limits import check_template, check_thinking_budget
 from grmpipe.judge.kinds import math_rule
@@ -146,6 +147,7 @@ def load_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     judge, count = config.main_judge, config.evaluate.num_items
     with section("evaluate.path: "):
         found = load_labelled(config.evaluate.path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
+    found = leave_out_trained(config, found)
     items = found[:count]
     with section(""):
         sources = {item.prompt.source for item in items}
@@ -155,6 +157,27 @@ def load_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     for asking in config.judging.generative.values():
         check_template(asking, [item.prompt for item in items])
     return items, len(found) - len(items)
+
+
+def leave_out_trained(config: RunConfig, items: tuple[Labelled, ...]) -> tuple[Labelled, ...]:
+    """The items on whose prompts no model that judges was trained, as far as its folder says so."""
+    for role in config.asked.local_roles:
+        model = config.models[role]
+        with section(f"{model.key}.path: "):
+            trained = read_trained_prompts(model.path)
+        kept = tuple(item for item in items if digest_prompt(item.prompt) not in trained) if trained else items
+        if not kept:
+            raise ConfigError(
+                f"evaluate.path: {model.path} was trained on every prompt of {config.evaluate.path}; give labels of "
+                f"other prompts, or remove {FILE} there"
+            )
+        if len(kept) < len(items):
+            log.warning(
+                "evaluate.path: %d of %d items are left out, on whose prompts %s was trained (%s there)",
+                len(items) - len(kept), len(items), model.path, FILE,
+            )  # fmt: skip
+        items = kept
+    return items
 
 
 def prepare_measurement(config: RunConfig) -> RunConfig:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.data.trained_prompts import write_trained_prompts
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.kinds.labels import Fate, add_hint, keep_critiques, without_hint
 from grmpipe.models.seeds import derive_seed
@@ -81,6 +82,7 @@ class RftRun(Run[Prepared]):
         await push(self._steps)
         await self._evaluate(running, "final")
         await export(running.policy.learner, self._run_dir / "policy", self._config.policy)
+        write_trained_prompts(self._run_dir / "policy", self._prepared.prompts.prompts)
 
     async def _imitate(self, running: Running, critiques: Sequence[Rollout]) -> None:
         if not critiques:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from grmpipe.data.trained_prompts import write_trained_prompts
 from grmpipe.judge.grm import set_purpose
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.run.build.compose_pipeline import make_components
@@ -77,6 +78,8 @@ class TrainingRun(Run[Prepared]):
             await feature.finish()
         for model in running.trained:
             await model.export(self._run_dir)
+            tasks = self._prepared.judging_tasks.get(model.name) or self._prepared.prompts
+            write_trained_prompts(self._run_dir / model.name, tasks.prompts)
         observers.begun.end()
         return "completed"
 

@@ -12,11 +12,16 @@ import pytest
 from configs import run_config
 
 from grmpipe.config.data import DataConfig
+from grmpipe.config.grm import GrmConfig
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import EvaluateConfig
-from grmpipe.run.tasks.prepare_evaluation import check_scoring, find_prompts, load_items
+from grmpipe.data.labelled import load_labelled
+from grmpipe.data.trained_prompts import FILE, write_trained_prompts
+from grmpipe.judge.kinds.labels import JudgingTasks
+from grmpipe.run.tasks.prepare_evaluation import check_scoring, find_prompts, leave_out_trained, load_items
+from grmpipe.types import Prompt
 
 RULE = JudgeConfig(kind="rule")
 
@@ -98,3 +103,30 @@ def test_items_that_are_not_read_are_counted(tmp_path: Path) -> None:
     evaluate = replace(config.evaluate, path=written(tmp_path / "mine.jsonl", *rows), num_items=3)
     items, num_unread = load_items(replace(config, evaluate=evaluate))
     assert (len(items), num_unread) == (3, 2)
+
+
+def test_items_on_which_the_judge_was_trained_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"{n} x 7?", "responses": ["1", "2"], "best": 0} for n in range(5)]
+    config, labelled = under_path(tmp_path), load_labelled(written(tmp_path / "mine.jsonl", *rows))
+    assert leave_out_trained(config, labelled) == labelled, "nothing is known of this model"
+    trained = JudgingTasks.under(
+        JudgeConfig(kind="label", protocol="listwise", template="listwise", parser="boxed"), LabelConfig()
+    ).of(labelled[1:3])
+    write_trained_prompts(tmp_path, trained)
+    spelled_otherwise = [replace(one, prompt=shout(one.prompt)) for one in labelled]
+    kept = leave_out_trained(config, tuple(spelled_otherwise))
+    assert [one.item_id for one in kept] == [labelled[0].item_id, labelled[3].item_id, labelled[4].item_id]
+    assert "2 of 5 items are left out" in caplog.text
+    with pytest.raises(ConfigError, match=r"evaluate\.path: .* was trained on every prompt"):
+        leave_out_trained(config, labelled[1:3])
+    (tmp_path / FILE).write_text("7", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"grm\.path: .*trained_prompts\.json: expected a JSON list"):
+        leave_out_trained(config, labelled)
+
+
+def under_path(folder: Path) -> RunConfig:
+    return run_config(task="evaluate", grm=GrmConfig(path=str(folder)))
+
+
+def shout(prompt: Prompt) -> Prompt:
+    return replace(prompt, messages=tuple(replace(one, content=one.content.upper()) for one in prompt.messages))
