@@ -15,7 +15,7 @@ import pytest
 from forks import Forked
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.recorder import load_rollouts
