@@ -1,6 +1,8 @@
 """Settings of prompts, rollouts and their groups. Frozen, checked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from grmpipe.config.judge import LabelConfig
 from grmpipe.config.task_settings import RftConfig
@@ -12,11 +14,14 @@ from grmpipe.models.types import ThinkingBudget
 class DataConfig(Bounded):
     """The source of prompts, and their order."""
 
-    # Prompts: a .jsonl or .parquet file, or tiny://train, generated problems; with judge=label labelled judgements, or
-    # tiny://judgements.
+    # Prompts: a .jsonl, .jsonl.gz, .parquet or .csv file, or tiny://train, generated problems; with judge=label
+    # labelled judgements, or tiny://judgements.
     path: str = "tiny://train"
     # Held-out prompts, given as path is; auto: the held-out problems of a tiny:// path, none for a file.
     eval_path: str | None = not_empty("auto", "give a file, or type data.eval_path=null for no evaluation")
+    # Which columns of your files hold our fields, as in {prompt: instruction, chosen: good}; `a.b` is b within a. Null:
+    # they have our names.
+    columns: Any = None
     num_prompts: int = at_least(1, 4096)  # [prompts] Prompts made for a tiny:// path; a file is read whole.
     # [prompts] Held-out prompts: the number made for tiny://, or the first of a file.
     num_eval_prompts: int = at_least(1, 256)
@@ -26,6 +31,15 @@ class DataConfig(Bounded):
     retrain_from: str | None = not_empty(None, "give the rollouts.jsonl of a run, or type data.retrain_from=null")
     labels: LabelConfig = field(default_factory=LabelConfig)
     rft: RftConfig = field(default_factory=RftConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = self.columns if isinstance(self.columns, Mapping) else {}
+        if (self.columns is not None and not named) or not all(one and isinstance(one, str) for one in named.values()):
+            raise ValueError(
+                f"columns: expected columns by field, got {self.columns!r}; type "
+                "'data.columns={prompt: instruction, chosen: good, rejected: bad}', in quotes, or null"
+            )
 
     @property
     def is_replay(self) -> bool:

@@ -377,6 +377,17 @@ class LabelConfig(Bounded):
     # [score] Lowest score that passes a response, on the first judge's scale; also the label of a rollout that is
     # right: at least this score.
     pass_score: int = 8
+    # Lowest and highest score of labels in files, as in [0, 5], which are stretched to the first judge's scale; null:
+    # they are on that scale.
+    score_range: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score_range is not None and not is_range(self.score_range):
+            raise ValueError(
+                f"score_range: must be two numbers, the lower one first, got {self.score_range!r}; type "
+                "'data.labels.score_range=[0, 5]'"
+            )
 
 
 def is_range(ends: object) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grmpipe.config.keys.user_code import format_value
 from grmpipe.data.prompts import FIELDS, parse_prompt, refuse_half_characters
-from grmpipe.data.rows import Findings, Row, read_rows, require_object
+from grmpipe.data.rows import Findings, Place, Row, read_rows, require_object
 from grmpipe.data.templated import ENDS, Conversation, remove_end_tokens, split_stripped, split_templated
 from grmpipe.models.types import Message
 from grmpipe.types import Prompt
@@ -38,7 +38,6 @@ NO_REWARD = "no reward on file"
 MAX_FAILURE = 200  # characters
 SIGNED = 1e-3  # advantages closer to 0 have no sign: TRL logs them in float32
 
-Place = tuple[int, str, Row]  # the number of a row, its place in words, its columns
 Reply = str | tuple[Message, ...]
 
 

@@ -1,32 +1,56 @@
-"""Reads labelled judgement data from files: which response is best, or the score of one. Never guesses a label."""
+"""Reads labels from files: which response is better, or the score of one. Never guesses a label."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grmpipe.data.catalogs import find_catalog
-from grmpipe.data.labelled_schemas import EXAMPLES, FIELDS, LabelledRow, read_labels
-from grmpipe.data.prompts import list_texts, refuse_half_characters, restore
-from grmpipe.data.rows import Findings, read_rows
+from grmpipe.data.labelled_schemas import EXAMPLES, FIELDS, LABELS, SCHEMAS, VALUES, LabelledRow, read_labels
+from grmpipe.data.prompts import is_blank, list_texts, parse_text, refuse_half_characters, restore
+from grmpipe.data.raters import combine_raters, describe_items, drop_undone, name_kind, split_ratings
+from grmpipe.data.rows import Findings, Row, read_rows
 from grmpipe.models.types import Message
 from grmpipe.types import Labelled, RankedResponses
 
-WHOLE = ("reference", "item_id", "source", "subset", "best")  # whole numbers among them are never floats
+log = logging.getLogger(__name__)
+
+WHOLE = ("reference", "item_id", "source", "subset", "best", "rater")  # whole numbers among them are never floats
 
 
 def load_labelled(
-    path: str, *, scale: tuple[int, int] = (1, 10), num_tiny: int = 512, seed: int = 0
+    path: str,
+    *,
+    scale: tuple[int, int] = (1, 10),
+    num_tiny: int = 512,
+    seed: int = 0,
+    columns: Mapping[str, str] | None = None,
+    score_range: tuple[float, float] | None = None,
 ) -> tuple[Labelled, ...]:
-    """All labelled items of a .jsonl, .json (one array) or .parquet file, or `num_tiny` generated ones.
+    """All labelled items of a .jsonl, .jsonl.gz, .csv, .parquet or .json (one array) file; or `num_tiny` made ones.
 
-    scale: the ends of the judge's scale; a score outside is an error.
-    path:  a file, or tiny://judgements (for training) or tiny://judgements_held_out: they share no problem.
+    scale:       the ends of the judge's scale; a score outside is an error.
+    path:        a file, or tiny://judgements (for training) or tiny://judgements_held_out: they share no problem.
+    columns:     field -> the column of the file that holds it; `a.b` is b within a.
+    score_range: the ends of the scale of the file's scores, which are stretched to the judge's; None: the judge's.
 
-    A row's schema is recognised by its fields:
+    A row's kind is recognised by its fields. People's own have `prompt` or `messages`, may have `reference`, `rubric`,
+    `item_id`, `subset`, `source` and `rater`, and one of:
+
+    | kind | fields |
+    |---|---|
+    | pairs | response_a, response_b, preference (A, B or tie; 1, 2; model_a, model_b; A>B, B>A, A=B) |
+    | chosen and rejected | chosen, rejected (a text, or a list of texts); a preference or winner may be tie |
+    | best of several | responses (a list), best (an index) |
+    | grades, ranked lists | responses, grades (the higher the better) or ranking (1 is the best); equal ones are ties |
+    | scores | response, score |
+    | yes or no | response, right or label (true, false; 1, 0; yes, no) |
+    | TRL unpaired preference | prompt, completion, label |
+    | labels of several raters | any of these without its label, ratings: {rater: label}, or a list of labels |
+
+    and those of benchmarks:
 
     | schema | fields read |
     |---|---|
-    | grmpipe ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset, source |
-    | grmpipe scored | prompt or messages, response, score; reference, item_id, subset, source |
     | RewardBench, RewardBench 2 | prompt, chosen, rejected (a text, or a list of texts), subset |
     | RM-Bench | prompt, chosen and rejected (three texts each), domain; nine pairs, subset domain/difficulty |
     | preference between chats | chosen, rejected (lists of role, content); prompt, subset |
@@ -37,14 +61,16 @@ def load_labelled(
     | JudgeBench | question, response_A, response_B, label (A>B, B>A), source |
     | HelpSteer3 preference | context, response1, response2, overall_preference (below 0: the first), domain |
     | HelpSteer2 preference | prompt, response_1, response_2, preference_strength (below 0: the first) |
-    | HelpSteer, HelpSteer2 | prompt, response, helpfulness (0..4, stretched to the scale and rounded) |
+    | HelpSteer, HelpSteer2 | prompt, response, helpfulness (0..4, stretched to the scale) |
 
     Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3, RM-Bench. Only on other
-    projects' readers: PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties)
-    becomes one item per right answer against all wrong ones, which isn't the benchmark's own measure of ties. Rows
-    without a winner are left out, and so are items whose best text equals another one, which no judge can find; one
-    line of the log counts them. If the best comes first by convention (chosen, rejected), its place is chosen by the
-    item's id, so that a judge with a bias for the first place gains nothing.
+    projects' readers: PPE, JudgeBench, HelpSteer2 preference. Rows without a label are left out, and so are items with
+    equal texts of different grades, which no judge can tell apart; one line of the log counts them, another one what
+    was read. If the best comes first by convention (chosen, rejected), its place is chosen by the item's id, so that a
+    judge with a bias for the first place gains nothing.
+
+    Rows of several raters on the same texts become one item: the mean of their scores or grades, the majority of yes
+    and no. Annotations (grmpipe's own annotations.jsonl) are such rows; what a later line undoes isn't read.
 
     ValueError names file, line (Parquet: row, an array: item), field and what was expected.
     """
@@ -53,28 +79,59 @@ def load_labelled(
         return catalog.make_labelled(path, num_tiny, seed)
     file = Path(path)
     findings = Findings(file)
-    items = list(read_items(file, scale, findings))
+    read = read_items(file, scale, findings, columns or {}, score_range)
+    items = tuple(combine_raters(read, scale[1], findings))
     if not items:
         raise ValueError(f"{file}: holds no labelled items; {str(findings) or EXAMPLES}")
     refuse_duplicates(file, items)
     note_doubled(items, findings)
+    log.info("%s: read as %s", file, describe_items(items))
     findings.report()
-    return tuple(items)
+    return items
 
 
-def read_items(file: Path, scale: tuple[int, int], findings: Findings) -> Iterator[Labelled]:
-    """The items of a file, without those that have no winner."""
-    for number, where, row in read_rows(file, FIELDS, findings, arrays=True):
-        row = restore(row, WHOLE, where, findings)
-        found = read_labels(LabelledRow(fields=row, where=where, name=f"{file.name}:{number}", scale=scale))
-        if not found:
-            findings.add("rows have no winner and are left out", where)
-        for item in found:
-            refuse_half_characters(texts_of_item(item), where)
-            if isinstance(item, RankedResponses) and has_twin(item):
-                findings.add("items are left out whose best text equals another one", where)
-            else:
-                yield item
+def read_items(
+    file: Path,
+    scale: tuple[int, int],
+    findings: Findings,
+    columns: Mapping[str, str],
+    score_range: tuple[float, float] | None,
+) -> Iterator[tuple[str, Labelled]]:
+    """The items of a file, each with its rater, who may have no name. Without those that say nothing."""
+    rows = list(read_rows(file, FIELDS, findings, arrays=True, columns=columns, values=VALUES))
+    for number, where, whole in drop_undone(rows, findings):
+        for given in split_ratings(whole, where):
+            row = restore(
+                {**given, **dict.fromkeys(field for field in LABELS if is_blank(given.get(field)))},
+                WHOLE,
+                where,
+                findings,
+            )
+            name = parse_text(row, "item_id", where, f"{file.name}:{number}")
+            rater = parse_text(row, "rater", where, "")
+            if reason := find_reason(given, row):
+                findings.add(f"{reason}, and are left out", where)
+                continue
+            labelled = LabelledRow(fields=row, where=where, name=name, scale=scale, score_range=score_range)
+            for item in read_labels(labelled, columns):
+                refuse_half_characters(texts_of_item(item), where)
+                if isinstance(item, RankedResponses) and has_twin(item):
+                    findings.add("items are left out whose best text equals another one", where)
+                else:
+                    yield rater, item
+
+
+def find_reason(given: Row, row: Row) -> str:
+    """Why a row says nothing that can be read; empty if it does. row: without what is null or an empty label."""
+    if "criterion" in row:
+        return "rows label one criterion, which isn't what a verdict on a whole response says"
+    known = row.keys()
+    if "note" in row and "rater" in row and not known & LABELS:
+        return "rows are notes without a label"
+    if any(fields <= known for _, fields, _ in SCHEMAS):
+        return ""
+    empty = next((fields - known for _, fields, _ in SCHEMAS if fields <= given.keys() and known & fields), None)
+    return "" if empty is None else f"rows have no {' and no '.join(sorted(empty))}"
 
 
 def has_twin(item: RankedResponses) -> bool:
@@ -100,10 +157,10 @@ def refuse_duplicates(file: Path, items: Sequence[Labelled]) -> None:
 
 def note_doubled(items: Sequence[Labelled], findings: Findings) -> None:
     """Count items on the texts of an earlier one. They stay: people who label a text twice may differ."""
-    labels: dict[tuple[tuple[Message, ...], frozenset[str]], object] = {}
+    labels: dict[tuple[tuple[Message, ...], str, frozenset[str]], object] = {}
     for item in items:
         label = order_texts(item) if isinstance(item, RankedResponses) else item.score
-        key = item.prompt.messages, frozenset(item.responses)
+        key = item.prompt.messages, name_kind(item), frozenset(item.responses)
         if key in labels:
             words = "and its label" if labels[key] == label else "but another label"
             findings.add(f"items have the texts of an earlier one {words}", item.item_id)

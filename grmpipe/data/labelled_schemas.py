@@ -1,27 +1,39 @@
-"""Rows of judgement benchmarks, by their fields. Each schema is a row of SCHEMAS."""
+"""Rows of labels, by their fields: people's own, and those of judgement benchmarks. Each kind is a row of SCHEMAS."""
 
+import difflib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.prompts import parse_messages, parse_reference, parse_text
 from grmpipe.data.rows import Row
+from grmpipe.data.rubrics import parse_rubric
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
 
+LARGEST = 1e15  # of grades: below it sums of several raters' whole grades are exact
 HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
-WINNERS = {"model_a": 0, "model_b": 1}
-LABELS = {"A>B": 0, "B>A": 1}
+FIRST = ("a", "1", "model_a", "response_a", "response_1", "first", "a>b")
+SECOND = ("b", "2", "model_b", "response_b", "response_2", "second", "b>a")
+TIES = ("tie", "tied", "equal", "same", "draw", "both", "neither", "a=b", "tie (bothbad)")
+YES = ("true", "1", "yes", "y", "right", "correct", "pass")
+NO = ("false", "0", "no", "n", "wrong", "incorrect", "fail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledRow:
-    """A row and its place. name: prefix of its items' ids. scale: the ends of the judge's scale."""
+    """A row and its place.
+
+    name:        the id of its item, or the prefix of its items' ids.
+    scale:       the ends of the judge's scale.
+    score_range: those of the scale of the file's scores; None: the judge's.
+    """
 
     fields: Row
     where: str
     name: str
     scale: tuple[int, int]
+    score_range: tuple[float, float] | None = None
 
     def wrong(self, field: str, expected: str, got: object) -> ValueError:
         return ValueError(f"{self.where}: {field}: expected {expected}, got {format_value(got)}")
@@ -59,11 +71,26 @@ class LabelledRow:
 
     def own_prompt(self) -> Prompt:
         return Prompt(
-            prompt_id=parse_text(self.fields, "item_id", self.where, self.name),
+            prompt_id=self.name,
             messages=parse_messages(self.fields, self.where),
             source=parse_text(self.fields, "source", self.where, ""),
             reference=parse_reference(self.fields, self.where),
+            rubric=parse_rubric(self.fields, self.where),
         )
+
+    def read_word(self, field: str) -> str:
+        """A value as a word: a text in small letters, a number or a boolean as text."""
+        value = self.fields[field]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return str(value).strip().casefold() if isinstance(value, str | int) else ""
+
+    def stretch(self, field: str, ends: tuple[float, float]) -> float:
+        """A number between these ends, stretched to the judge's scale."""
+        value, (worst, best), (low, high) = self.fields[field], ends, self.scale
+        if not isinstance(value, int | float) or not is_number(value) or not worst <= value <= best:
+            raise self.wrong(field, f"a number from {worst:g} to {best:g}", value)
+        return value if (worst, best) == (low, high) else low + (value - worst) / (best - worst) * (high - low)
 
     def prompt(self, field: str = "prompt") -> Prompt:
         """The prompt of a benchmark: a text, or a conversation whose last message is the user's."""
@@ -73,13 +100,16 @@ class LabelledRow:
 
     def read_prompt(self, value: object, field: str) -> Prompt:
         as_ours = {"prompt" if isinstance(value, str) else "messages": value}
+        source, reference = parse_text(self.fields, "source", self.where, ""), parse_reference(self.fields, self.where)
+        rubric = parse_rubric(self.fields, self.where)
         try:
-            return Prompt(prompt_id=self.name, messages=parse_messages(as_ours, self.where))
+            messages = parse_messages(as_ours, self.where)
+            return Prompt(prompt_id=self.name, messages=messages, source=source, reference=reference, rubric=rubric)
         except ValueError as error:
             raise ValueError(f"{error} (read from the field {field})") from error
 
 
-Read = Callable[[LabelledRow], Sequence[Labelled]]  # empty for a row without a winner
+Read = Callable[[LabelledRow], Sequence[Labelled]]  # empty for a row that says nothing of which is better
 
 
 def is_chat(value: object) -> bool:
@@ -94,34 +124,69 @@ def is_number(value: object) -> bool:
 # -- our own -------------------------------------------------------------------------------------------------------
 
 
-def read_ranked(row: LabelledRow) -> Sequence[Labelled]:
+def read_best(row: LabelledRow) -> Sequence[Labelled]:
     responses, best = row.texts("responses"), row.fields["best"]
-    if len(responses) < 2:
-        raise row.wrong("responses", "two or more", len(responses))
     if not isinstance(best, int) or isinstance(best, bool) or not 0 <= best < len(responses):
         raise row.wrong("best", f"an index into responses (0 to {len(responses) - 1})", best)
-    prompt = row.own_prompt()
-    return [
-        RankedResponses(
-            item_id=prompt.prompt_id,
-            prompt=prompt,
-            responses=responses,
-            grades=mark_best(best, len(responses)),
-            subset=row.subset(),
-        )
-    ]
+    return read_graded(row, mark_best(best, len(responses)))
+
+
+def read_grades(row: LabelledRow) -> Sequence[Labelled]:
+    """A number per response, the higher the better."""
+    return read_graded(row, read_numbers(row, "grades"))
+
+
+def read_ranking(row: LabelledRow) -> Sequence[Labelled]:
+    """A rank per response, 1 for the best; equal ones are ties."""
+    ranks = read_numbers(row, "ranking")
+    if min(ranks) != 1:
+        raise row.wrong("ranking", "the rank of each response, 1 for the best", row.fields["ranking"])
+    return read_graded(row, tuple(-rank for rank in ranks))
+
+
+def read_numbers(row: LabelledRow, field: str) -> tuple[float, ...]:
+    """A number per response."""
+    value, count = row.fields[field], len(row.texts("responses"))
+    found = [one for one in value if is_number(one)] if isinstance(value, list) else []
+    if not isinstance(value, list) or len(found) != len(value) or len(value) != count:
+        raise row.wrong(field, f"{count} numbers, one per response", value)
+    if not all(abs(one) <= LARGEST for one in found):
+        raise row.wrong(field, f"numbers up to {LARGEST:g}", value)
+    return tuple(map(float, found))
+
+
+def read_graded(row: LabelledRow, grades: tuple[float, ...]) -> Sequence[Labelled]:
+    responses = row.texts("responses")
+    if len(responses) < 2:
+        raise row.wrong("responses", "two or more", len(responses))
+    prompt, subset = row.own_prompt(), row.subset()
+    return [RankedResponses(item_id=row.name, prompt=prompt, responses=responses, grades=grades, subset=subset)]
 
 
 def read_scored(row: LabelledRow) -> Sequence[Labelled]:
-    score, (low, high) = row.fields["score"], row.scale
-    if not isinstance(score, int | float) or not is_number(score) or not low <= score <= high or score != int(score):
-        raise row.wrong("score", f"a whole number from {low} to {high}", score)
+    try:
+        score = row.stretch("score", row.score_range or row.scale)
+    except ValueError as error:
+        raise ValueError(f"{error}; a scale of your own is data.labels.score_range=[lowest, highest]") from None
     prompt, response = row.own_prompt(), row.text("response")
-    return [
-        ScoredResponse(
-            item_id=prompt.prompt_id, prompt=prompt, response=response, score=int(score), subset=row.subset()
-        )
-    ]
+    return [ScoredResponse(item_id=row.name, prompt=prompt, response=response, score=score, subset=row.subset())]
+
+
+def read_right(field: str, response: str = "response") -> Read:
+    """A reader of single responses that are right or wrong."""
+
+    def read(row: LabelledRow) -> Sequence[Labelled]:
+        if (word := row.read_word(field)) not in (*YES, *NO):
+            raise row.wrong(field, "true or false, 1 or 0, yes or no", row.fields[field])
+        text = row.messages(response)[-1]["content"] if is_chat(row.fields[response]) else row.text(response)
+        prompt, score = row.own_prompt(), row.scale[word in YES]
+        return [
+            ScoredResponse(
+                item_id=row.name, prompt=prompt, response=str(text), score=score, subset=row.subset(), is_yes_no=True
+            )
+        ]
+
+    return read
 
 
 # -- two responses in the order of the row ---------------------------------------------------------------------------
@@ -129,38 +194,34 @@ def read_scored(row: LabelledRow) -> Sequence[Labelled]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """The fields of a schema with two responses. best: reads the better one's index; None: the row has no winner."""
+    """The fields of a schema with two responses. best: reads the better one's index; None: a tie."""
 
     texts: tuple[str, str]
     best: Callable[[LabelledRow], int | None]
-    prompt: str = "prompt"
+    prompt: str = ""
     subset: str = "subset"
 
     def __call__(self, row: LabelledRow) -> Sequence[Labelled]:
         best, responses = self.best(row), tuple(map(row.text, self.texts))
-        if best is None:
-            return ()
-        prompt, subset = row.prompt(self.prompt), row.subset(self.subset)
-        grades = mark_best(best, len(responses))
+        prompt = row.prompt(self.prompt) if self.prompt else row.own_prompt()
+        grades = (0.0, 0.0) if best is None else mark_best(best, 2)
+        subset = row.subset(self.subset)
         return [RankedResponses(item_id=row.name, prompt=prompt, responses=responses, grades=grades, subset=subset)]
 
 
-def by_winner(row: LabelledRow) -> int | None:
-    """Ties (tie, tie (bothbad)) have no winner."""
-    winner = row.text("winner")
-    if winner not in WINNERS and not winner.startswith("tie"):
-        raise row.wrong("winner", "model_a, model_b or tie", winner)
-    return WINNERS.get(winner)
+def by_word(field: str) -> Callable[[LabelledRow], int | None]:
+    def best(row: LabelledRow) -> int | None:
+        word = row.read_word(field)
+        found = next((place for place, words in enumerate((FIRST, SECOND, TIES)) if word in words), None)
+        if found is None:
+            raise row.wrong(field, "A, B or tie; or 1, 2; or model_a, model_b; or A>B, B>A", row.fields[field])
+        return found if found < 2 else None
 
-
-def by_label(row: LabelledRow) -> int:
-    if (label := row.text("label")) not in LABELS:
-        raise row.wrong("label", f"one of {', '.join(LABELS)}", label)
-    return LABELS[label]
+    return best
 
 
 def by_sign(field: str) -> Callable[[LabelledRow], int | None]:
-    """By the sign of HelpSteer's field: 0 (the first) below 0, 1 (the second) above 0."""
+    """By the sign of HelpSteer's field: 0 (the first) below 0, 1 (the second) above 0, a tie at 0."""
 
     def best(row: LabelledRow) -> int | None:
         strength = row.fields[field]
@@ -174,22 +235,30 @@ def by_sign(field: str) -> Callable[[LabelledRow], int | None]:
 # -- the best first, then the others ---------------------------------------------------------------------------------
 
 
-def best_first(texts: Sequence[str], prompt: Prompt, subset: str, item_id: str) -> RankedResponses:
-    """A ranking whose first text is best: the others keep their order, the best moves to a place that its id
-    decides.
+def best_first(texts: Sequence[str], row: LabelledRow, prompt: Prompt, subset: str, item_id: str) -> RankedResponses:
+    """A ranking whose first text is best, unless the row says that it is a tie: the others keep their order, the best
+    moves to a place that its id decides.
     """
     best = random.Random(item_id).randrange(len(texts))
     responses = (*texts[1 : best + 1], texts[0], *texts[best + 1 :])
-    grades = mark_best(best, len(texts))
+    is_tie = any(field in row.fields and row.read_word(field) in TIES for field in ("preference", "winner"))
+    grades = (0.0,) * len(texts) if is_tie else mark_best(best, len(texts))
     return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, grades=grades, subset=subset)
 
 
 def reward_bench(row: LabelledRow) -> Sequence[Labelled]:
+    """One item. Several right answers (RewardBench 2, Ties) share the highest grade; there the id that the benchmark
+    gives (ref:3, tied:3) says which items its measure puts together.
+    """
     if is_chat(row.fields["chosen"]) or is_chat(row.fields["rejected"]):
         return chat_pair(row)
     wrong, right, prompt, subset = row.texts("rejected"), row.texts("chosen"), row.prompt(), row.subset()
-    ids = [row.name] if len(right) == 1 else [f"{row.name}#{index}" for index in range(len(right))]
-    return [best_first((best, *wrong), prompt, subset, item_id) for best, item_id in zip(right, ids, strict=True)]
+    item_id = parse_text(row.fields, "id", row.where, row.name) if subset == "Ties" else row.name
+    if len(right) == 1:
+        return [best_first((*right, *wrong), row, prompt, subset, item_id)]
+    graded = [*((text, 1.0) for text in right), *((text, 0.0) for text in wrong)]
+    responses, grades = zip(*random.Random(item_id).sample(graded, len(graded)), strict=True)
+    return [RankedResponses(item_id=item_id, prompt=prompt, responses=responses, grades=grades, subset=subset)]
 
 
 def rm_bench(row: LabelledRow) -> Sequence[Labelled]:
@@ -204,7 +273,7 @@ def rm_bench(row: LabelledRow) -> Sequence[Labelled]:
     if domain.startswith("safety"):  # safety-refuse and safety-response are one domain of the benchmark
         domain = "safety"
     return [
-        best_first((best, other), prompt, f"{domain}/{difficulty(i, j)}", f"{row.name}#{i}{j}")
+        best_first((best, other), row, prompt, f"{domain}/{difficulty(i, j)}", f"{row.name}#{i}{j}")
         for i, best in enumerate(right)
         for j, other in enumerate(wrong)
     ]
@@ -230,7 +299,7 @@ def chat_pair(row: LabelledRow) -> Sequence[Labelled]:
     if not history:
         history = [{"role": "user", "content": row.text("prompt")}]
     texts = (str(chosen[-1]["content"]), str(rejected[-1]["content"]))
-    return [best_first(texts, row.read_prompt(history, "history"), row.subset(), row.name)]
+    return [best_first(texts, row, row.read_prompt(history, "history"), row.subset(), row.name)]
 
 
 def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
@@ -249,7 +318,7 @@ def ppe_correctness(row: LabelledRow) -> Sequence[Labelled]:
         right, wrong = sorted(pair, key=lambda i: truths[i], reverse=True)
         if truths[right] != truths[wrong]:
             texts = [row.text(f"response_{i + 1}") for i in (right, wrong)]
-            items.append(best_first(texts, prompt, subset, f"{row.name}#{index}"))
+            items.append(best_first(texts, row, prompt, subset, f"{row.name}#{index}"))
     return items
 
 
@@ -282,23 +351,21 @@ def rmb(row: LabelledRow, answers: Mapping[str, object]) -> Sequence[Labelled]:
             raise row.wrong(field, "an object with a text `answer`", value)
         texts.append(str(value["answer"]))
     subset = "/".join(row.subset("category_path").split("/")[1:3])
-    return [best_first(texts, row.prompt("conversation_input"), subset, row.name)]
+    return [best_first(texts, row, row.prompt("conversation_input"), subset, row.name)]
 
 
 def help_steer(row: LabelledRow) -> Sequence[Labelled]:
-    rating, (worst, best), (low, high) = row.fields["helpfulness"], HELPFULNESS, row.scale
-    if not isinstance(rating, int | float) or not is_number(rating) or not worst <= rating <= best:
-        raise row.wrong("helpfulness", f"a number from {worst} to {best}", rating)
-    score = low + (rating - worst) / (best - worst) * (high - low)
+    score = row.stretch("helpfulness", HELPFULNESS)
     return [ScoredResponse(item_id=row.name, prompt=row.prompt(), response=row.text("response"), score=score)]
 
 
 HELP_STEER3 = Preference(
     texts=("response1", "response2"), best=by_sign("overall_preference"), prompt="context", subset="domain"
 )
-HELP_STEER2 = Preference(texts=("response_1", "response_2"), best=by_sign("preference_strength"))
-PPE_HUMAN = Preference(texts=("response_1", "response_2"), best=by_winner, subset="language")
-JUDGE_BENCH = Preference(texts=("response_A", "response_B"), best=by_label, prompt="question", subset="source")
+HELP_STEER2 = Preference(texts=("response_1", "response_2"), best=by_sign("preference_strength"), prompt="prompt")
+PPE_HUMAN = Preference(texts=("response_1", "response_2"), best=by_word("winner"), prompt="prompt", subset="language")
+JUDGE_BENCH = Preference(texts=("response_A", "response_B"), best=by_word("label"), prompt="question", subset="source")
+PAIR = Preference(texts=("response_a", "response_b"), best=by_word("preference"))
 # The most specific fields first: many datasets have a prompt and a response.
 SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("RMB best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n),
@@ -308,36 +375,97 @@ SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness),
     ("PPE human preference", frozenset({"response_1", "response_2", "winner"}), PPE_HUMAN),
     ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), JUDGE_BENCH),
-    ("grmpipe ranked", frozenset({"responses", "best"}), read_ranked),
-    ("grmpipe scored", frozenset({"response", "score"}), read_scored),
+    ("pairs", frozenset({"response_a", "response_b", "preference"}), PAIR),
+    ("best of several", frozenset({"responses", "best"}), read_best),
+    ("grades", frozenset({"responses", "grades"}), read_grades),
+    ("ranked lists", frozenset({"responses", "ranking"}), read_ranking),
+    ("scores", frozenset({"response", "score"}), read_scored),
+    ("yes or no", frozenset({"response", "right"}), read_right("right")),
+    ("yes or no, as label", frozenset({"response", "label"}), read_right("label")),
+    ("TRL unpaired preference", frozenset({"completion", "label"}), read_right("label", "completion")),
     ("RM-Bench", frozenset({"prompt", "chosen", "rejected", "domain"}), rm_bench),
-    ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench),
+    ("chosen and rejected", frozenset({"prompt", "chosen", "rejected"}), reward_bench),
     ("preference between chats", frozenset({"chosen", "rejected"}), chat_pair),
     ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer),
 )
 FIELDS = frozenset().union(  # that a schema may read
-    *(fields for _, fields, _ in SCHEMAS), {"messages", "reference", "item_id", "subset", "source", "category_path"}
+    *(fields for _, fields, _ in SCHEMAS),
+    {
+        "messages",
+        "reference",
+        "rubric",
+        "item_id",
+        "subset",
+        "source",
+        "category_path",
+        "rater",
+        "ratings",
+        "criterion",
+    },
 )
-# The schemas that most people mean, if a row has no field of any.
-USUAL = ("RewardBench", "grmpipe ranked")
+LABELS = frozenset(  # fields that hold a label, not what it is about
+    {"best", "grades", "helpfulness", "label", "overall_preference", "preference", "preference_strength", "ranking"}
+    | {"right", "score", "winner"}
+)
+VALUES = LABELS | {"messages", "responses", "rubric", "ratings"}  # fields that are no texts
+# The kinds that most people mean, the likeliest first.
+USUAL = ("chosen and rejected", "scores", "best of several", "yes or no", "pairs", "grades")
 EXAMPLES = (
     'a line looks like {"prompt": "6 x 7?", "responses": ["42", "43"], "best": 0} '
     'or {"prompt": "6 x 7?", "response": "43", "score": 1}'
 )
+# What people call our fields, the likeliest first.
+OTHER_NAMES = {
+    "prompt": ("instruction", "question", "query", "input", "problem", "context"),
+    "chosen": ("good", "preferred", "better", "accepted", "positive", "best_response", "win"),
+    "rejected": ("bad", "dispreferred", "worse", "negative", "worst_response", "lose"),
+    "response": ("answer", "output", "completion", "reply", "generation", "text"),
+    "responses": ("answers", "outputs", "completions", "replies", "generations", "candidates"),
+    "response_a": ("answer_a", "output_a", "response_1", "answer_1", "output_1", "a"),
+    "response_b": ("answer_b", "output_b", "response_2", "answer_2", "output_2", "b"),
+    "score": ("rating", "grade", "mark", "points", "stars", "quality"),
+    "right": ("correct", "is_correct", "is_right", "passed", "verdict"),
+    "preference": ("winner", "vote", "choice", "better", "preferred"),
+    "best": ("best_index", "best_of", "winner_index"),
+    "grades": ("scores", "marks"),
+    "ranking": ("ranks", "rank"),
+}  # fmt: skip
 
 
-def read_labels(row: LabelledRow) -> Sequence[Labelled]:
+def read_labels(row: LabelledRow, columns: Mapping[str, str]) -> Sequence[Labelled]:
     """The items of a row, by its fields: one file may hold ranked and scored items. ValueError names what is
-    missing.
+    missing, and the line to type.
     """
     known = row.fields.keys()
     for _, fields, read in SCHEMAS:
         if fields <= known:
             return read(row)
-    by_likeness = sorted(SCHEMAS, key=lambda one: (-len(one[1] & known) / len(one[1]), one[0] not in USUAL))
-    lacking = (f"to be read as {name} it lacks {', '.join(sorted(fields - known))}" for name, fields, _ in by_likeness)
+    guesses = {name: guess_columns(fields, known) for name, fields, _ in SCHEMAS}
+    places = {name: place for place, name in enumerate(USUAL)}
+    by_likeness = sorted(
+        SCHEMAS, key=lambda one: (-len(guesses[one[0]]) / len(one[1]), places.get(one[0], len(USUAL)), -len(one[1]))
+    )
+    lacking = [f"to be read as {name} it lacks {', '.join(sorted(one - known))}" for name, one, _ in by_likeness[:2]]
+    fields = by_likeness[0][1]
+    needed = fields | ({"prompt"} if not known & {"messages", "prompt"} and "question" not in fields else set())
+    found = {**columns, **{field: guess_columns(needed, known).get(field, "<column>") for field in needed - known}}
+    line = ", ".join(f"{field}: {column}" for field, column in sorted(found.items()))
     raise ValueError(
-        f"{row.where}: its fields ({', '.join(known) or 'none'}) are no known kind of labels: {next(lacking)}; "
-        f"{next(lacking)}; rename its columns, or add them; {EXAMPLES}; known schemas: "
+        f"{row.where}: its fields ({', '.join(known) or 'none'}) are no known kind of labels: {'; '.join(lacking)}; "
+        f"type 'data.columns={{{line}}}' with the names of its columns, or rename them; {EXAMPLES}; known kinds: "
         f"{', '.join(name for name, _, _ in SCHEMAS)}"
     )
+
+
+def guess_columns(fields: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Field -> the column that probably holds it: of the same name, of one that people use for it, or a slip of it.
+    Fields without one aren't there.
+    """
+    found = {field: field for field in fields if field in known}
+    for field in sorted(set(fields) - found.keys()):
+        free = {name.casefold(): name for name in known if name not in found.values()}
+        names = (field, *OTHER_NAMES.get(field, ()))
+        near = difflib.get_close_matches(field, free, n=1, cutoff=0.75)
+        if meant := next((name for name in (*names, *near) if name in free), None):
+            found[field] = free[meant]
+    return found

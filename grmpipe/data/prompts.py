@@ -1,5 +1,5 @@
-"""Reads prompts from files: JSON Lines or Parquet; or generated problems. Puts right what has one meaning only, and
-says so; says what is wrong with the rest.
+"""Reads prompts from files, or generated problems. Puts right what has one meaning only, and says so; says what is
+wrong with the rest.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from grmpipe.types import Prompt
 
 ROLES = ("system", "user", "assistant")
 FIELDS = ("messages", "prompt", "reference", "rubric", "rubrics", "info", "prompt_id", "source")
+VALUES = ("messages", "rubric", "rubrics", "reward_model", "extra_info")  # fields that are no texts
 VERLS = ("data_source", "reward_model", "ground_truth", "extra_info")  # fields that verl's functions are given
 WHOLE = ("reference", "ground_truth", "prompt_id", "source")  # whole numbers among them are never floats
 EXACT = 2**53  # from here on a float has lost the last digits of a whole number
@@ -28,14 +29,19 @@ class Data:
     held_out: tuple[Prompt, ...]
 
 
-def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:
-    """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of a problem set such as tiny://train.
+def load_prompts(
+    path: str, *, num_tiny_prompts: int = 4096, seed: int = 0, columns: Mapping[str, str] | None = None
+) -> tuple[Prompt, ...]:
+    """All prompts of a .jsonl, .jsonl.gz, .parquet or .csv file, or `num_tiny_prompts` of a problem set such as
+    tiny://train.
 
     A row has `prompt`, a text or messages (a list of {role, content}, which `messages` may hold instead), and may have
     `reference` (a text or a number), `rubric` (criteria: see data/rubrics.py), `info` (an object for the
     environment), `prompt_id` and `source`; further columns are kept for reward functions. In verl's files the reference
     is `reward_model.ground_truth`, the source `data_source`. A whole number that a file has as a float, as pandas makes
     it in a column with gaps, is the integer, and an empty reference is none; one line of the log counts them.
+
+    columns: field -> the column of the file that holds it; `a.b` is b within a.
 
     ValueError names file, line (Parquet: row), field and what was expected.
     """
@@ -44,7 +50,7 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
         return catalog.make_prompts(path, num_tiny_prompts, seed)
     file = Path(path)
     findings = Findings(file)
-    prompts = tuple(prompt for _, prompt in read_prompts(file, findings))
+    prompts = tuple(prompt for _, prompt in read_prompts(file, findings, columns))
     if not prompts:
         raise ValueError(
             f"{file}: holds no prompts; a line looks like " + '{"prompt": "What is 6 x 7?", "reference": 42}'
@@ -57,16 +63,21 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
 
 def find_place(path: str, prompt: Prompt) -> str:
     """The place of a prompt of `load_prompts(path)`, in words. Reads the file again."""
-    file = Path(path)
+    file, unknown = Path(path), f"{path}, {prompt.prompt_id}"
     if is_made(path):
-        return f"{path}, {prompt.prompt_id}"
-    known = (where for where, found in read_prompts(file, Findings(file)) if found.prompt_id == prompt.prompt_id)
-    return next(known, f"{path}, {prompt.prompt_id}")
+        return unknown
+    try:
+        known = (where for where, found in read_prompts(file, Findings(file)) if found.prompt_id == prompt.prompt_id)
+        return next(known, unknown)
+    except ValueError:  # its columns have other names; the id says the row unless the file has ids
+        return unknown
 
 
-def read_prompts(file: Path, findings: Findings) -> Iterator[tuple[str, Prompt]]:
+def read_prompts(
+    file: Path, findings: Findings, columns: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Prompt]]:
     """The prompts of a file, each with its place in words."""
-    for number, where, row in read_rows(file, (*FIELDS, *VERLS), findings):
+    for number, where, row in read_rows(file, (*FIELDS, *VERLS), findings, columns=columns, values=VALUES):
         yield where, parse_prompt(row, where, f"{file.name}:{number}", findings)
 
 

@@ -1,12 +1,17 @@
-"""Rows of data files as JSON values: JSON Lines, Parquet, JSON arrays. Knows no field but those its caller reads."""
+"""Rows of data files as JSON values: JSON Lines, Parquet, CSV, JSON arrays. Knows only fields that its caller reads."""
 
 from __future__ import annotations
 
+import ast
+import csv
+import difflib
+import gzip
 import json
 import logging
 import os
+import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Row = dict[str, object]
+Place = tuple[int, str, Row]  # a row with its number, and its place in words
+ANNOTATED = frozenset({"time", "id", "rater"})  # of annotations, which are appended line by line
 MAX_KINDS = 12  # kinds of findings in a line: every doubled key is one of its own
 CALL = Path("judge")  # the place of a call's row: what is odd in it is put right without a word
 MAX_DEPTH = 100  # nested lists and objects: journals, Ray and the user's code walk through them recursively
@@ -57,33 +64,149 @@ class Findings:
 
 
 def read_rows(
-    file: Path, used: Collection[str], findings: Findings, *, arrays: bool = False
-) -> Iterator[tuple[int, str, Row]]:
+    file: Path,
+    used: Collection[str],
+    findings: Findings,
+    *,
+    arrays: bool = False,
+    columns: Mapping[str, str] | None = None,
+    values: Collection[str] = (),
+) -> Iterator[Place]:
     """The number, place in words, and columns of each row. Blank lines of JSON Lines are skipped, but counted.
 
-    used:   columns that the caller reads: one that holds what JSON can't carry is refused; others are left out.
-    arrays: whether a .json file is taken, one array of rows.
+    used:    columns that the caller reads: one that holds what JSON can't carry is refused; others are left out.
+    arrays:  whether a .json file is taken, one array of rows.
+    columns: field -> the file's column that it is read from; `a.b` is b within a.
+    values:  fields that aren't texts: in a CSV file their cells are JSON, where they can be read so.
     Raises ValueError that names the file, and line or column.
     """
-    kinds = {".jsonl": jsonl_rows, ".parquet": parquet_rows} | ({".json": array_rows} if arrays else {})
-    if file.suffix not in kinds:
-        raise ValueError(f"{file}: unknown kind of file {file.suffix!r}; give {' or '.join(kinds)}, or tiny://train")
+    kinds = {".jsonl": jsonl_rows, ".jsonl.gz": jsonl_rows, ".parquet": parquet_rows, ".csv": csv_rows}
+    kinds |= {".json": array_rows} if arrays else {}
+    suffix = "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
+    if suffix not in kinds:
+        raise ValueError(f"{file}: unknown kind of file {suffix!r}; give {' or '.join(kinds)}, or tiny://train")
     if not file.is_file():
         raise ValueError(f"{file}: no such file; a relative path starts at {Path.cwd()}")
     if not os.access(file, os.R_OK):
         raise ValueError(f"{file}: may not be read by this user")
-    return kinds[file.suffix](file, used, findings)
+    columns = columns or {}
+    rows = kinds[suffix](file, {*used, *columns.values(), *(one.split(".")[0] for one in columns.values())}, findings)
+    if columns:
+        rows = rename_columns(list(rows), file, columns, used, findings)
+    if suffix == ".csv":
+        return (
+            (number, where, {name: parse_cell(cell) if name in values else cell for name, cell in row.items()})
+            for number, where, row in rows
+        )
+    return rows
 
 
-def jsonl_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[tuple[int, str, Row]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
-            if line.strip():
-                yield number, where, require_object(parse_json(line, where, findings), where)
+def rename_columns(
+    rows: list[Place], file: Path, columns: Mapping[str, str], used: Collection[str], findings: Findings
+) -> Iterator[Place]:
+    """The rows with the columns under the caller's names. A column that no row has is refused if the caller needs it:
+    other files of the run may have it.
+    """
+    known = dict.fromkeys(name for _, _, row in rows for name in list_columns(row))
+    for field, column in columns.items():
+        if column in known or field in known or not rows:
+            continue
+        near = difflib.get_close_matches(column, known, n=3, cutoff=0.5)
+        words = f"has no column {format_value(column)}, which data.columns.{field} names; " + (
+            f"the nearest: {', '.join(near)}" if near else f"it has {', '.join(known)}"
+        )
+        if field in used:
+            raise ValueError(f"{file}: {words}")
+        findings.add(f"it {words}")
+    for number, where, row in rows:
+        found = {field: find_column(row, column) for field, column in columns.items()}
+        named = {field: value for field, value in found.items() if value is not None}
+        rest = {name: value for name, value in row.items() if name not in columns.values()}
+        yield number, where, rest | named
 
 
-def array_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[tuple[int, str, Row]]:
+def list_columns(row: Row) -> Iterator[str]:
+    """The names of a row's columns, and of what is within them, as `a.b`."""
+    for name, value in row.items():
+        yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in list_columns(value))
+
+
+def find_column(row: Row, column: str) -> object:
+    """The value of a column, or of `a.b`; None if there is none."""
+    if column in row or "." not in column:
+        return row.get(column)
+    name, _, rest = column.partition(".")
+    inner = row.get(name)
+    return find_column(inner, rest) if isinstance(inner, dict) else None
+
+
+def jsonl_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[Place]:
+    is_appended = False
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                where = f"{file}, line {number}"
+                if not line.strip():
+                    continue
+                try:
+                    row = require_object(parse_json(line, where, findings), where)
+                except ValueError:
+                    if is_appended and not line.endswith(b"\n"):
+                        findings.add(f"its last line ({number}) is cut, and is left out: whoever wrote it was ended")
+                        return
+                    raise
+                is_appended = row.keys() >= ANNOTATED
+                yield number, where, row
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{file}: can't be read as gzip ({error})") from error
+
+
+def csv_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[Place]:
+    """The first line names the columns. Cells are texts, an empty one is none. Commas, semicolons or tabs separate
+    them: whichever the first line has most of.
+    """
+    csv.field_size_limit(2**31 - 1)  # the module's own limit, 131,072 characters, is for all readers in the process
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            first = lines.readline()
+            lines.seek(0)
+            reader = csv.reader(lines, delimiter=max(",;\t", key=first.count), strict=True)
+            names = next(reader, [])
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"{file}: has two columns {min(twice)!r}; rename one of them")
+            where = f"{file}, line {reader.line_num + 1}"
+            for number, cells in enumerate(reader, start=1):
+                if len(cells) not in (0, len(names)):
+                    raise ValueError(
+                        f"{where}: has {len(cells)} cells, and the first line names {len(names)} columns; put texts "
+                        'with commas or line breaks in quotes ("...")'
+                    )
+                if cells:
+                    yield number, where, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                where = f"{file}, line {reader.line_num + 1}"
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: can't be read as CSV in UTF-8 ({error})") from error
+
+
+def parse_cell(cell: object) -> object:
+    """The value that a cell of a CSV file spells, lists as JSON or, as pandas writes them, as Python has it; other
+    text as it is.
+    """
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return parse_json(cell, "", Findings(CALL))
+    except ValueError:
+        pass
+    try:
+        return json.loads(json.dumps(ast.literal_eval(cell))) if cell.lstrip()[:1] in ("[", "{") else cell
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return cell
+
+
+def array_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[Place]:
     rows = parse_json(file.read_bytes(), str(file), findings)
     if not isinstance(rows, list):
         raise ValueError(f"{file}: expected an array of objects, got {format_value(rows)}; JSON Lines are named .jsonl")
@@ -141,7 +264,7 @@ def measure_depth(value: object) -> int:
 # -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
-def parquet_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[tuple[int, str, Row]]:
+def parquet_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[Place]:
     """Values become JSON in one way: dates and times their ISO text, to the microsecond, durations seconds, decimals
     numbers. A column of anything else, such as the bytes of images, isn't read at all.
     """

@@ -5,8 +5,9 @@ nothing.
 import logging
 from collections.abc import Sequence
 
+from grmpipe.config.data import DataConfig
 from grmpipe.config.io.key_errors import section
-from grmpipe.config.judge import JudgeConfig, LabelConfig
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -18,7 +19,7 @@ from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
 from grmpipe.judge.kinds.rule import RuleBrokenError
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.types import Prompt
+from grmpipe.types import Prompt, RankedResponses
 
 log = logging.getLogger(__name__)
 
@@ -89,23 +90,32 @@ def select_reaching(rewards: RewardTree, judge_name: str, prompts: Sequence[Prom
 def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     """Prompts for the policy, or labelled work in the judge's own prompt if a judge is in training."""
     if config.main_judge.kind != "label":
-        return load_prompts(path, num_tiny_prompts=count)
-    return load_judging_tasks(config.main_judge, config.data.labels, path, count)
+        return load_prompts(path, num_tiny_prompts=count, columns=config.data.columns)
+    return load_judging_tasks(config.main_judge, config.data, path, count)
 
 
 def load_judging_tasks(
-    judge: JudgeConfig, labels: LabelConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
+    judge: JudgeConfig, data: DataConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
 ) -> tuple[Prompt, ...]:
     """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
     with section(f"{judge.key}."):
-        judging_tasks = JudgingTasks.under(judge, labels)
-    items = load_labelled(path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
+        judging_tasks = JudgingTasks.under(judge, data.labels)
+    items = load_labelled(
+        path,
+        scale=(judge.scale.low, judge.scale.high),
+        num_tiny=count,
+        columns=data.columns,
+        score_range=data.labels.score_range,
+    )
     known = {identify_prompt(prompt) for prompt in held_out}
     kept = [item for item in items if identify_prompt(item.prompt) not in known]
     if not kept:
         raise ValueError(f"every prompt of {path} is also in data.eval_path; give other prompts")
     if len(kept) < len(items):
         log.warning("%d judging tasks of %s use held-out prompts: they are not trained", len(items) - len(kept), path)
+    ties = sum(isinstance(item, RankedResponses) and len(set(item.grades)) == 1 for item in kept)
+    if ties:
+        log.warning("%d items of %s are ties of all their responses: no judging task asks for the best", ties, path)
     return judging_tasks.of(kept)
 
 
@@ -132,9 +142,7 @@ def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream 
         JudgingTasks.under(judge, config.data.labels)
     if cotrain.data_path is not None:
         with section(f"{key}.data_path: "):
-            judging_tasks = load_judging_tasks(
-                judge, config.data.labels, cotrain.data_path, cotrain.num_items, data.held_out
-            )
+            judging_tasks = load_judging_tasks(judge, config.data, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(judging_tasks, seed=config.seed)
     if not any(rulable(config.truth, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(

@@ -65,5 +65,5 @@ def check_typed_judges(config: RunConfig, typed: Sequence[str], read_by_others: 
 
 def is_of_playing(key: str, reads: EvaluationReads) -> bool:
     section, _, name = key.partition(".")
-    asked = (section == "policy" and reads.by_policy) or name.startswith("labels") or key == PAUSE
+    asked = (section == "policy" and reads.by_policy) or name.startswith(("labels", "columns")) or key == PAUSE
     return bool(name) and section in OF_PLAYING and not asked and key not in reads.read_by_others

@@ -101,11 +101,13 @@ class JudgingTasks:
         return [self._ranked(f"{names[top]}/{other}", item, [top, other]) for top in tops for other in others]
 
     def _scored(self, item: ScoredResponse) -> Prompt:
+        # Right or wrong says nothing of the score but its side.
+        rule = "same_side" if item.is_yes_no and self.labels.rule == "exact" else self.labels.rule
         label = {
             "exact": f"exactly {round_score(item.score)}",
             "same_side": self._side(item.score >= self.labels.pass_score),
             "graded": f"graded {item.score:g}",
-        }[self.labels.rule]
+        }[rule]
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
     def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:

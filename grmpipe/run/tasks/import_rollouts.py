@@ -180,7 +180,9 @@ class KnownPrompts:
         with_system, without_system = defaultdict[object, list[Prompt]](list), defaultdict[object, list[Prompt]](list)
         data = config.data
         self._prompts = (
-            load_prompts(data.path, num_tiny_prompts=data.num_prompts, seed=config.seed) if data.path else ()
+            load_prompts(data.path, num_tiny_prompts=data.num_prompts, seed=config.seed, columns=data.columns)
+            if data.path
+            else ()
         )
         for prompt in self._prompts:
             with_system[identify_prompt(prompt)].append(prompt)

@@ -146,7 +146,13 @@ def load_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
     """The labelled work, and the number of items beyond evaluate.num_items."""
     judge, count = config.main_judge, config.evaluate.num_items
     with section("evaluate.path: "):
-        found = load_labelled(config.evaluate.path, scale=(judge.scale.low, judge.scale.high), num_tiny=count)
+        found = load_labelled(
+            config.evaluate.path,
+            scale=(judge.scale.low, judge.scale.high),
+            num_tiny=count,
+            columns=config.data.columns,
+            score_range=config.data.labels.score_range,
+        )
     found = leave_out_trained(config, found)
     items = found[:count]
     with section(""):

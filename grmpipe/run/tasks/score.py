@@ -18,7 +18,7 @@ from grmpipe.config.keys.user_code import format_value
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.task_settings import ITEMS_AT_ONCE
-from grmpipe.data.prompts import FIELDS, VERLS, parse_prompt, refuse_half_characters
+from grmpipe.data.prompts import FIELDS, VALUES, VERLS, parse_prompt, refuse_half_characters
 from grmpipe.data.rows import CALL, Findings, Row, read_rows
 from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.grm import set_purpose
@@ -77,7 +77,7 @@ def prepare_scoring(config: RunConfig) -> PreparedScoring:
     groups: tuple[Responses, ...] = ()
     if config.score.path is not None:
         with section("score.path: "):
-            groups = tuple(read_groups(Path(config.score.path)))
+            groups = tuple(read_groups(Path(config.score.path), config.data.columns))
     prompts = [group.prompt for group in groups]
     if config.score.path is not None:
         with section(""):
@@ -92,10 +92,12 @@ def prepare_scoring(config: RunConfig) -> PreparedScoring:
     return PreparedScoring(prepared=find_judges(config, prompts, reads_policy=False), groups=groups)
 
 
-def read_groups(file: Path) -> Iterator[Responses]:
-    """The groups of a file. Raises ValueError that names file, line and field."""
-    findings, rows = Findings(file), 0
-    for number, where, row in read_rows(file, (*FIELDS, *VERLS, *RESPONSES), findings):
+def read_groups(file: Path, columns: Mapping[str, str] | None = None) -> Iterator[Responses]:
+    """The groups of a file. columns: field -> the file's own column. Raises ValueError that names file, line and
+    field.
+    """
+    findings, rows, used = Findings(file), 0, (*FIELDS, *VERLS, *RESPONSES)
+    for number, where, row in read_rows(file, used, findings, columns=columns, values=(*VALUES, "responses")):
         rows += 1
         yield parse_responses(row, where, f"{file.name}:{number}", findings)
     if not rows:

@@ -122,9 +122,9 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
         raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
     judge, data = config.main_judge, config.data
     with section("data.path: "):
-        train = load_judging_tasks(judge, data.labels, data.path, data.num_prompts)
+        train = load_judging_tasks(judge, data, data.path, data.num_prompts)
     with section("data.eval_path: "):
-        held_out = load_judging_tasks(judge, data.labels, held_out_path, data.num_eval_prompts)
+        held_out = load_judging_tasks(judge, data, held_out_path, data.num_eval_prompts)
     asked = {judging_task.messages for judging_task in held_out}
     return {
         "train": [judging_task for judging_task in train if judging_task.messages not in asked],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -109,9 +108,12 @@ def test_pairs_of_ppe_are_of_a_right_and_a_wrong_response(tmp_path: Path) -> Non
     assert len({item.item_id for item in items}) == 2
 
 
-def test_several_right_answers_are_an_item_each(tmp_path: Path) -> None:
-    items = load(tmp_path, {"prompt": "A colour?", "chosen": ["red", "blue"], "rejected": ["dog", "cat"]})
-    assert [best_and_rest(item) for item in items] == [("red", ("dog", "cat")), ("blue", ("dog", "cat"))]
+def test_several_right_answers_share_the_highest_grade_of_one_item(tmp_path: Path) -> None:
+    row = {"prompt": "A colour?", "chosen": ["red", "blue"], "rejected": ["dog", "cat"], "subset": "Ties"}
+    tied, reference = load(tmp_path, {**row, "id": "tied:3"}, {**row, "chosen": ["red"], "id": "ref:3"})
+    assert dict(zip(tied.responses, tied.labels, strict=True)) == {"red": 1, "blue": 1, "dog": 0, "cat": 0}
+    assert (tied.item_id, reference.item_id) == ("tied:3", "ref:3")
+    assert best_and_rest(reference)[0] == "red"
 
 
 STYLES = ["plain", "detailed", "markdown"]
@@ -176,14 +178,61 @@ def test_ratings_are_stretched_to_the_judges_scale(tmp_path: Path) -> None:
     assert [item.score for item in load(tmp_path, *rows) if isinstance(item, ScoredResponse)] == [1, 5.5, 10]
 
 
-def test_rows_without_a_winner_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [
-        {"prompt": "?", "response_1": "a", "response_2": "b", "winner": winner}
-        for winner in ("model_a", "tie", "tie (bothbad)")
-    ]
-    with caplog.at_level(logging.WARNING):
-        assert len(load(tmp_path, *rows)) == 1
-    assert "2 rows have no winner" in caplog.text
+@pytest.mark.parametrize(
+    "tie",
+    [
+        {"prompt": "?", "response_1": "a", "response_2": "b", "winner": "tie (bothbad)"},
+        {"prompt": "?", "response_a": "a", "response_b": "b", "preference": "Tie"},
+        {"prompt": "?", "chosen": "a", "rejected": "b", "winner": "tie"},
+        {"question": "?", "response_A": "a", "response_B": "b", "label": "A=B"},
+        {"prompt": "?", "response_1": "a", "response_2": "b", "preference_strength": 0},
+        {"prompt": "?", "responses": ["a", "b"], "grades": [3, 3.0]},
+        {"prompt": "?", "responses": ["a", "b"], "ranking": [1, 1]},
+    ],
+)
+def test_ties_are_equal_grades(tmp_path: Path, tie: dict[str, Any]) -> None:
+    (item,) = load(tmp_path, tie)
+    assert isinstance(item, RankedResponses)
+    assert item.best is None and len(set(item.grades)) == 1 and sorted(item.responses) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "best"),
+    [
+        ({"response_a": "a", "response_b": "b", "preference": "B"}, "b"),
+        ({"response_a": "a", "response_b": "b", "preference": 1}, "a"),
+        ({"response_a": "a", "response_b": "b", "preference": "model_b"}, "b"),
+        ({"responses": ["a", "b", "c"], "grades": [0.5, 2, 1]}, "b"),
+        ({"responses": ["a", "b", "c"], "ranking": [2, 3, 1]}, "c"),
+    ],
+)
+def test_peoples_own_comparisons_are_read(tmp_path: Path, row: dict[str, Any], best: str) -> None:
+    (item,) = load(tmp_path, {"messages": TALK, **row, "reference": 42, "source": "mine"})
+    assert best_and_rest(item)[0] == best
+    assert (item.prompt.reference, item.prompt.source) == ("42", "mine")
+
+
+@pytest.mark.parametrize(
+    ("row", "score"),
+    [
+        *(({"response": "a", "right": word}, 10) for word in (True, 1, 1.0, "yes", "TRUE", "correct")),
+        *(({"response": "a", "label": word}, 1) for word in (False, 0, "No", "wrong")),
+        ({"completion": "a", "label": True}, 10),
+        ({"completion": [{"role": "assistant", "content": "a"}], "label": False}, 1),
+    ],
+)
+def test_yes_and_no_are_the_ends_of_the_scale(tmp_path: Path, row: dict[str, Any], score: int) -> None:
+    (item,) = load(tmp_path, {"prompt": "?", **row})
+    assert isinstance(item, ScoredResponse)
+    assert (item.response, item.score, item.is_yes_no) == ("a", score, True)
+
+
+def test_scores_of_another_scale_are_stretched_and_not_rounded(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "?", "response": "a", "score": s}) + "\n" for s in (0, 2.5, 4, 5)))
+    assert [item.labels for item in load_labelled(str(path), score_range=(0, 5))] == [(1,), (5.5,), (8.2,), (10,)]
+    with pytest.raises(ValueError, match=r"line 1: score: expected a number from 1 to 10, got 0; .*score_range=\["):
+        load_labelled(str(path))
 
 
 def chat(answer: str) -> list[dict[str, str]]:
@@ -196,7 +245,7 @@ def chat(answer: str) -> list[dict[str, str]]:
         ({"prompt": "?", "chosen": "a", "rejected": "a "}, 0),
         ({"prompt": "?", "chosen": "", "rejected": ""}, 0),
         ({"prompt": "?", "chosen": ["a"], "rejected": ["b", "a", "c"]}, 0),
-        ({"prompt": "?", "chosen": ["a", "b"], "rejected": ["c", "b"]}, 1),
+        ({"prompt": "?", "chosen": ["a", "b"], "rejected": ["c", "b"]}, 0),
         ({"prompt": "?", "chosen": ["a", "b", "c"], "rejected": ["a", "x", "y"], "domain": "chat"}, 8),
         ({"prompt": "?", "responses": ["a", "b", "a"], "best": 2}, 0),
         ({"prompt": "?", "responses": ["a", "b", "b"], "best": 0}, 1),
@@ -248,28 +297,45 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ({"prompt": "?", "responses": ["a", "b"], "best": 2}, "some.jsonl, line 2: best: expected an index"),
         ({"prompt": "?", "responses": ["a"], "best": 0}, "responses: expected two or more, got 1"),
         ({"prompt": "?", "responses": ["a", 3], "best": 0}, "responses: expected a text or a list of texts"),
-        ({"prompt": "?", "response": "a", "score": 11}, "score: expected a whole number from 1 to 10, got 11"),
-        ({"prompt": "?", "response": "a", "score": 2.5}, "score: expected a whole number"),
-        ({"prompt": "?", "response": "a", "score": float("inf")}, "score: expected a whole number"),
+        ({"prompt": "?", "response": "a", "score": 11}, "score: expected a number from 1 to 10, got 11"),
+        ({"prompt": "?", "response": "a", "score": "many"}, "score: expected a number from 1 to 10, got 'many'"),
+        ({"prompt": "?", "response": "a", "score": float("inf")}, "score: expected a number"),
+        ({"prompt": "?", "response": "a", "label": 2}, "label: expected true or false, 1 or 0, yes or no, got 2"),
+        ({"prompt": "?", "responses": ["a", "b"], "grades": [1]}, "grades: expected 2 numbers, one per response, got"),
+        ({"prompt": "?", "responses": ["a", "b"], "ranking": [1, 0]}, "ranking: expected the rank of each response, 1"),
+        ({"prompt": "?", "response_a": "a", "response_b": "b", "preference": 0}, "preference: expected A, B or tie"),
+        ({"prompt": "?", "response": "a", "ratings": 3}, "ratings: expected {rater: label} or a list of labels, got 3"),
         ({"prompt": "?", "response": "a", "helpfulness": True}, "helpfulness: expected a number from 0 to 4, got True"),
         (
             {"prompt": "?", "response_1": "a", "response_2": "b", "scores": [float("nan"), 1],
              "sampled_conflict_pairs": [[0, 1]]},
             "scores: expected numbers or booleans, got nan",
         ),
-        ({"prompt": "?"}, "known schemas: RMB best of n, RMB pairs, HelpSteer3 preference, HelpSteer2 "),
+        ({"prompt": "?"}, "known kinds: RMB best of n, RMB pairs, HelpSteer3 preference, HelpSteer2 "),
         (
             {"prompt": "?", "chosen": "a"},
-            "line 2: its fields (prompt, chosen) are no known kind of labels: to be read as RewardBench it lacks "
-            "rejected; ",
+            "line 2: its fields (prompt, chosen) are no known kind of labels: to be read as chosen and "
+            "rejected it lacks rejected; ",
         ),
         (
             {"instruction": "?", "good": "a", "bad": "b"},
-            "(instruction, good, bad) are no known kind of labels: to be read as grmpipe ranked it lacks best, "
-            "responses; to be read as RewardBench it lacks chosen, prompt, rejected; rename its columns",
+            "(instruction, good, bad) are no known kind of labels: to be read as chosen and rejected it lacks chosen, "
+            "prompt, rejected; to be read as preference between chats it lacks chosen, rejected; type "
+            "'data.columns={chosen: good, prompt: instruction, rejected: bad}' with the names",
         ),
-        ({"question": "?", "response_A": "a", "response_B": "b", "label": "A=B"}, "label: expected one of A>B, B>A"),
-        ({"prompt": "?", "response_1": "a", "response_2": "b", "winner": "b"}, "winner: expected model_a, model_b"),
+        (
+            {"query": "?", "output": "a", "stars": 3},
+            "to be read as scores it lacks response, score; to be read as HelpSteer it lacks helpfulness, prompt, "
+            "response; type 'data.columns={prompt: query, response: output, score: stars}' with the names",
+        ),
+        (
+            {"prompt": "?", "Response_A": "a", "response_b": "b"},
+            "to be read as pairs it lacks preference, response_a; to be read as HelpSteer2 preference it lacks "
+            "preference_strength, response_1, response_2; type "
+            "'data.columns={preference: <column>, response_a: Response_A}'",
+        ),
+        ({"question": "?", "response_A": "a", "response_B": "b", "label": "C"}, "label: expected A, B or tie; "),
+        ({"prompt": "?", "response_1": "a", "response_2": "b", "winner": "c"}, "winner: expected A, B or tie; "),
         ({"conversation_input": [], "chosen": {"answer": "a"}, "reject": {"answer": "b"}}, "field conversation_input"),
         ({"conversation_input": TALK, "chosen": "a", "reject": {"answer": "b"}}, "chosen: expected an object"),
         ({"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, "item_id 'same' occurs twice"),

@@ -206,8 +206,8 @@ def test_missing_empty_and_unknown_files_are_errors_that_say_what_to_give(tmp_pa
         load_prompts(str(tmp_path / "absent.jsonl"))
     with pytest.raises(ValueError, match="holds no prompts"):
         load_prompts(write_jsonl(tmp_path, "", ""))
-    with pytest.raises(ValueError, match=r"unknown kind of file '\.csv'"):
-        load_prompts(str(tmp_path / "some.csv"))
+    with pytest.raises(ValueError, match=r"unknown kind of file '\.txt'"):
+        load_prompts(str(tmp_path / "some.txt"))
     with pytest.raises(ValueError, match="known: tiny://train, tiny://held_out"):
         load_prompts("tiny://test")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import decimal
+import gzip
 import json
 import logging
 import math
@@ -116,6 +117,106 @@ def test_an_image_beside_a_text_prompt_is_left_out_and_a_prompt_of_bytes_is_refu
             load(str(path))
 
 
+def write_text(folder: Path, name: str, text: str | bytes) -> Path:
+    path = folder / name
+    data = text.encode() if isinstance(text, str) else text
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_cells_of_csv_are_texts_or_values_as_their_column_is_and_empty_ones_are_none(
+    tmp_path: Path, separator: str
+) -> None:
+    lines = [
+        "\ufeffprompt~responses~best~reference",
+        '"say ""a~b""\nor c"~"[""x"", ""y""]"~1~007',
+        "d~\"['x', 'y']\"~~",
+    ]
+    path = write_text(tmp_path, "some.csv", "\r\n".join(lines).replace("~", separator))
+    rows = [row for _, _, row in read_rows(path, (), Findings(path), values=("responses", "best"))]
+    assert rows == [
+        {"prompt": f'say "a{separator}b"\nor c', "responses": ["x", "y"], "best": 1, "reference": "007"},
+        {"prompt": "d", "responses": ["x", "y"], "best": None, "reference": None},
+    ]
+
+
+def test_compressed_lines_are_read_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = write_text(tmp_path, "some.jsonl.gz", '{"prompt": "a"}\n')
+    assert [prompt.messages[0].content for prompt in load_prompts(str(path))] == ["a"]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"some\.jsonl\.gz: can't be read as gzip"):
+        load_prompts(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prompt,reference\na,b,c\n", "line 2: has 3 cells, and the first line names 2 columns; put texts with commas"),
+        ('prompt,reference\n"a\nb",c\nd\n', "line 4: has 1 cells"),
+        ("prompt,prompt\na,b\n", "has two columns 'prompt'"),
+        ('prompt\n"a', "can't be read as CSV in UTF-8"),
+        (b"prompt\n\xff\n", "can't be read as CSV in UTF-8"),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file_is_named_by_line(tmp_path: Path, text: str | bytes, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_prompts(str(write_text(tmp_path, "some.csv", text)))
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.parquet", "own.csv"])
+def test_columns_of_ones_own_are_read_under_our_names(tmp_path: Path, name: str) -> None:
+    rows = [{"instruction": "6 x 7?", "good": "42", "bad": "43", "prompt": "unused"}]
+    path = tmp_path / name
+    if name == "own.csv":
+        path.write_text("instruction,good,bad,prompt\n6 x 7?,42,43,unused\n")
+    elif name == "own.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows[0]))
+    mine = {"prompt": "instruction", "chosen": "good", "rejected": "bad"}
+    (item,) = load_labelled(str(path), columns=mine)
+    assert isinstance(item, RankedResponses) and item.best is not None
+    assert (item.prompt.messages[0].content, item.responses[item.best]) == ("6 x 7?", "42")
+    (prompt,) = load_prompts(str(path), columns=mine)
+    assert prompt.messages[0].content == "6 x 7?"
+
+
+def test_a_column_within_another_is_named_with_a_dot_and_two_columns_can_change_places(tmp_path: Path) -> None:
+    row = {"q": "6 x 7?", "meta": {"truth": {"answer": 42.0}}, "chosen": "43", "rejected": "42"}
+    path = write_text(tmp_path, "some.jsonl", json.dumps(row))
+    columns = {"prompt": "q", "reference": "meta.truth.answer", "chosen": "rejected", "rejected": "chosen"}
+    (item,) = load_labelled(str(path), columns=columns)
+    assert isinstance(item, RankedResponses) and item.best is not None
+    assert (item.prompt.reference, item.responses[item.best]) == ("42", "42")
+
+
+def test_a_column_that_is_not_there_is_refused_with_the_nearest_or_noted_where_nothing_needs_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_text(tmp_path, "some.csv", "instruction,good,bad\n6 x 7?,42,43\n")
+    columns = {"prompt": "instruction", "chosen": "godo", "rejected": "bad"}
+    with pytest.raises(
+        ValueError, match=r"some\.csv: has no column 'godo', which data\.columns\.chosen names; .*: good"
+    ):
+        load_labelled(str(path), columns=columns)
+    assert len(load_prompts(str(path), columns=columns)) == 1
+    assert "it has no column 'godo', which data.columns.chosen names" in caplog.text
+
+
+def test_annotations_that_are_cut_in_their_last_line_are_read_up_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = json.dumps({"time": "t", "id": "1", "rater": "anna", "prompt": "?", "response": "a\u00e4", "right": True})
+    path = write_text(tmp_path, "annotations.jsonl", f"{line}\n{line[:-30]}")
+    assert len(load_labelled(str(path))) == 1
+    assert "its last line (2) is cut, and is left out" in caplog.text
+    for broken in (f"{line}\n{line[:-30]}\n{line}\n", f'{{"prompt": "?", "response": "a", "right": 1}}\n{line[:-30]}'):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match="line 2: not JSON"):
+            load_labelled(str(path))
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]), tmp_path / "two.parquet")
     with pytest.raises(ValueError, match=r"two\.parquet: can't be read .* two columns 'prompt'; rename one"):
@@ -179,6 +280,11 @@ LABELS: list[dict[str, Any]] = [
     {"question": "?", "response_A": "43", "response_B": "42", "label": "B>A", "source": "sums"},
     {"context": TALK, "response1": "42", "response2": "43", "overall_preference": -2, "domain": "stem"},
     {"prompt": "?", "response": "a", "helpfulness": 3},
+    {"prompt": "?", "response_a": "a", "response_b": "b", "preference": "tie", "rater": "anna"},
+    {"prompt": "?", "responses": ["a", "b", "c"], "ratings": {"anna": [1, 2, 3], "ben": [3, 2, 1]}},
+    {"prompt": "?", "responses": ["a", "b"], "ranking": [2, 1], "rater": 3},
+    {"prompt": "?", "response": "a", "ratings": [{"rater": "anna", "score": 3}, {"rater": "ben", "score": 4}]},
+    {"time": "t", "id": "1", "rater": "anna", "messages": TALK, "response": "a", "right": True, "undoes": None},
 ]  # fmt: skip
 DEMONSTRATIONS: list[dict[str, Any]] = [
     {"prompt": "6 x 7?", "completion": "42"},
@@ -192,6 +298,9 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
+OTHERS = ("prompt", "messages", "score", "best", "chosen", "ratings", "rater", "undoes", "x")  # further keys
+
+
 def mutate(value: Any, draw: random.Random) -> Any:
     """A copy with something odd at a place of it."""
     value = copy.copy(value)
@@ -203,7 +312,9 @@ def mutate(value: Any, draw: random.Random) -> Any:
         case 0:
             del value[key]
         case 1 if isinstance(value, dict):
-            value[draw.choice([*keys, "prompt", "messages", "score", "best", "chosen", "x"])] = draw.choice(ODD)
+            value[draw.choice([*keys, "prompt", "messages", "score", "best", "chosen", "ratings", "x"])] = draw.choice(
+                ODD
+            )
         case 2 if isinstance(value, list):
             value.append(copy.deepcopy(value[key]))
         case _:
