@@ -18,7 +18,7 @@ import yaml
 from fake_slurm import ROOT, SlurmJob, end, free_port, write_script
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
 from grmpipe.scheduler.processes.await_nodes import await_nodes

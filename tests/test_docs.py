@@ -16,7 +16,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import grmpipe
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli
 from grmpipe.cli import compose as compose_run
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import TASKS

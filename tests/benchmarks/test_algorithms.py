@@ -10,7 +10,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.algorithm import losses
 from grmpipe.algorithm.parts import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS, estimate
 from grmpipe.algorithm.rewards import Rewards

@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from transformers import Qwen3ForTokenClassification
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.lm.checkpoint import export_hf

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
 

@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from transformers import AutoConfig, Qwen3ForSequenceClassification
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.algorithm.parts import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS
 from grmpipe.algorithm.settings import ROUTER_REPLAYS
 from grmpipe.config.io.yaml_io import build

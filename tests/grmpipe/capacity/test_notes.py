@@ -13,7 +13,7 @@ import pytest
 from configs import run_config
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.config.io.yaml_io import build, build_config
 from grmpipe.config.run_config import RunConfig

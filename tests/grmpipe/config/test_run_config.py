@@ -15,7 +15,7 @@ from configs import judge_config, run_config
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-import launch as entry  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.key_errors import ELSEWHERE, explain, list_keys, unknown_key
 from grmpipe.config.io.resume_rules import find_changed_keys
 from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml

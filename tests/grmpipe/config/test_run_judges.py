@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-import launch as entry  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.key_errors import explain
 from grmpipe.config.io.resume_rules import changes_on_resume, find_changed_keys, free_on_resume
 from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml

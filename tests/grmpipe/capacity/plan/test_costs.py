@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, push_s
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.disk import LINE_BYTES, PACKED, PLAIN, judgement_bytes, rollout_bytes
 from grmpipe.capacity.plan.plan_report import arithmetic
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts

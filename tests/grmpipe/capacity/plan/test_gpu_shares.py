@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.gpu_shares import USABLE, EngineNeeds, compute_shares, divide_memory, with_shares
 from grmpipe.capacity.plan.memory import list_memory, sum_held_memory
 from grmpipe.capacity.plan.memory_check import divide_gpus

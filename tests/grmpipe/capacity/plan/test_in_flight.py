@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.in_flight import Longest, count_batch_tokens, longest_rollout, requests_in_flight
 from grmpipe.capacity.plan.memory import list_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts

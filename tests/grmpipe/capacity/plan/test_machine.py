@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan import machine
 from grmpipe.capacity.plan.machine import MachineMemory, describe_run_memory, measure_machine
 from grmpipe.capacity.plan.memory import PROCESS_BYTES, list_memory

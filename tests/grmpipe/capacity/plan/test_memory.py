@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from learner_cases import ROOT, LearnerCase, measured, planned_gb
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import list_memory, remedy
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import list_memory, overfull_slots, sum_held_memory
 from grmpipe.capacity.plan.plan_report import KIND_IN_WORDS, plan, seconds
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts

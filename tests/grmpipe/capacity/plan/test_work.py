@@ -9,7 +9,7 @@ import pytest
 from configs import with_sections
 from hydra import compose, initialize_config_dir
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan.memory import list_memory
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts

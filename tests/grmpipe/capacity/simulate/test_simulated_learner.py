@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from simulated_workload import COSTS, seats, workload
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.learner_passes import count_passes
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate

@@ -17,7 +17,7 @@ from configs import judge_config, with_sections
 from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, SPEED, always, seats, workload
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.simulated_answers import (
     FILLER,

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from simulated_workload import COSTS, workload
 
-import launch  # noqa: F401  registers the schema
+import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
