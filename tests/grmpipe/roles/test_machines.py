@@ -88,8 +88,7 @@ def test_a_run_is_checked_without_torch_and_without_transformers_models(tmp_path
         "    config = build(compose('config', ['+experiment=quickstart']))\n"
         "from grmpipe import tasks\n"
         "import grmpipe.run.tasks.train\n"
-        "from grmpipe.run.prepare import prepare\n"
-        "tasks.check_memory(tasks.divide_gpus(prepare(config)))\n"
+        "tasks.prepare_training(config)\n"
         "print(sorted({'torch', 'transformers.modeling_utils'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
