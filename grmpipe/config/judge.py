@@ -219,6 +219,16 @@ class RubricConfig(Bounded):
 
 
 @dataclass(frozen=True)
+class ExamplesConfig(Bounded):
+    """Labelled examples that a judge of single responses is shown before its question."""
+
+    # A file of labels (docs/evaluating.md): scores, or right and wrong; null: none.
+    path: str | None = not_empty(None, "give a file of labels, or null")
+    # [examples] Those shown: the ones that share most words with the prompt, and never one on this very prompt.
+    count: int = at_least(1, 4)
+
+
+@dataclass(frozen=True)
 class EarlyStopConfig(Bounded):
     """Early stop: when the remaining judgements of a rollout, or of a pair, are left out."""
 
@@ -271,6 +281,7 @@ class JudgeConfig(Bounded):
     split: SplitConfig = field(default_factory=SplitConfig)
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)
     rubric: RubricConfig = field(default_factory=RubricConfig)
+    examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # [share] Share of the last 256 verdicts that failed, or of the last 256 scores of teachers, above which judging
     # pauses; if it is exceeded again, the run stops. With several judges judge.max_failure_rate holds for the verdicts
@@ -606,7 +617,16 @@ def check_deadline(judge: JudgeConfig) -> None:
         )
 
 
+def check_examples(judge: JudgeConfig) -> None:
+    kind = judge.protocol_kind
+    if judge.examples.path is not None and not (kind.gives_one_score and kind.scores == "responses"):
+        raise ValueError(
+            f"examples.path: examples are single responses, and a {judge.protocol} judgement is about more; type "
+            "judge.examples.path=null, or judge=pointwise"
+        )
+
+
 CHECKS = (
     check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_early_stop, check_own,
-    check_scalar, check_deadline,
+    check_scalar, check_deadline, check_examples,
 )  # fmt: skip

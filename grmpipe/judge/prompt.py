@@ -29,6 +29,7 @@ from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, protocol_named
 from grmpipe.data.rubrics import SharedRubric, load_shared_rubric
+from grmpipe.judge.examples import JudgeExamples, load_examples
 from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.models.types import Message
@@ -181,6 +182,7 @@ class JudgePrompt:
         rubric: SharedRubric = OWN_ALONE,
     ) -> None:
         self._rubric = rubric
+        self._examples: JudgeExamples | None = None
         self._label = f"template {name}"
         self._scale = scale or Scale()
         self.example = find_example(template_text, self._scale)
@@ -213,7 +215,9 @@ class JudgePrompt:
     @classmethod
     def of(cls, config: JudgeConfig) -> JudgePrompt:
         ahead, rubric = config.principles.kind == "shared", load_rubric(config)
-        return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead, rubric=rubric)
+        made = cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead, rubric=rubric)
+        made._examples = load_examples(config, made.example)
+        return made
 
     @property
     def blanks(self) -> tuple[str, ...]:
@@ -228,9 +232,23 @@ class JudgePrompt:
         self, prompt: Prompt, *responses: Trajectory | str, principles: str | None = None
     ) -> tuple[Message, ...]:
         """The messages for one response, or for several in the order shown: trajectories, or texts of the policy.
+        Before them the judge's examples, each as a question and its answer.
 
         ValueError if the template needs something that this prompt doesn't have.
         """
+        asked = self._render(prompt, responses, principles)
+        if self._examples is None:
+            return asked
+        system = [message for message in asked if message.role == "system"]
+        before: list[Message] = []
+        for example, response, verdict in self._examples.select(prompt):
+            before += (one for one in self._render(example, [response], principles) if one.role != "system")
+            before.append(Message(role="assistant", content=verdict))
+        return (*system, *before, *(message for message in asked if message.role != "system"))
+
+    def _render(
+        self, prompt: Prompt, responses: Sequence[Trajectory | str], principles: str | None
+    ) -> tuple[Message, ...]:
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
         rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in self.find_rubric(prompt)]
         fields = make_fields(self._template, self._guard, prompt) | {
