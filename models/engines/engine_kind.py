@@ -5,7 +5,7 @@ engine's library.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -162,6 +162,13 @@ class EngineKind(ABC, Generic[Options]):
     def nccl_version(self) -> str:
         """The version of NCCL in an environment of its own, as far as it is known here; empty: it uses this one."""
         return ""
+
+    @property
+    def nccl_variables(self) -> Mapping[str, str]:
+        """Variables of NCCL that its processes set unless they are set: a learner that sends to them needs the same, as
+        NCCL may hang between processes of which only some have them.
+        """
+        return {}
 
     # -- what follows from the options -----------------------------------------------------------------------------
 

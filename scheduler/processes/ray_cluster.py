@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -81,8 +81,13 @@ class RayCluster:
 
     _owner: ClassVar[int | None] = None  # the thread of the cluster that started Ray
 
-    def __init__(self, config: ClusterConfig, placement: Placement, owns_ray: bool) -> None:
+    def __init__(
+        self, config: ClusterConfig, placement: Placement, owns_ray: bool, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """variables: of all processes on GPUs, unless they are set here."""
         self._config = config
+        self._variables = dict(variables or {})
+        self._nodes: dict[str, Mapping[int, str]] = {}  # pool -> the node of each of its bundles; Ray is slow to answer
         self._placement = placement
         self._turns = StartTurns(placement)
         self._owns_ray = owns_ray
@@ -97,7 +102,13 @@ class RayCluster:
         self._store = BucketStore()
 
     @classmethod
-    async def start(cls, config: ClusterConfig, placement: Placement, wait_s: float = 0.0) -> RayCluster:
+    async def start(
+        cls,
+        config: ClusterConfig,
+        placement: Placement,
+        wait_s: float = 0.0,
+        variables: Mapping[str, str] | None = None,
+    ) -> RayCluster:
         """Start or join Ray and reserve the pools. Raises ValueError, before anything is reserved, if the machines
         don't have them within `wait_s`.
         """
@@ -115,7 +126,7 @@ class RayCluster:
             except BaseException:
                 cls._owner = None
                 raise
-        cluster = cls(config, placement, owns_ray)
+        cluster = cls(config, placement, owns_ray, variables)
         try:
             await _until_room(placement, wait_s)
             cluster._ask_for_pools()  # not in the thread, which goes on when this is cancelled
@@ -147,6 +158,7 @@ class RayCluster:
         async with self._turns.one_at_a_time([seat]):
             members[rank].kill()
             self._num_restarts += 1
+            self._nodes.clear()  # Ray moves bundles from a machine that was lost
             actor = members[rank] = self._create(seat, MemberHost)
             await self._until_up([actor])
             await actor.call("make", self._member_factories[role], rank, len(members), None)
@@ -164,6 +176,7 @@ class RayCluster:
         async with self._turns.one_at_a_time([seat]):
             self._engines[name].kill()
             self._num_restarts += 1
+            self._nodes.clear()  # Ray moves bundles from a machine that was lost
             return await self._start_engine(seat)
 
     @property
@@ -251,8 +264,9 @@ class RayCluster:
         await first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])
 
     def _node_of(self, seat: Seat) -> str:
-        nodes = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
-        return cast(str, nodes[self._bundle(seat)])
+        if seat.pool not in self._nodes:
+            self._nodes[seat.pool] = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
+        return self._nodes[seat.pool][self._bundle(seat)]
 
     def _bundle(self, seat: Seat) -> int:
         return self._reserved[seat.pool][self._placement.bundles(seat.pool).index(seat.slots)]
@@ -264,6 +278,7 @@ class RayCluster:
         name, given = "OMP_NUM_THREADS", select_env_vars(self._config.env_vars, os.environ)
         return {
             "env_vars": {
+                **{variable: os.environ.get(variable, value) for variable, value in self._variables.items()},
                 name: given.get(name) or str(count_threads(nodes_of_ray(), gpus)),
                 **(without_allocator(given, os.environ) if role in self._placement.served else {}),
             }

@@ -1,11 +1,13 @@
 """Starts the cluster of a run, and before it the process that its workers are forked from. The table of clusters."""
 
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.repeatable_kernels import choose_repeatable_kernels
+from grmpipe.roles.roles import resolve_engine
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.processes.actors import Cluster, InProcessCluster
 from grmpipe.scheduler.processes.fork_server import fork_workers
@@ -58,7 +60,24 @@ async def ray_cluster(config: RunConfig, placement: Placement, wait_s: float) ->
     from grmpipe.scheduler.processes.ray_cluster import RayCluster
 
     with section(""):  # what only the machines of a joined cluster know is refused in the same form
-        return await RayCluster.start(config.cluster, placement, wait_s)
+        return await RayCluster.start(config.cluster, placement, wait_s, list_nccl_variables(config))
+
+
+def list_nccl_variables(config: RunConfig) -> dict[str, str]:
+    """Variables of NCCL that learners and the engines that they send to must have alike. Raises ValueError for kinds of
+    engines that want different ones.
+    """
+    found: dict[str, str] = {}
+    for role in config.learners:
+        wanted = resolve_engine(role, config).nccl_variables
+        clash = [name for name in wanted if name not in os.environ and found.get(name, wanted[name]) != wanted[name]]
+        if clash:
+            raise ValueError(
+                f"engine: {clash[0]} must be the same in all processes that share NCCL, and the engines of {role} want "
+                f"{wanted[clash[0]]}; export {clash[0]} to set it for all"
+            )
+        found |= dict(wanted)
+    return found
 
 
 async def inprocess_cluster(config: RunConfig, placement: Placement, wait_s: float) -> Cluster:

@@ -1,5 +1,7 @@
 """SGLang's kind. Starts servers only if they aren't joined."""
 
+from collections.abc import Mapping
+
 from grmpipe.models.engines.engine_kind import EngineKind, EngineSpec, OptionKey
 from grmpipe.models.engines.engine_memory import EngineMemory, are_coarse
 from grmpipe.models.engines.installed import nccl_version, sglang_missing
@@ -38,6 +40,12 @@ class SglangKind(EngineKind[SglangConfig]):
 
     def nccl_version(self) -> str:
         return "" if self.joined else nccl_version(self.options.python)
+
+    @property
+    def nccl_variables(self) -> Mapping[str, str]:
+        """As of SGLang 0.5.23's entrypoints/engine.py."""
+        symmetric, nvls = (self.options.options.get(flag) is True for flag in ("enable-symm-mem", "enable-nccl-nvls"))
+        return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}
 
     @property
     def joined(self) -> int:

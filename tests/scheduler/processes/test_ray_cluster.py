@@ -81,3 +81,38 @@ def test_a_joined_ray_that_answers_nothing_holds_up_no_end(monkeypatch: pytest.M
         return time.monotonic() - began_s
 
     assert asyncio.run(end()) < 5
+
+
+ONE_POOL = PlacementConfig(
+    pools={"all": PoolConfig(slots=2, resource="cpu")}, roles={"policy": RoleConfig(pool="all", replicas=2)}
+)
+
+
+def test_where_bundles_are_is_asked_once_until_a_process_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = place(ONE_POOL, ("policy",))
+    cluster, asked = RayCluster(ClusterConfig(), placement, owns_ray=False), list[object]()
+    pools = {seat.pool for seat in placement.seats["policy"]}
+    for pool in pools:
+        cluster._pools[pool] = Pool([], "")
+        cluster._reserved[pool] = list(range(len(placement.bundles(pool))))
+
+    def answer(group: object) -> dict[str, dict[int, str]]:
+        asked.append(group)
+        return {"bundles_to_node_id": dict.fromkeys(range(64), "a node")}
+
+    monkeypatch.setattr(ray_cluster, "placement_group_table", answer)
+    for _ in range(3):
+        assert cluster.machines("policy") == {"a node"}
+    assert len(asked) == len(pools)
+
+
+def test_processes_on_gpus_get_the_same_variables_unless_they_are_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = place(ONE_POOL, ("policy",))
+    wanted = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    cluster = RayCluster(ClusterConfig(), placement, owns_ray=False, variables=wanted)
+    monkeypatch.setattr(ray_cluster, "nodes_of_ray", list)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    for role in ("policy", "learner"):
+        variables = cluster._environment(role, 1.0)["env_vars"]
+        assert (variables["NCCL_CUMEM_ENABLE"], variables["NCCL_NVLS_ENABLE"]) == ("0", "1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.io.yaml_io import build_config
-from grmpipe.run.build.start_cluster import preload
+from grmpipe.run.build.start_cluster import list_nccl_variables, preload
 from grmpipe.scheduler.processes.fork_server import worker_command
 
 CORES = {
@@ -32,3 +32,20 @@ def test_processes_on_cores_of_this_machine_are_forked(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with preload(build_config(sections)):
         assert (worker_command() is not None) == forks
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}),
+        ({"enable-nccl-nvls": True}, {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}),
+        ({"enable-symm-mem": True}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}),
+    ],
+)
+def test_a_learner_gets_the_variables_that_sglang_sets_for_nccl(
+    options: dict[str, object], wanted: dict[str, str]
+) -> None:
+    sections = {"placement": CORES, "policy": {"engine": "sglang"}, "engine": {"sglang": {"options": options}}}
+    assert list_nccl_variables(build_config(sections)) == wanted
+    assert list_nccl_variables(build_config(sections | {"task": "evaluate"})) == {}, "nothing learns"
+    assert list_nccl_variables(build_config({"placement": CORES, "policy": {"engine": "vllm"}})) == {}
