@@ -28,6 +28,7 @@ class JudgeReward:
         self._client = JudgeClient(url, key_env=key_env, timeout_s=timeout_s)
         self._columns = columns
         self._has_warned = False
+        self._seen_causes = set[str]()
 
     async def __call__(
         self,
@@ -66,6 +67,7 @@ class JudgeReward:
             for answer, places in zip(judged, groups, strict=True)
             for one in (not_judged(answer, len(places)) if isinstance(answer, NotJudgedError) else answer)
         ]
+        self._warn_of_failures(verdicts)
         rewards: list[float | None] = [one["reward"] for one in verdicts]
         if log_metric is not None:
             log_metric("judge_failed", rewards.count(None) / len(rewards))
@@ -82,6 +84,14 @@ class JudgeReward:
         except NotJudgedError as error:
             log.warning("%d completions have no reward: %s", len(completions), error)
             return error
+
+    def _warn_of_failures(self, verdicts: Sequence[RemoteVerdict]) -> None:
+        """Say each cause once, with an example: where all fail, TRL only says that no function gave a reward."""
+        for one in verdicts:
+            cause = one.get("failed") or ""
+            if cause and cause not in self._seen_causes:
+                self._seen_causes.add(cause)
+                log.warning("a completion has no reward (judge_failed): %s: %s", cause, one.get("detail") or "")
 
     def _warn_of_others(self, log_metric: Callable[[str, float], None] | None) -> None:
         """None beside the number of another function counts as 0 in TRL's sum, which the trainer doesn't say."""

@@ -69,6 +69,7 @@ class JudgeService:
         self._reload, self._version = reload, version
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
         self._admission = Admission(serve.max_in_flight)
+        self._said_degraded = False
         self._judged, self._failed = 0, Counter[str]()
         self._requests, self._seconds = Counter[int](), 0.0
         held = HeldGroups(serve, judges, self.judge, lambda: self.is_degraded, call_log.imputations)
@@ -112,7 +113,18 @@ class JudgeService:
             self._judged += 1
             self._failed.update([one.failed] if one.failed else [])
             self._recent.append(bool(one.failed))
+        self._say_whether_degraded(judged)
         return judged
+
+    def _say_whether_degraded(self, judged: Sequence[JudgedSibling]) -> None:
+        """Say once that too many fail, with the latest reason: what is trained on them has no reward."""
+        failed = next((one for one in judged if one.failed), None)
+        if self.is_degraded and failed is not None and not self._said_degraded:
+            log.warning(
+                "of the latest %d responses %d have no verdict; the last one: %s: %s",
+                len(self._recent), sum(self._recent), failed.failed, failed.detail,
+            )  # fmt: skip
+        self._said_degraded = self.is_degraded
 
     @property
     def is_degraded(self) -> bool:

@@ -45,6 +45,10 @@ class Maintenance:
         if self.share is not None and (role is None or self.share.serves(role)):
             self.share.clocks.add(clock)
 
+    def count_replaced(self) -> dict[str, int]:
+        """Role -> engines that were replaced."""
+        return {health.role: health.num_replaced for health in self.health}
+
     def loops(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the flow."""
         loops: dict[str, Coroutine[object, object, object]] = {}

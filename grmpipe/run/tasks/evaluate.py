@@ -80,5 +80,6 @@ class EvaluationRun(Run[PreparedEvaluation]):
                 final=self._judge_metrics, by_prompts={name: one.metrics() for name, one in self._policies.items()}
             ),
             judging=summarize_judging(self._counters),
+            engines_replaced=self._running.maintenance.count_replaced() if self._running is not None else {},
             envs=env_summary(self._counters.envs),
         )

@@ -210,4 +210,5 @@ class RejudgeRun(Run[PreparedRejudging]):
             versions=dict.fromkeys(self._config.judging.roles, 0),
             eval=EvalSummary(final=self._metrics),
             judging=summarize_judging(self._counters),
+            engines_replaced=self._running.maintenance.count_replaced() if self._running is not None else {},
         )

@@ -279,6 +279,7 @@ class ScoringRun(Run[PreparedScoring]):
             versions=dict.fromkeys(self._config.judging.roles, self._version),
             eval=EvalSummary(final=self._metrics),
             judging=summarize_judging(self._counters),
+            engines_replaced=self._running.maintenance.count_replaced() if self._running is not None else {},
         )
 
 

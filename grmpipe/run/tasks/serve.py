@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 import logging
+import socket
 from dataclasses import replace
 
 from aiohttp import web
 
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.task_settings import ServeConfig
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import Status, Summary
@@ -35,6 +37,23 @@ def find_served_judges(config: RunConfig) -> ServedJudges:
     )
 
 
+def bind(serve: ServeConfig) -> socket.socket:
+    """The service's address, taken before models start; connections are refused until somebody listens. Raises
+    ConfigError if it is taken.
+    """
+    try:
+        family, kind, *_ = socket.getaddrinfo(serve.host, serve.port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((serve.host, serve.port))
+        return listening
+    except OSError as error:
+        raise ConfigError(
+            f"serve.port: {serve.host}:{serve.port} can't be taken ({error.strerror or error}); type serve.port=0 for "
+            "any that is free, or end what listens there"
+        ) from error
+
+
 class ServingRun(ScoringRun):
     """Starts the judges, and serves them until a signal comes."""
 
@@ -45,7 +64,12 @@ class ServingRun(ScoringRun):
         self._changes = JudgeChanges(self._run_dir, run_id)
 
     async def run(self) -> Status:
-        self._running = running = await self._start()
+        listening = bind(self._config.serve)
+        try:
+            self._running = running = await self._start()
+        except BaseException:
+            listening.close()
+            raise
         self._go_on()
         longest_s = self._config.rollout.group_deadline_s
         service = JudgeService(
@@ -67,18 +91,18 @@ class ServingRun(ScoringRun):
         )
         try:
             with stop_by_signals(ended.set, ENDS), infrequent_gc():
-                while (change := await self._serve(runner, ended)) is not None:
+                while (change := await self._serve(runner, listening, ended)) is not None:
                     await self._change(change)
         finally:
             await runner.cleanup()
         return "completed"
 
-    async def _serve(self, runner: web.AppRunner, ended: asyncio.Event) -> JudgeChange | None:
+    async def _serve(self, runner: web.AppRunner, listening: socket.socket, ended: asyncio.Event) -> JudgeChange | None:
         """Serve until a signal comes (None), or until the judges are to change and nothing is being judged."""
         assert self._running is not None
 
         async def work() -> JudgeChange | None:
-            await self._open_door(runner)
+            await self._open_door(runner, listening)
             until = asyncio.create_task(ended.wait()), asyncio.create_task(self._changes.wait_for_change())
             try:
                 await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
@@ -94,11 +118,11 @@ class ServingRun(ScoringRun):
         with refuse_denied():
             return await run_until(work(), **self._running.background())
 
-    async def _open_door(self, runner: web.AppRunner) -> None:
+    async def _open_door(self, runner: web.AppRunner, listening: socket.socket) -> None:
         if runner.addresses:
             return
         await runner.setup()
-        await web.TCPSite(runner, self._config.serve.host, self._config.serve.port).start()
+        await web.SockSite(runner, listening).start()
         host, port = runner.addresses[0][:2]
         print(f"grmpipe: http://{host}:{port}/v1/judge judges; Ctrl-C ends it", flush=True)
 

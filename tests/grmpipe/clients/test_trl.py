@@ -40,7 +40,7 @@ def text(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
 
 
-def test_siblings_are_judged_together_and_a_failure_is_none() -> None:
+def test_siblings_are_judged_together_and_a_failure_is_none(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with scripted_judge() as judge:
             trainer = Trainer(reward := JudgeReward(judge.url))
@@ -56,6 +56,10 @@ def test_siblings_are_judged_together_and_a_failure_is_none() -> None:
                 "judge_failed": ["", "unparseable", "", ""],
                 "critique": ["x!", "", "xyz!", "xy!"],
             }
+            await trainer.call(reward, prompts[:1], [text("assistant", "no")])
+        assert [one.message for one in caplog.records] == [
+            "a completion has no reward (judge_failed): unparseable: it ends with hm"
+        ], "each cause is said once"
 
     asyncio.run(check())
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from grmpipe.observe.judge_requests import RequestTotals
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.spending import Spending
 from grmpipe.run.tasks.score import parse_responses
+from grmpipe.run.tasks.serve import bind
 from grmpipe.serve.open_calls import OpenCalls
 from grmpipe.serve.service import AskByName
 
@@ -197,11 +199,13 @@ def test_a_key_is_asked_for_as_a_bearer_or_a_password(monkeypatch: pytest.Monkey
     asyncio.run(check())
 
 
-def test_a_judge_that_fails_too_often_is_degraded() -> None:
+def test_a_judge_that_fails_too_often_is_degraded_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with serving() as session:
-            for _ in range(64):
+            for _ in range(70):
                 await post(session, {"prompt": "a", "response": "no"})
+            (said,) = [one.message for one in caplog.records if one.name.startswith("grmpipe")]
+            assert said == "of the latest 64 responses 64 have no verdict; the last one: unparseable: it ends with 'hm'"
             async with session.get("/health") as health:
                 assert (await health.json())["status"] == "degraded"
 
@@ -212,6 +216,10 @@ def test_an_open_door_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(grmpipe.ConfigError, match=r"serve\.host: .*type serve\.key_env="):
         grmpipe.compose(overrides=["task=serve", "serve.host=0.0.0.0"])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = grmpipe.compose(overrides=["task=serve", f"serve.port={other.getsockname()[1]}"])
+        with pytest.raises(grmpipe.ConfigError, match=r"serve\.port: 127.0.0.1:[0-9]+ can't be taken \(.* in use"):
+            bind(taken.serve)
     monkeypatch.setenv("EMPTY_KEY", "")
     with pytest.raises(grmpipe.ConfigError, match=r"serve\.key_env: the environment variable EMPTY_KEY is empty"):
         grmpipe.launch(grmpipe.compose(overrides=["task=serve", "serve.host=0.0.0.0", "serve.key_env=EMPTY_KEY"]))
@@ -325,6 +333,7 @@ def test_a_judge_is_loaded_anew_between_two_groups(tmp_path: Path) -> None:
         assert service.wait(timeout=60) == 0
     run = grmpipe.read_run(tmp_path / "judge")
     assert run.summary["versions"] == {"grm": 1}
+    assert run.summary["engines_replaced"] == {"grm": 0}
     versions = {one.group_id: one.report.verdict.grm_version for one in run.judgements}
     assert versions == {"p": 1, "q": 1}, "of two answers to one question the later one"
 
