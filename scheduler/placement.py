@@ -26,7 +26,7 @@ class PoolConfig(Bounded):
     elastic: bool = False  # Each slot has an engine of every served role, and serves the one with the most backlog.
     time_shared: bool = False  # A learner and the engines use the slots in alternation; engines sleep while it trains.
     # Kind of GPU of a slot, for task=plan and task=simulate: h100, a100_80, ..., or a name in plan.devices; null: that
-    # of this machine.
+    # of this machine; auto: the same, or h100 if it has none.
     device: str | None = None
 
     def __post_init__(self) -> None:

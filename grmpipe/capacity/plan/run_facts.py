@@ -159,11 +159,16 @@ def size_models(config: RunConfig, roles: Roles) -> tuple[dict[str, Sized], list
     return models, unchecked
 
 
+AUTO, USUAL = "auto", "h100"
+
+
 def find_devices(pools: Mapping[str, PoolConfig], own: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec | None]:
-    """Pool -> device: as configured, otherwise as found here."""
+    """Pool -> device: as configured, otherwise as found here; `auto` without a GPU here is an H100."""
     found: dict[str, DeviceSpec | None] = {}
     for name, pool in pools.items():
-        called = pool.device or (device_here() if pool.resource == "gpu" else "cpu")
+        called = pool.device
+        if called in (None, AUTO):
+            called = (device_here() or (USUAL if called == AUTO else None)) if pool.resource == "gpu" else "cpu"
         try:
             found[name] = find_device(called, own) if called else None
         except ValueError as error:

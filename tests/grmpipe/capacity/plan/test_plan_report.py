@@ -357,7 +357,8 @@ def test_hosts_of_environments_are_listed_by_slot_and_have_no_known_work() -> No
 
 
 def test_plan_asks_for_a_missing_device(big_run: tuple[str, ...]) -> None:
-    text = planned(*big_run).split("not checked here")[1]
+    unknown = (f"placement.pools.{pool}.device=null" for pool in ("train", "rollout", "judging"))
+    text = planned(*big_run, *unknown).split("not checked here")[1]
     assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text
     with pytest.raises(ConfigError, match=r"^placement\.pools\.train\.device: unknown device 'h10'; did you mean h100"):
         planned(*big_run, "placement.pools.train.device=h10")
@@ -370,5 +371,6 @@ def test_a_gpu_that_the_table_lacks_can_be_described(big_run: tuple[str, ...]) -
 
 
 def test_memory_of_a_slot_is_its_devices_where_the_pool_does_not_say(big_run: tuple[str, ...]) -> None:
-    text = planned(*big_run, "engine=vllm", *H100, "placement.pools.judging.memory_gb=null")
-    assert "judging 0..1  68 GB of 80 GB  grm" in text
+    for device, gb, used in (("", 80, "68"), ("h200", 141, "120"), ("a100_80", 80, "68")):
+        of_kind = (override.replace("h100", device) for override in H100) if device else ()
+        assert f"judging 0..1  {used} GB of {gb} GB  grm" in planned(*big_run, "engine=vllm", *of_kind)
