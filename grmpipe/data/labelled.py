@@ -65,9 +65,9 @@ def load_labelled(
 
     Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3, RM-Bench. Only on other
     projects' readers: PPE, JudgeBench, HelpSteer2 preference. Rows without a label are left out, and so are items with
-    equal texts of different grades, which no judge can tell apart; one line of the log counts them, another one what
-    was read. If the best comes first by convention (chosen, rejected), its place is chosen by the item's id, so that a
-    judge with a bias for the first place gains nothing.
+    equal texts of different grades, which no judge can tell apart; one line of the console counts them, and what is
+    read. If the best comes first by convention (chosen, rejected), its place is chosen by the item's id, so that a judge
+    with a bias for the first place gains nothing.
 
     Rows of several raters on the same texts become one item: the mean of their scores or grades, the majority of yes
     and no. Annotations (grmpipe's own annotations.jsonl) are such rows; what a later line undoes isn't read.
@@ -85,8 +85,8 @@ def load_labelled(
         raise ValueError(f"{file}: holds no labelled items; {str(findings) or EXAMPLES}")
     refuse_duplicates(file, items)
     note_doubled(items, findings)
-    log.info("%s: read as %s", file, describe_items(items))
-    findings.report()
+    # A warning is what the console shows.
+    log.warning("%s: read as %s", file, "; ".join(filter(None, (describe_items(items), str(findings)))))
     return items
 
 

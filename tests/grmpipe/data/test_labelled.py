@@ -273,7 +273,7 @@ def test_doubled_items_stay_and_are_counted(tmp_path: Path, caplog: pytest.LogCa
     swapped = {"prompt": "?", "chosen": "b", "rejected": "a"}
     assert len(load(tmp_path, pair, pair, swapped, {**pair, "prompt": "!"})) == 4
     assert caplog.messages[0].partition(": ")[2] == (
-        "1 items have the texts of an earlier one and its label (first: some.jsonl:2); "
+        "read as 4 pairs; 1 items have the texts of an earlier one and its label (first: some.jsonl:2); "
         "1 items have the texts of an earlier one but another label (first: some.jsonl:3)"
     )
 

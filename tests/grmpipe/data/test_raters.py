@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,6 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path, caplog: p
 
 
 def test_what_is_read_is_said_with_counts_and_agreement(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
     rows = [
         *rate(ANSWER, right_anna=True, right_ben=True), *rate({**ANSWER, "response": "41"}, right_anna=False),
         *rate({**ANSWER, "response": "40"}, right_anna=False, right_ben=False),
