@@ -13,8 +13,8 @@ from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mar
 
 LARGEST = 1e15  # of grades: below it sums of several raters' whole grades are exact
 HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
-FIRST = ("a", "1", "model_a", "response_a", "response_1", "first", "a>b")
-SECOND = ("b", "2", "model_b", "response_b", "response_2", "second", "b>a")
+FIRST = ("a", "1", "model_a", "response_a", "response_1", "first", "left", "a>b")
+SECOND = ("b", "2", "model_b", "response_b", "response_2", "second", "right", "b>a")
 TIES = ("tie", "tied", "equal", "same", "draw", "both", "neither", "a=b", "tie (bothbad)")
 YES = ("true", "1", "yes", "y", "right", "correct", "pass")
 NO = ("false", "0", "no", "n", "wrong", "incorrect", "fail")
@@ -248,7 +248,8 @@ def best_first(texts: Sequence[str], row: LabelledRow, prompt: Prompt, subset: s
 
 def reward_bench(row: LabelledRow) -> Sequence[Labelled]:
     """One item. Several right answers (RewardBench 2, Ties) share the highest grade; there the id that the benchmark
-    gives (ref:3, tied:3) says which items its measure puts together.
+    gives (ref:3, tied:3) says which items its measure puts together (allenai/reward-bench, rewardbench/utils.py,
+    process_single_model).
     """
     if is_chat(row.fields["chosen"]) or is_chat(row.fields["rejected"]):
         return chat_pair(row)

@@ -202,6 +202,7 @@ def test_ties_are_equal_grades(tmp_path: Path, tie: dict[str, Any]) -> None:
         ({"response_a": "a", "response_b": "b", "preference": "B"}, "b"),
         ({"response_a": "a", "response_b": "b", "preference": 1}, "a"),
         ({"response_a": "a", "response_b": "b", "preference": "model_b"}, "b"),
+        ({"response_a": "a", "response_b": "b", "preference": "left"}, "a"),
         ({"responses": ["a", "b", "c"], "grades": [0.5, 2, 1]}, "b"),
         ({"responses": ["a", "b", "c"], "ranking": [2, 3, 1]}, "c"),
     ],
