@@ -170,7 +170,7 @@ def csv_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[
     csv.field_size_limit(2**31 - 1)  # the module's own limit, 131,072 characters, is for all readers in the process
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            first = lines.readline()
+            first = next(lines, "")
             lines.seek(0)
             reader = csv.reader(lines, delimiter=max(",;\t", key=first.count), strict=True)
             names = next(reader, [])
