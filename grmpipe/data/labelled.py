@@ -124,7 +124,7 @@ def read_items(
 def find_reason(given: Row, row: Row) -> str:
     """Why a row says nothing that can be read; empty if it does. row: without what is null or an empty label."""
     if "criterion" in row:
-        return "rows label one criterion, which isn't what a verdict on a whole response says"
+        return "rows label one criterion, which isn't what a verdict on a whole response is about"
     known = row.keys()
     if "note" in row and "rater" in row and not known & LABELS:
         return "rows are notes without a label"

@@ -35,7 +35,8 @@ def split_ratings(row: Row, where: str) -> Iterator[Row]:
     The row itself if it has another label. Raises ValueError.
     """
     ratings = row.get("ratings")
-    if ratings is None or any(row.get(field) is not None for field in LABELS):
+    about = [row.get(field) for field in ("response", "responses", "response_a")]
+    if ratings is None or any(row.get(field) is not None for field in LABELS) or about == [None] * 3:
         yield row
         return
     if not isinstance(ratings, Mapping | list) or not ratings:
@@ -67,14 +68,14 @@ def name_kind(item: Labelled) -> str:
 
 
 def combine_raters(read: Iterable[tuple[str, Labelled]], high: float, findings: Findings) -> Iterator[Labelled]:
-    """One item for all labels of the same texts: the mean of scores or grades, the majority of yes and no. Of a rater
-    the last label counts. Items without a rater (an empty name) stay by themselves.
+    """One item for all labels of the same texts and subset: the mean of scores or grades, the majority of yes and no.
+    Of a rater the last label counts. Items without a rater (an empty name) stay by themselves.
 
     high: the score of a yes.
     """
     by_texts: dict[Hashable, dict[str, Labelled]] = {}
     for number, (rater, item) in enumerate(read):
-        about = (item.prompt.messages, name_kind(item), *sorted(item.responses))
+        about = (item.prompt.messages, name_kind(item), item.subset, *sorted(item.responses))
         own = by_texts.setdefault(about if rater else number, {})
         if rater in own:
             findings.add("labels are replaced by a later one of the same rater", item.item_id)

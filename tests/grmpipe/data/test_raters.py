@@ -101,6 +101,20 @@ def test_a_later_label_of_a_rater_replaces_the_earlier_and_an_undone_one_is_gone
         assert words in caplog.text
 
 
+def test_labels_by_criterion_are_read_as_subsets_where_they_are_named_so(tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("prompt,response,criterion,right,rater\n?,a,short,yes,anna\n?,a,polite,no,anna\n", encoding="utf-8")
+    short, polite = load_labelled(str(path), columns={"subset": "criterion"})
+    assert [(one.subset, one.labels) for one in (short, polite)] == [("short", (10,)), ("polite", (1,))]
+    with pytest.raises(ValueError, match="holds no labelled items; 2 rows label one criterion"):
+        load_labelled(str(path))
+
+
+def test_ratings_beside_a_label_or_of_nothing_known_make_no_raters(tmp_path: Path) -> None:
+    pair, scored = load(tmp_path, {**PAIR, "ratings": [5, 1]}, {**ANSWER, "score": 3, "ratings": [5, 1]})
+    assert not pair.ratings and not scored.ratings and scored.labels == (3,)
+
+
 def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(load(tmp_path, {**ANSWER, "score": 3}, {**ANSWER, "score": None}, {**ANSWER, "score": " "})) == 1
     assert "2 rows have no score, and are left out (first: line 2)" in caplog.text
