@@ -33,35 +33,7 @@ def load_labelled(
     columns:     field -> the column of the file that holds it; `a.b` is b within a.
     score_range: the ends of the scale of the file's scores, which are stretched to the judge's; None: the judge's.
 
-    A row's kind is recognised by its fields. People's own have `prompt` or `messages`, may have `reference`, `rubric`,
-    `item_id`, `subset`, `source` and `rater`, and one of:
-
-    | kind | fields |
-    |---|---|
-    | pairs | response_a, response_b, preference (A, B or tie; 1, 2; model_a, model_b; A>B, B>A, A=B) |
-    | chosen and rejected | chosen, rejected (a text, or a list of texts); a preference or winner may be tie |
-    | best of several | responses (a list), best (an index) |
-    | grades, ranked lists | responses, grades (the higher the better) or ranking (1 is the best); equal ones are ties |
-    | scores | response, score |
-    | yes or no | response, right or label (true, false; 1, 0; yes, no) |
-    | TRL unpaired preference | prompt, completion, label |
-    | labels of several raters | any of these without its label, ratings: {rater: label}, or a list of labels |
-
-    and those of benchmarks:
-
-    | schema | fields read |
-    |---|---|
-    | RewardBench, RewardBench 2 | prompt, chosen, rejected (a text, or a list of texts), subset |
-    | RM-Bench | prompt, chosen and rejected (three texts each), domain; nine pairs, subset domain/difficulty |
-    | preference between chats | chosen, rejected (lists of role, content); prompt, subset |
-    | PPE correctness (best of k) | prompt, response_1 ..., scores, sampled_conflict_pairs |
-    | PPE human preference | prompt, response_1, response_2, winner |
-    | RMB pairs | conversation_input, chosen.answer, reject.answer, category_path |
-    | RMB best of n | conversation_input, bon_best.answer, loser_list[].answer, category_path |
-    | JudgeBench | question, response_A, response_B, label (A>B, B>A), source |
-    | HelpSteer3 preference | context, response1, response2, overall_preference (below 0: the first), domain |
-    | HelpSteer2 preference | prompt, response_1, response_2, preference_strength (below 0: the first) |
-    | HelpSteer, HelpSteer2 | prompt, response, helpfulness (0..4, stretched to the scale) |
+    A row's kind is recognised by its fields: docs/evaluating.md has the table of kinds.
 
     Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3, RM-Bench. Only on other
     projects' readers: PPE, JudgeBench, HelpSteer2 preference. Rows without a label are left out, and so are items with

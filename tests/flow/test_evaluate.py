@@ -64,9 +64,9 @@ def test_a_route_is_measured_by_the_source_of_the_items(small_run: Callable, tmp
 def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None:
     question = "Ida has 6 coins. She wins 4. How many coins does Ida have?"
     good, bad = "Steps: 6 + 4 = 10. Answer: 10", "Steps: 6 - 4 = 2. Answer: 2"
-    row = {"prompt": question, "responses": [bad, good], "best": 1, "subset": "mine"}
-    (tmp_path / "own.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    files = small_run(*EVALUATE, f"evaluate.path={tmp_path / 'own.jsonl'}")
+    (tmp_path / "own.csv").write_text(f"instruction,good,bad,kind\n{question},{good},{bad},mine\n", encoding="utf-8")
+    columns = "data.columns={prompt: instruction, chosen: good, rejected: bad, subset: kind}"
+    files = small_run(*EVALUATE, f"evaluate.path={tmp_path / 'own.csv'}", columns)
     (judged,) = files.lines("judged")
     assert (judged["outcome"], judged["subset"]) == ("right", "mine")
 

@@ -26,7 +26,7 @@ def test_an_evaluation_of_a_judge_refuses_what_only_a_policy_needs(key: str) -> 
 
 def test_overrides_that_the_task_reads_or_a_config_group_sets_are_accepted() -> None:
     check_typed_keys(reads("judge"), ["policy", "data", "evaluate.path", "evaluate.num_items", "grm.path"])
-    check_typed_keys(reads("judge"), ["policy.dtype"])
+    check_typed_keys(reads("judge"), ["policy.dtype", "data.columns", "data.labels.score_range"])
     check_typed_keys(reads("judge", by_policy=True), ["policy.path"])
     with pytest.raises(ConfigError, match=r"^data\.path"):
         check_typed_keys(reads("judge", by_policy=True), ["data.path"])
