@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.prompts import parse_messages, parse_reference, parse_text
 from grmpipe.data.rows import Row
-from grmpipe.data.rubrics import parse_rubric
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
 
 LARGEST = 1e15  # of grades: below it sums of several raters' whole grades are exact
@@ -75,7 +74,6 @@ class LabelledRow:
             messages=parse_messages(self.fields, self.where),
             source=parse_text(self.fields, "source", self.where, ""),
             reference=parse_reference(self.fields, self.where),
-            rubric=parse_rubric(self.fields, self.where),
         )
 
     def read_word(self, field: str) -> str:
@@ -101,10 +99,9 @@ class LabelledRow:
     def read_prompt(self, value: object, field: str) -> Prompt:
         as_ours = {"prompt" if isinstance(value, str) else "messages": value}
         source, reference = parse_text(self.fields, "source", self.where, ""), parse_reference(self.fields, self.where)
-        rubric = parse_rubric(self.fields, self.where)
         try:
             messages = parse_messages(as_ours, self.where)
-            return Prompt(prompt_id=self.name, messages=messages, source=source, reference=reference, rubric=rubric)
+            return Prompt(prompt_id=self.name, messages=messages, source=source, reference=reference)
         except ValueError as error:
             raise ValueError(f"{error} (read from the field {field})") from error
 
@@ -394,7 +391,6 @@ FIELDS = frozenset().union(  # that a schema may read
     {
         "messages",
         "reference",
-        "rubric",
         "item_id",
         "subset",
         "source",
@@ -408,7 +404,7 @@ LABELS = frozenset(  # fields that hold a label, not what it is about
     {"best", "grades", "helpfulness", "label", "overall_preference", "preference", "preference_strength", "ranking"}
     | {"right", "score", "winner"}
 )
-VALUES = LABELS | {"messages", "responses", "rubric", "ratings"}  # fields that are no texts
+VALUES = LABELS | {"messages", "responses", "ratings"}  # fields that are no texts
 # The kinds that most people mean, the likeliest first.
 USUAL = ("chosen and rejected", "scores", "best of several", "yes or no", "pairs", "grades")
 EXAMPLES = (
