@@ -69,8 +69,8 @@ def find_place(path: str, prompt: Prompt) -> str:
     try:
         known = (where for where, found in read_prompts(file, Findings(file)) if found.prompt_id == prompt.prompt_id)
         return next(known, unknown)
-    except ValueError:  # its columns have other names; the id says the row unless the file has ids
-        return unknown
+    except ValueError:  # its columns have other names: without an id of its own, a prompt's id ends with its row
+        return unknown.replace(f", {file.name}:", ", row ")
 
 
 def read_prompts(

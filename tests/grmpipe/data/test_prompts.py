@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grmpipe.data.prompts import disjoint, load_prompts
+from grmpipe.data.prompts import disjoint, find_place, load_prompts
 from grmpipe.models.types import Message
 from grmpipe.types import Prompt
 
@@ -254,3 +254,10 @@ def test_half_of_a_character_is_refused_with_its_place(tmp_path: Path, row: dict
     path = write_jsonl(tmp_path, {"prompt": "a whole one: \N{THUMBS UP SIGN}", "unread": "\ud83d"}, row)
     with pytest.raises(ValueError, match=rf"some\.jsonl, line 2: {field}: half of a surrogate pair \('\\ud"):
         load_prompts(path)
+
+
+def test_the_place_of_a_prompt_in_columns_of_ones_own_is_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("question\n6 x 7?\n6 x 8?\n", encoding="utf-8")
+    _, prompt = load_prompts(str(path), columns={"prompt": "question"})
+    assert find_place(str(path), prompt) == f"{path}, row 2"
