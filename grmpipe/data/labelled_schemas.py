@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.prompts import parse_messages, parse_reference, parse_text
-from grmpipe.data.rows import Row
+from grmpipe.data.rows import Row, parse_cell
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
 
 LARGEST = 1e15  # of grades: below it sums of several raters' whole grades are exact
@@ -15,8 +15,8 @@ HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
 FIRST = ("a", "1", "model_a", "response_a", "response_1", "first", "left", "a>b")
 SECOND = ("b", "2", "model_b", "response_b", "response_2", "second", "right", "b>a")
 TIES = ("tie", "tied", "equal", "same", "draw", "both", "neither", "a=b", "tie (bothbad)")
-YES = ("true", "1", "yes", "y", "right", "correct", "pass")
-NO = ("false", "0", "no", "n", "wrong", "incorrect", "fail")
+YES = ("true", "1", "yes", "y", "right", "correct", "good", "pass", "passed")
+NO = ("false", "0", "no", "n", "wrong", "incorrect", "bad", "fail", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class LabelledRow:
 
     def stretch(self, field: str, ends: tuple[float, float]) -> float:
         """A number between these ends, stretched to the judge's scale."""
-        value, (worst, best), (low, high) = self.fields[field], ends, self.scale
+        value, (worst, best), (low, high) = parse_cell(self.fields[field]), ends, self.scale
         if not isinstance(value, int | float) or not is_number(value) or not worst <= value <= best:
             raise self.wrong(field, f"a number from {worst:g} to {best:g}", value)
         return value if (worst, best) == (low, high) else low + (value - worst) / (best - worst) * (high - low)

@@ -187,11 +187,11 @@ def csv_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[
                     yield number, where, {name: cell or None for name, cell in zip(names, cells, strict=True)}
                 where = f"{file}, line {reader.line_num + 1}"
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: can't be read as CSV in UTF-8 ({error})") from error
+        raise ValueError(f"{file}: can't be read as CSV in UTF-8 ({error}); save it as UTF-8") from error
 
 
 def parse_cell(cell: object) -> object:
-    """The value that a cell of a CSV file spells, lists as JSON or, as pandas writes them, as Python has it; other
+    """The value that a text, such as a cell of a CSV file, spells; lists as JSON or, as pandas writes them, as Python has it; other
     text as it is.
     """
     if not isinstance(cell, str):

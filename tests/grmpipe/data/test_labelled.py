@@ -216,7 +216,7 @@ def test_peoples_own_comparisons_are_read(tmp_path: Path, row: dict[str, Any], b
 @pytest.mark.parametrize(
     ("row", "score"),
     [
-        *(({"response": "a", "right": word}, 10) for word in (True, 1, 1.0, "yes", "TRUE", "correct")),
+        *(({"response": "a", "right": word}, 10) for word in (True, 1, 1.0, "yes", "TRUE", "good")),
         *(({"response": "a", "label": word}, 1) for word in (False, 0, "No", "wrong")),
         ({"completion": "a", "label": True}, 10),
         ({"completion": [{"role": "assistant", "content": "a"}], "label": False}, 1),
@@ -230,7 +230,7 @@ def test_yes_and_no_are_the_ends_of_the_scale(tmp_path: Path, row: dict[str, Any
 
 def test_scores_of_another_scale_are_stretched_and_not_rounded(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "?", "response": "a", "score": s}) + "\n" for s in (0, 2.5, 4, 5)))
+    path.write_text("".join(json.dumps({"prompt": "?", "response": "a", "score": s}) + "\n" for s in (0, "2.5", 4, 5)))
     assert [item.labels for item in load_labelled(str(path), score_range=(0, 5))] == [(1,), (5.5,), (8.2,), (10,)]
     with pytest.raises(ValueError, match=r"line 1: score: expected a number from 1 to 10, got 0; .*score_range=\["):
         load_labelled(str(path))
