@@ -191,7 +191,7 @@ def csv_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[
 
 
 def parse_cell(cell: object) -> object:
-    """The value that a text, such as a cell of a CSV file, spells; lists as JSON or, as pandas writes them, as Python has it; other
+    """The value that a text spells, such as a cell of a CSV file: JSON, or a list as Python and pandas write it; other
     text as it is.
     """
     if not isinstance(cell, str):
