@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.evaluation_files import to_line
-from grmpipe.evaluation.judge_accuracy import JudgedItem
+from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import CHECKSUM

@@ -70,11 +70,13 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def watchers(self) -> Mapping[str, float]:
         """Judge or composition that only watches -> its share of the groups. Only a training of the policy has some; a
-        service answers by every judge of its configuration.
+        service answers by every judge of its configuration, and an evaluation of judges measures every one.
         """
         if self.task == "serve":
             used = {JUDGE, *self.rewards.judges(), *(one.name for one in self.rewards.in_use())}
             return {name: 0.0 for name in (*self.judges, *self.rewards.entries) if name not in used}
+        if self.task == "evaluate" and self.evaluate.what != "policy":
+            return {name: 0.0 for name in self.judges if name not in (JUDGE, *self.rewards.judges())}
         return self.judge_monitor.watchers if self.trains_policy else {}
 
     @property

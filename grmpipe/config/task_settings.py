@@ -13,7 +13,7 @@ from grmpipe.scheduler.devices import DeviceSpec
 WHAT = ("judge", "policy", "both")
 HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"
 A_PATH_OR_NONE = "give a path, or null for none"
-OF_JUDGE = ("path", "num_items", "ks")  # keys that only the evaluation of a judge reads
+OF_JUDGE = ("path", "num_items", "ks", "against")  # keys that only the evaluation of a judge reads
 OF_POLICY = ("prompts", "num_samples", "pass_k", "temperature", "greedy")  # and only that of a policy
 ITEMS_AT_ONCE = 64  # labelled items, or prompts, that an evaluation has in flight
 ON_FAILURE = ("error", "mean_of_group")
@@ -36,6 +36,8 @@ class EvaluateConfig(Bounded):
     num_items: int = at_least(1, 512)  # [items] Items made for tiny://, or the first ones of a file.
     # [judgements] Numbers of judgements per vote, ascending; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    # The directory of an earlier evaluation of a judge, with which the judge is compared item by item; null: with none.
+    against: str | None = not_empty(None, "give the directory of an evaluation, or type evaluate.against=null")
     # Prompts that the policy answers, by a name for their results, as in {gsm8k: gsm8k.jsonl}; files as data.path takes
     # them. Null: the held-out prompts of data.eval_path, as held_out.
     prompts: Any = None

@@ -12,7 +12,10 @@ from rich.table import Table
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.keys.secrets import environment_secrets, mask
-from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, SubsetResult, decide_outcome
+from grmpipe.evaluation.intervals import Difference, Estimate
+from grmpipe.evaluation.judge_accuracy import Accuracy, JudgeEvaluation, SubsetResult
+from grmpipe.evaluation.judge_comparison import JudgeComparison
+from grmpipe.evaluation.judged_items import JudgedItem, decide_outcome
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.records import encode, of_judge
 from grmpipe.observe.run_files import FIGURES, JUDGED
@@ -20,19 +23,47 @@ from grmpipe.types import Failed
 
 JUDGE_RESULTS = "evaluation.json"
 WIDTH = 400  # columns, more than any table has
+TOGETHER = "together"  # what a composition makes of its judges
+SHOWN_APART = 3  # items that two judges part on
+QUESTION_CHARS = 60
+# Figures that aren't shares, and so aren't in percent.
+CORRELATIONS = ("spearman", "kendall_tau", "quadratic_kappa", "score_error", "mapped_error")
+FIGURES_IN_WORDS = {
+    "accuracy": "right",
+    "pair_accuracy": "pairs in the right order",
+    "both_orders_accuracy": "pairs right in both orders",
+    "consistency": "pairs alike in both orders",
+    "spearman": "Spearman",
+    "kendall_tau": "Kendall tau-b",
+    "quadratic_kappa": "quadratic weighted kappa",
+    "score_error": "distance from the label",
+    "mapped_error": "the same, best monotone map",
+    "precision": "precision",
+    "recall": "recall",
+    "false_positive_rate": "false positives of all no",
+    "auc": "AUC",
+    "ties": "RewardBench 2's Ties",
+}
 TableRow = tuple[str, Iterable[str]]  # its name, and its cells
 
 
 def write_files(
-    run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale, scales: Mapping[str, Scale]
+    run_dir: Path,
+    judged: Sequence[JudgedItem],
+    result: JudgeEvaluation,
+    scale: Scale,
+    scales: Mapping[str, Scale],
+    pass_score: float,
 ) -> None:
-    """Write the files. scale: the labels'. scales: those of the judges' own scores, by name."""
+    """Write the files. scale: the labels'. scales: those of the judges' own scores, by name. pass_score: the lowest
+    score that means yes.
+    """
     (run_dir / JUDGE_RESULTS).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
-    lines = (json.dumps(plain(to_line(one, scale, scales)), ensure_ascii=False) + "\n" for one in judged)
+    lines = (json.dumps(plain(to_line(one, scale, scales, pass_score)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / JUDGED).write_text("".join(lines), "utf-8")
 
 
-def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[str, object]:
+def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale], pass_score: float) -> dict[str, object]:
     """With several judges every judgement and failure says whose it is, and `by_judge` has the scores of each on its
     own scale. labels: one per response; where responses are ranked, 1 for the best, 0 for the others. What a server
     said of a failure may hold a secret.
@@ -41,14 +72,14 @@ def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[
     reports = [
         (sibling, name, own) for sibling, report in enumerate(one.reports) for name, own in report.own_reports.items()
     ]
-    by_judge = {name: describe_verdicts(one.by(name), scale, scales[name]) for name in one.judges}
+    by_judge = {name: describe_verdicts(one.by(name), scale, scales[name], pass_score) for name in one.judges}
     return {
         "item_id": one.item.item_id,
         "subset": one.item.subset,
         "prompt": encode(one.item.prompt),
         "responses": one.item.responses,
         "labels": one.item.labels,
-        **describe_verdicts(one, scale, scale),
+        **describe_verdicts(one, scale, scale, pass_score),
         **({"by_judge": by_judge} if by_judge else {}),
         "judgements": [
             {**of_judge(name), "siblings": said.siblings, "scores": said.scores, "text": said.completion.text}
@@ -63,10 +94,10 @@ def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale]) -> dict[
     }
 
 
-def describe_verdicts(one: JudgedItem, scale: Scale, own: Scale) -> dict[str, object]:
+def describe_verdicts(one: JudgedItem, scale: Scale, own: Scale, pass_score: float) -> dict[str, object]:
     """The outcome by the labels' scale, the scores on the judge's own."""
     return {
-        "outcome": decide_outcome(one.item, one.verdict_scores(scale)),
+        "outcome": decide_outcome(one.item, one.verdict_scores(scale), pass_score),
         "scores": one.verdict_scores(own),
         "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
     }
@@ -79,7 +110,10 @@ def show(result: JudgeEvaluation, max_subsets: int, run_dir: Path) -> None:
     """Show the results. max_subsets: subsets sampled for each smaller k."""
     tables = [make_table(result)]
     tables += [make_meta_rm_table(result)] if result.overall.with_meta_rm else []
+    tables += [make_parts_table(result)] if result.parts else []
     tables += [make_judges_table(result)] if result.by_judge else []
+    tables += [make_figures_table(result)] if result.figures else []
+    tables += [make_comparison_table(result.comparisons)] if result.comparisons else []
     show_figures(run_dir, tables, notes_on(result, max_subsets))
 
 
@@ -109,10 +143,42 @@ def make_meta_rm_table(result: JudgeEvaluation) -> Table:
 
 
 def make_judges_table(result: JudgeEvaluation) -> Table:
-    """The table of several judges: each by itself, and all together."""
+    """The table of several judges: each by itself, and what a composition makes of them."""
     heads = ("items", "judged", "95 %", "tied", "failed", "judgements", "lost", "tokens")
-    rows = [(name, format_judge_cells(own)) for name, own in result.by_judge.items()]
-    return table("judge", "the same, judge by judge", heads, rows, ("together", format_judge_cells(result)))
+    rows = [(name, list(format_judge_cells(own))) for name, own in result.by_judge.items()]
+    whole = list(format_judge_cells(result))  # of a composition, or of the first of single judges
+    total = None if any(list(cells) == whole for _, cells in rows) else (TOGETHER, whole)
+    return table("judge", "the same, judge by judge", heads, rows, total)
+
+
+def make_parts_table(result: JudgeEvaluation) -> Table:
+    rows = [
+        (f"{trait}: {name}", format_accuracy_cells(part))
+        for trait, parts in result.parts.items()
+        for name, part in parts.items()
+    ]
+    return table("part", "the same, by what items have in common", ("items", "judged", "95 %", "tied", "failed"), rows)
+
+
+def make_figures_table(result: JudgeEvaluation) -> Table:
+    """What else the labels tell, of each judge, and of people where items have several raters."""
+    columns = {name: own.figures for name, own in result.by_judge.items()} or {"judge": result.figures}
+    columns |= {"people": result.people} if result.people else {}
+    names = [name for name in FIGURES_IN_WORDS if any(name in own for own in columns.values())]
+    rows = [
+        (FIGURES_IN_WORDS[name], [cell for own in columns.values() for cell in format_estimate(name, own.get(name))])
+        for name in names
+    ]
+    heads = [head for name in columns for head in (name, "95 %")]
+    return table("figure", "against the labels: shares in percent; people: each rater by the others", heads, rows)
+
+
+def make_comparison_table(comparisons: Sequence[JudgeComparison]) -> Table:
+    """Paired by item: how much better a judge is than another one, and at what price."""
+    heads = ("items", "right", "95 %", "p", "error", "95 %", "p", "tokens", "against", "USD", "against")
+    rows = [(f"{one.judge} - {one.against}", format_comparison_cells(one)) for one in comparisons]
+    title = "paired by item: right in percentage points, distance from the label; tokens and USD per item of both"
+    return table("difference", title, heads, rows)
 
 
 def by_subset(
@@ -148,11 +214,39 @@ def format_judge_cells(result: JudgeEvaluation) -> Iterator[str]:
 
 
 def format_cells(subset: SubsetResult) -> Iterator[str]:
-    yield str(subset.judged.num_items)
-    yield percent(subset.judged.accuracy)
-    yield interval(subset.judged.low, subset.judged.high)
-    shares = [one.accuracy for one in subset.by_k.values()]
-    yield from map(percent, (*shares, subset.judged.tied_share, subset.judged.failed_share))
+    yield from format_accuracy_cells(subset.judged, [one.accuracy for one in subset.by_k.values()])
+
+
+def format_accuracy_cells(judged: Accuracy, by_k: Sequence[float] = ()) -> Iterator[str]:
+    yield str(judged.num_items)
+    yield percent(judged.accuracy)
+    yield interval(judged.low, judged.high)
+    yield from map(percent, (*by_k, judged.tied_share, judged.failed_share))
+
+
+def format_estimate(name: str, estimate: Estimate | None) -> tuple[str, str]:
+    if estimate is None:
+        return "", ""
+    if name not in CORRELATIONS:
+        return percent(estimate.mean), interval(estimate.low, estimate.high)
+    ends = "-" if math.isnan(estimate.low) else f"{estimate.low:.2f} to {estimate.high:.2f}"
+    return "-" if math.isnan(estimate.mean) else f"{estimate.mean:.2f}", ends
+
+
+def format_comparison_cells(one: JudgeComparison) -> Iterator[str]:
+    yield str(one.num_items)
+    yield from format_difference(one.accuracy, 100, 1)
+    yield from ("", "", "") if one.score_error is None else format_difference(one.score_error, 1, 2)
+    yield from ("-" if tokens is None else f"{tokens:.0f}" for tokens in (one.tokens, one.against_tokens))
+    yield from ("-" if cost is None else f"{cost:.3g}" for cost in (one.cost_usd, one.against_cost_usd))
+
+
+def format_difference(found: Difference, unit: float, digits: int) -> tuple[str, str, str]:
+    if math.isnan(found.mean):
+        return "-", "-", "-"
+    low, high = (f"{unit * end:+.{digits}f}" for end in (found.low, found.high))
+    p = "-" if math.isnan(found.p) else "<.001" if found.p < 0.001 else f"{found.p:.3f}".lstrip("0") or "0"
+    return f"{unit * found.mean:+.{digits}f}", f"{low} to {high}", p
 
 
 def format_meta_rm_cells(subset: SubsetResult) -> Iterator[str]:
@@ -172,7 +266,7 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
     """Notes on what the table leaves out, one per line."""
     yield (
         "judged: by the judge's own verdicts, with its 95 % interval over prompts (items of one prompt count as one); "
-        "a single response must get its label"
+        "a single response must get its label, a yes or no be on the same side of data.labels.pass_score"
     )
     yield f"overall: the mean over {result.mean_over}"
     num_failed = sum(result.failed_judgements.values())
@@ -200,8 +294,11 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
         prompts = costs(result.prompt_tokens_by_k) or "not known here, the model returns no token ids"
         yield f"tokens of prompts per item: {prompts}"
         yield f"smaller k: subsets of the same judgements, all or {max_subsets} drawn, with a new vote"
-    if result.score_error is not None:
-        yield f"scored responses: the score differs from the label by {result.score_error:.2f} on average"
+    if result.seconds is not None:
+        cost = "" if result.cost_usd is None else f"; {result.cost_usd:.4g} USD for all"
+        yield f"seconds per item, waiting included: {result.seconds:.2f}{cost}"
+    for one in result.comparisons:
+        yield from describe_parting(one)
     names = {
         "score_length_correlation": "score and length (characters), within a prompt: correlation",
         "label_length_correlation": "label and length, in the data: correlation",
@@ -215,6 +312,23 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
             yield f"{description} {result.bias[name]:.2f}"
     if "order_flips_share" not in result.bias and num_failed < result.num_judgements:
         yield "order flips: not measured, this judge doesn't compare two responses in both orders"
+
+
+def describe_parting(one: JudgeComparison) -> Iterator[str]:
+    """The items that only one of two judges has right: how many, and the first ones."""
+    if not one.num_items:
+        yield f"{one.judge} and {one.against} share no item that both judged"
+        return
+    better = sum(item.outcome == "right" for item in one.parted)
+    yield (
+        f"{one.judge} and {one.against} part on {len(one.parted)} of {one.num_items} items: only {one.judge} is right "
+        f"on {better}, only {one.against} on {len(one.parted) - better}; all in {JUDGE_RESULTS}, the first ones:"
+    )
+    for item in one.parted[:SHOWN_APART]:
+        right = one.judge if item.outcome == "right" else one.against
+        question = " ".join(item.question.split())
+        cut = question if len(question) <= QUESTION_CHARS else f"{question[: QUESTION_CHARS - 2]}.."
+        yield f"  {item.item_id}: {right} is right; {cut}"
 
 
 def costs(tokens_by_k: Mapping[int, float]) -> str:

@@ -1,131 +1,70 @@
-"""A judge against labelled work: outcomes, accuracy by subset and by k, with 95 % intervals. Pure."""
+"""A judge against labelled work: accuracy by subset, part and k, and what else the labels tell, with 95 % intervals.
+Pure.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from grmpipe.config.judge import Scale
+from grmpipe.config.judge import LabelConfig, Scale
 from grmpipe.data.prompts import identify_prompt
-from grmpipe.evaluation.intervals import Estimate, estimate_stratified
-from grmpipe.evaluation.leaderboards import Leaderboard, find_leaderboard
+from grmpipe.evaluation.intervals import Estimate, Z, estimate_correlation, estimate_stratified
+from grmpipe.evaluation.judge_comparison import JudgeComparison
+from grmpipe.evaluation.judged_items import (
+    JudgedItem,
+    Outcome,
+    Scores,
+    answers_in,
+    count_prompt_tokens,
+    count_tokens,
+    decide_outcome,
+    first_failure,
+)
+from grmpipe.evaluation.label_figures import (
+    gather_places,
+    measure_figures,
+    measure_orders,
+    measure_people,
+    split_by_trait,
+)
+from grmpipe.evaluation.leaderboards import (
+    TIES,
+    Credit,
+    Leaderboard,
+    find_leaderboard,
+    find_ties,
+    find_ties_prompt,
+    score_ties,
+)
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
-from grmpipe.judge.kinds.labels import round_score
 from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
 from grmpipe.judge.votes import Vote, Weights, mean
 from grmpipe.models.seeds import derive_seed
-from grmpipe.types import (
-    Failed,
-    FailedJudgement,
-    Judgement,
-    JudgeReport,
-    Labelled,
-    Metrics,
-    Prompt,
-    RankedResponses,
-    ScoredResponse,
-    Verdict,
-)
+from grmpipe.types import Judgement, JudgeReport, Metrics, Prompt, RankedResponses
 
 T = TypeVar("T")
-Outcome = Literal["right", "wrong", "tied", "failed"]
-Scores = Mapping[int, float]  # sibling -> score; without siblings that have none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedItem:
-    """A labelled item and the reports on its responses, in their order.
-
-    num_asked:    judgements requested for each of its questions.
-    meta_weights: the meta-RM's, one per judgement; empty if it failed, None without a meta-RM.
-    """
-
-    item: Labelled
-    reports: tuple[JudgeReport, ...]
-    num_asked: int
-    meta_rm_weights: tuple[float, ...] | None = None
-
-    @property
-    def judgements(self) -> tuple[Judgement, ...]:
-        return tuple(judgement for report in self.reports for judgement in report.judgements)
-
-    def verdict_scores(self, scale: Scale) -> dict[int, float]:
-        """The verdicts, as scores on a scale."""
-        return {
-            sibling: scale.to_score(report.verdict.outcome)
-            for sibling, report in enumerate(self.reports)
-            if isinstance(report.verdict, Verdict)
-        }
-
-    @property
-    def outage(self) -> Failed | None:
-        """The first verdict that is missing because the judge's service failed: such an item measures nothing."""
-        failed = (report.verdict for report in self.reports if isinstance(report.verdict, Failed))
-        return next((verdict for verdict in failed if verdict.is_outage), None)
-
-    @property
-    def judges(self) -> tuple[str, ...]:
-        """The judges that were asked about all of its responses, where there are several."""
-        first, *others = self.reports
-        return tuple(name for name in first.by_judge if all(name in report.by_judge for report in others))
-
-    def by(self, judge: str) -> JudgedItem:
-        """The item as one of several judges has judged it."""
-        reports = tuple(report.by_judge[judge] for report in self.reports)
-        return JudgedItem(item=self.item, reports=reports, num_asked=self.num_asked)
-
-
-def count_tokens(report: JudgeReport) -> int:
-    """Tokens sampled for a report, including failed judgements."""
-    completions = [one.completion for one in answers_in(report)]
-    completions += [report.principles] if report.principles is not None else []
-    return sum(completion.num_tokens for completion in completions)
-
-
-def count_prompt_tokens(reports: Sequence[JudgeReport]) -> int | None:
-    """Tokens of the prompts behind judgements, including failed ones. None if a model returns no token ids."""
-    lengths = [len(one.prompt_ids) for report in reports for one in answers_in(report)]
-    return None if 0 in lengths else sum(lengths)
-
-
-def answers_in(report: JudgeReport) -> list[Judgement | FailedJudgement]:
-    return [*report.judgements, *(failure for failure in report.failures if isinstance(failure, FailedJudgement))]
-
-
-def decide_outcome(item: Labelled, scores: Scores) -> Outcome:
-    """The outcome of an item. Ranked: whether all responses of the highest grade are strictly above all others (a tie
-    is wrong, and counted separately); where all grades are equal, whether the scores are. Scored: whether the score is
-    the label, both rounded.
-
-    An item has failed if one of its responses has no score: it is never right.
-    """
-    if isinstance(item, ScoredResponse):
-        return (
-            "failed" if 0 not in scores else "right" if round_score(scores[0]) == round_score(item.score) else "wrong"
-        )
-    if any(sibling not in scores for sibling in range(len(item.responses))):
-        return "failed"
-    highest = max(item.grades)
-    best = [scores[sibling] for sibling, grade in enumerate(item.grades) if grade == highest]
-    others = [scores[sibling] for sibling, grade in enumerate(item.grades) if grade < highest]
-    if not others:
-        return "right" if min(best) == max(best) else "wrong"
-    return "right" if min(best) > max(others) else "tied" if min(best) == max(others) else "wrong"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemOutcomes:
-    """The outcomes of an item; several are samples of it, whose mean counts. asked: its prompt, which items share."""
+    """The outcomes of an item; several are samples of it, whose mean counts.
+
+    asked:   its prompt, which items share.
+    credits: what each outcome is worth by a benchmark; None: 1 if it is right.
+    """
 
     asked: Hashable
     outcomes: Sequence[Outcome]
+    credits: Sequence[float] | None = None
 
     def share(self, outcome: Outcome) -> float:
+        if outcome == "right" and self.credits is not None:
+            return math.fsum(self.credits) / len(self.credits)
         return sum(one == outcome for one in self.outcomes) / len(self.outcomes)
 
 
@@ -167,6 +106,11 @@ class Accuracy:
             failed_share=share("failed").mean,
         )
 
+    def with_figure(self, figure: Estimate) -> Accuracy:
+        """The same items, measured by another figure than their mean."""
+        low, high = max(0.0, figure.low), min(1.0, figure.high)
+        return replace(self, accuracy=figure.mean, error=figure.error, low=low, high=high)
+
 
 def by_prompt(items: Sequence[ItemOutcomes], outcome: Outcome) -> dict[Hashable, list[float]]:
     shares: dict[Hashable, list[float]] = {}
@@ -177,8 +121,11 @@ def by_prompt(items: Sequence[ItemOutcomes], outcome: Outcome) -> dict[Hashable,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recount:
-    """How smaller votes are taken from the large one. most: subsets of an item per k; above it subsets are sampled.
-    weigh: (prompt) -> the weights of its criteria, for a judge by rubrics.
+    """How verdicts are measured, and smaller votes taken from the large one.
+
+    pass_score: the lowest score that passes a response, for labels of yes or no.
+    most:       subsets of an item per k; above it subsets are sampled.
+    weigh:      (prompt) -> the weights of its criteria, for a judge by rubrics.
     """
 
     ks: tuple[int, ...]
@@ -187,6 +134,7 @@ class Recount:
     seed: int
     pairwise: bool = False
     weigh: Callable[[Prompt], Weights] | None = None
+    pass_score: float = LabelConfig.pass_score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +157,18 @@ class JudgeEvaluation:
     cover items about which it was asked in part, which are in none of its accuracies.
     asked_verdicts: judgements without a verdict that were asked for it; asked_verdicts_read: those that then had one.
     num_prompt_tokens: summed over judgements, without shared principles; None for a model that returns no token ids.
+    seconds:  mean over items from its first request to its last verdict, waiting included; None: not measured.
+    cost_usd: of all tokens; None: no price is known.
     """
 
-    overall: SubsetResult  # the leaderboard's mean over sections, if all of its subsets are here, else that over items
+    overall: SubsetResult  # a benchmark's own figure, if all of its subsets are here, else the mean over items
     mean_over: str  # what `overall` is the mean of, in words
     over_items: SubsetResult
-    sections: Mapping[str, SubsetResult]  # a leaderboard's; empty without one
+    sections: Mapping[str, SubsetResult]  # a benchmark's; empty without one
     subsets: Mapping[str, SubsetResult]
+    parts: Mapping[str, Mapping[str, Accuracy]]  # trait of items (source, length, script) -> value -> those with it
+    figures: Mapping[str, Estimate]  # what else the labels tell, by name
+    people: Mapping[str, Estimate]  # the same of each rater against the others; empty with single raters
     tokens_by_k: Mapping[int, float]  # sampled
     prompt_tokens_by_k: Mapping[int, float]
     failed_judgements: Mapping[str, int]  # by cause
@@ -225,10 +178,17 @@ class JudgeEvaluation:
     num_tokens: int  # sampled
     num_prompt_tokens: int | None
     bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
-    score_error: float | None  # mean distance from the label, over scored responses
+    seconds: float | None
+    cost_usd: float | None = None
     asked_verdicts: int = 0
     asked_verdicts_read: int = 0
     by_judge: Mapping[str, JudgeEvaluation] = field(default_factory=dict)  # empty with a single judge
+    comparisons: tuple[JudgeComparison, ...] = ()  # of each further judge with the first one, of that with an earlier
+
+    @property
+    def num_items(self) -> int:
+        """The items that were judged, those that the judge's service failed among them."""
+        return self.over_items.judged.num_items + sum(self.lost_items.values())
 
 
 def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
@@ -269,15 +229,30 @@ def evaluate_judgements(
     num_asked = max((one.num_asked for one in judged), default=1)
     ks = recount.ks if num_counted else ()
     over_items = compute_result([(1.0, judged)], scale, recount)
-    board, missing = find_leaderboard(by_subset)
-    sections = split_sections(board, by_subset) if board is not None and not missing else {}
-    whole = [(share, items) for strata in sections.values() for share, items in strata]
+    figures = measure_all(judged, scale, recount.pass_score)
+    overall, sections, mean_over = over_items, dict[str, SubsetResult](), "items"
+    board, missing = find_leaderboard(judged)
+    if board is not None and missing:
+        mean_over = f"items, not {board.name}'s sections: {', '.join(sorted(missing))} missing"
+    elif board is not None:
+        overall, sections = compute_leaderboard(board, judged, scale, recount, figures.get("ties"))
+        mean_over = f"{board.name}'s {'items' if board.by_items else 'sections'} {', '.join(board.sections)}"
+    seconds = [one.took_s for one in judged if one.took_s is not None]
     return JudgeEvaluation(
-        overall=compute_result(whole, scale, recount) if whole else over_items,
-        mean_over=words_of_mean(board, missing),
+        overall=overall,
+        mean_over=mean_over,
         over_items=over_items,
-        sections={name: compute_result(strata, scale, recount) for name, strata in sections.items()},
+        sections=sections,
         subsets={name: compute_result([(1.0, own)], scale, recount) for name, own in sorted(by_subset.items())},
+        parts={
+            trait: {
+                name: compute_result([(1.0, [judged[at] for at in places])], scale, replace(recount, ks=())).judged
+                for name, places in parts.items()
+            }
+            for trait, parts in split_by_trait([one.item for one in judged]).items()
+        },
+        figures=figures,
+        people=measure_people([one.item for one in judged], recount.pass_score),
         tokens_by_k={k: num_tokens / num_items * k / num_asked for k in ks},
         prompt_tokens_by_k={
             k: num_prompt_tokens / num_items * k / num_asked for k in ks if num_prompt_tokens is not None
@@ -289,60 +264,84 @@ def evaluate_judgements(
         num_tokens=num_tokens,
         num_prompt_tokens=num_prompt_tokens,
         bias=measure_bias(judged, scale),
-        score_error=score_error(judged, scale),
+        seconds=math.fsum(seconds) / len(seconds) if seconds else None,
         asked_verdicts=sum(one.completion.asked is not None for report in reports for one in answers_in(report)),
         asked_verdicts_read=sum(one.completion.asked is not None for report in reports for one in report.judgements),
     )
 
 
-def split_sections(
-    board: Leaderboard, by_subset: Mapping[str, Sequence[JudgedItem]]
-) -> dict[str, list[tuple[float, Sequence[JudgedItem]]]]:
-    """Section -> its subsets, each with its share of the section."""
-    return {
+def measure_all(judged: Sequence[JudgedItem], scale: Scale, pass_score: float) -> dict[str, Estimate]:
+    """The figures beside the accuracy. Those of orders are of a single judge: others see other orders."""
+    rows = [(one, one.verdict_scores(scale)) for one in judged]
+    figures = measure_figures([(one.item, scores) for one, scores in rows], pass_score)
+    if len({name for one in judged for report in one.reports for name in report.own_reports}) == 1:
+        figures |= measure_orders(judged)
+    ties = [(one, one.verdict_scores(scale)) for one in find_ties(judged)]
+    if not ties or math.isnan(score_ties(ties)):
+        return figures
+    pairs = gather_places([find_ties_prompt(one) for one, _ in ties])  # of one right answer, and of several
+    return figures | {"ties": estimate_correlation(lambda at: score_ties([ties[i] for i in at]), list(pairs.values()))}
+
+
+def compute_leaderboard(
+    board: Leaderboard, judged: Sequence[JudgedItem], scale: Scale, recount: Recount, ties: Estimate | None
+) -> tuple[SubsetResult, dict[str, SubsetResult]]:
+    """The whole of a benchmark, and its sections. ties: the figure of RewardBench 2's Ties, which is no mean over
+    items; the votes of fewer judgements have the share of accurate ones in its place.
+    """
+    by_subset: dict[str, list[JudgedItem]] = {}
+    for one in judged:
+        by_subset.setdefault(board.find_subset(one.item.subset) or "", []).append(one)
+    strata = {
         section: [(weight / math.fsum(weights.values()), by_subset[subset]) for subset, weight in weights.items()]
         for section, weights in board.sections.items()
     }
+    sections = {name: compute_result(own, scale, recount, board.credit) for name, own in strata.items()}
+    everything = [(1.0, judged)] if board.by_items else [stratum for own in strata.values() for stratum in own]
+    whole = compute_result(everything, scale, recount, board.credit)
+    if ties is None or TIES not in sections:
+        return whole, sections
+    sections[TIES] = replace(sections[TIES], judged=sections[TIES].judged.with_figure(ties))
+    accuracies = [section.judged.accuracy for section in sections.values()]
+    errors = [section.judged.error**2 for section in sections.values()]
+    mean, half = math.fsum(accuracies) / len(accuracies), Z * math.sqrt(math.fsum(errors)) / len(errors)
+    of_all = Estimate(mean=mean, low=mean - half, high=mean + half, num_clusters=whole.judged.num_prompts)
+    return replace(whole, judged=whole.judged.with_figure(of_all)), sections
 
 
-def words_of_mean(board: Leaderboard | None, missing: Collection[str]) -> str:
-    if board is None:
-        return "items"
-    if missing:
-        return f"items, not {board.name}'s sections: {', '.join(sorted(missing))} missing"
-    return f"{board.name}'s sections {', '.join(board.sections)}" + (f"; {board.apart}" if board.apart else "")
-
-
-def compute_result(strata: Strata[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
+def compute_result(
+    strata: Strata[JudgedItem], scale: Scale, recount: Recount, credit: Credit | None = None
+) -> SubsetResult:
+    """credit: what an item is worth by a benchmark; None: 1 if it is right."""
     counted = [one for _, judged in strata for one in judged if one.judgements]
     ks = recount.ks if counted else ()
     meta_rm_ks = ks if all(one.meta_rm_weights is not None for one in counted) else ()
 
-    def accuracy(outcomes: Callable[[JudgedItem], Sequence[Outcome]]) -> Accuracy:
-        return Accuracy.over(
-            [
-                (
-                    weight,
-                    [ItemOutcomes(asked=identify_prompt(one.item.prompt), outcomes=outcomes(one)) for one in judged],
-                )
-                for weight, judged in strata
-            ]
-        )
+    def accuracy(list_scores: Callable[[JudgedItem], Sequence[Scores]]) -> Accuracy:
+        def decide(one: JudgedItem) -> ItemOutcomes:
+            sampled = list_scores(one)
+            return ItemOutcomes(
+                asked=identify_prompt(one.item.prompt),
+                outcomes=[decide_outcome(one.item, scores, recount.pass_score) for scores in sampled],
+                credits=None if credit is None else [credit(one, scores) for scores in sampled],
+            )
+
+        return Accuracy.over([(weight, list(map(decide, judged))) for weight, judged in strata])
 
     def recount_at(k: int, meta_rm: bool) -> Accuracy:
-        return accuracy(lambda one: recount_outcomes(one, k, recount, scale, meta_rm))
+        return accuracy(lambda one: recount_scores(one, k, recount, scale, meta_rm))
 
     return SubsetResult(
-        judged=accuracy(lambda one: [decide_outcome(one.item, one.verdict_scores(scale))]),
+        judged=accuracy(lambda one: [one.verdict_scores(scale)]),
         by_k={k: recount_at(k, meta_rm=False) for k in ks},
         with_meta_rm={k: recount_at(k, meta_rm=True) for k in meta_rm_ks},
     )
 
 
-def recount_outcomes(one: JudgedItem, k: int, recount: Recount, scale: Scale, meta_rm: bool = False) -> list[Outcome]:
-    """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each subset."""
+def recount_scores(one: JudgedItem, k: int, recount: Recount, scale: Scale, meta_rm: bool = False) -> list[Scores]:
+    """The scores by subsets of k judgements; with a meta-RM, by the better half of each subset."""
     if meta_rm and not one.meta_rm_weights:
-        return ["failed"]
+        return [{}]
     ballots = make_ballots(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
     counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise)
     if recount.weigh is not None:
@@ -350,13 +349,9 @@ def recount_outcomes(one: JudgedItem, k: int, recount: Recount, scale: Scale, me
         counting = replace(counting, to_score=lambda scores: weights.to_score(scores, scale))
     rng = random.Random(derive_seed(recount.seed, f"recount {one.item.item_id} {k}"))
     return [
-        decide_outcome(one.item, scores_of_draw(ballots, draw, counting, best_by_meta_rm if meta_rm else all_drawn))
+        scores_of_draw(ballots, draw, counting, best_by_meta_rm if meta_rm else all_drawn)
         for draw in draw_subsets(one.num_asked, k, recount.most, rng)
     ]
-
-
-def first_failure(one: JudgedItem) -> Failed | None:
-    return next((report.verdict for report in one.reports if isinstance(report.verdict, Failed)), None)
 
 
 def measure_bias(judged: Sequence[JudgedItem], scale: Scale) -> Metrics:
@@ -384,12 +379,3 @@ def measure_bias(judged: Sequence[JudgedItem], scale: Scale) -> Metrics:
         judgements[name] += own.judgements
     habits = sum((PositionBias().with_judgements(own) for own in judgements.values()), PositionBias())
     return habits.metrics() | {name: value for name, value in values.items() if value is not None}
-
-
-def score_error(judged: Sequence[JudgedItem], scale: Scale) -> float | None:
-    distances = [
-        abs(scores[0] - one.item.score)
-        for one in judged
-        if isinstance(one.item, ScoredResponse) and (scores := one.verdict_scores(scale))
-    ]
-    return statistics.fmean(distances) if distances else None

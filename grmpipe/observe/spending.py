@@ -65,9 +65,14 @@ class Spending:
         return bool(self._bounds)
 
     @property
+    def is_priced(self) -> bool:
+        """Whether the price of a model is known."""
+        return any(price.is_known for price in self.prices.values())
+
+    @property
     def is_shown(self) -> bool:
         """Whether there is a price or a budget."""
-        return self.is_bounded or any(price.is_known for price in self.prices.values())
+        return self.is_bounded or self.is_priced
 
     @property
     def known(self) -> Amount:
@@ -113,7 +118,7 @@ class Spending:
         """None without a price or a budget."""
         if not self.is_shown:
             return None
-        known, unknown, is_priced = self.known, self.unknown, any(one.is_known for one in self.prices.values())
+        known, unknown, is_priced = self.known, self.unknown, self.is_priced
         return SpendingSummary(
             requests=known.requests,
             tokens=known.tokens,

@@ -52,8 +52,16 @@ class EvaluationRun(Run[PreparedEvaluation]):
             (self._run_dir / name).unlink(missing_ok=True)
         if ready.items:
             giver = self._config.main_judge.in_words.shown
-            self._observers.note(f"{giver} judges {len(ready.items)} labelled items")
-            self._judge = await evaluate_judge(ready, running, self._run_dir, self._counters, self._observers.progress)
+            further = "".join(f", then {name}" for name in self._config.watchers)
+            self._observers.note(f"{giver} judges {len(ready.items)} labelled items{further}")
+            self._judge = await evaluate_judge(
+                ready,
+                running,
+                self._run_dir,
+                self._counters,
+                self._observers.progress,
+                self._observers.budget.spending,
+            )
         if ready.prompt_sets:
             await evaluate_policy(ready, running, self._context, self._counters, self._policies, self._rows)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}

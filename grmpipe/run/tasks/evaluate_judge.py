@@ -3,17 +3,21 @@
 import asyncio
 import functools
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
-from grmpipe.config.keys.entry_names import GRM
+from grmpipe.config.keys.entry_names import GRM, REWARD
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.task_settings import ITEMS_AT_ONCE
-from grmpipe.evaluation.evaluation_files import show, write_files
-from grmpipe.evaluation.judge_accuracy import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
+from grmpipe.evaluation.evaluation_files import TOGETHER, show, write_files
+from grmpipe.evaluation.judge_accuracy import Accuracy, JudgeEvaluation, Recount, evaluate
+from grmpipe.evaluation.judge_comparison import JudgeComparison, MeasuredJudge, compare_judges, tabulate
+from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_together
@@ -21,10 +25,11 @@ from grmpipe.judge.prompt import load_rubric
 from grmpipe.judge.votes import Weights, mean, vote_named
 from grmpipe.models.types import EngineRefused
 from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text
+from grmpipe.observe.spending import Spending
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.make_judge import make_judge, make_meta_rm
+from grmpipe.run.build.make_judge import make_meta_rm, make_named
 from grmpipe.run.build.start import Running
 from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
 from grmpipe.scheduler.run_together import raise_first_failure
@@ -36,51 +41,108 @@ MAX_SUBSETS = 32  # subsets of an item's judgements for each smaller k
 
 
 async def evaluate_judge(
-    ready: PreparedEvaluation, running: Running, run_dir: Path, counters: Counters, progress: Progress
+    ready: PreparedEvaluation,
+    running: Running,
+    run_dir: Path,
+    counters: Counters,
+    progress: Progress,
+    spending: Spending,
 ) -> JudgeEvaluation:
-    """Judge all items, write evaluation.json, print the table. counters: get the reports.
+    """Judge all items by what makes the reward, then by each judge that nothing uses; write evaluation.json, print the
+    tables. counters: get the reports. spending: of the run so far.
 
-    Raises Unfit if the judge's service failed on too many of them.
+    Raises Unfit if a judge's service failed on too many of them.
     """
-    config = ready.measured
-    breaker = OutageBreaker(compose_health(config))
-    with set_purpose("evaluation"):
-        judge = breaker.guard(make_judge(ready.prepared.under(config), running.models))
-        judged = await judge_items(judge, make_meta_rm(running.models), ready.items, config, progress, counters)
-    breaker.check()
-    lost = [one.outage.detail for one in judged if one.outage is not None]
-    if len(lost) == len(judged):
-        raise ValueError(f"no item has all its verdicts; of the first one failed: {lost[0]}")
-    result = evaluate(judged, config.main_judge.scale, make_recount(config))
-    scales = {name: judge.scale for name, judge in config.judging.judges.items()}
-    write_files(run_dir, judged, result, config.main_judge.scale, scales)
+    config, items = ready.measured, ready.items
+    main, scale = config.judging.main, config.main_judge.scale
+
+    async def measure(name: str) -> tuple[list[JudgedItem], JudgeEvaluation]:
+        breaker, before = OutageBreaker(compose_health(config)), spending.known.cost_usd
+        own = config.main_judge if name == REWARD else config.judges[name]
+        with set_purpose("evaluation"):
+            judge = breaker.guard(make_named(ready.prepared.under(config), running.models, name))
+            meta_rm = make_meta_rm(running.models) if name == REWARD and len(config.judging.judges) == 1 else None
+            shown = own.name if config.watchers else ""
+            judged = await judge_items(judge, meta_rm, items, own.num_judgements, shown, progress, counters)
+        breaker.check()
+        lost = [one.outage.detail for one in judged if one.outage is not None]
+        if len(lost) == len(judged):
+            raise ValueError(f"no item has all its verdicts; of the first one failed: {lost[0]}")
+        is_single = name != REWARD or len(config.judging.judges) == 1
+        result = evaluate(judged, scale, make_recount(config, own, is_single=is_single))
+        cost_usd = spending.known.cost_usd - before if spending.is_priced else None
+        return judged, replace(result, cost_usd=cost_usd)
+
+    judged, result = await measure(REWARD)
+    others = {name: await measure(name) for name in config.watchers}
+    parts = {name: [one.by(name) for one in judged if name in one.judges] for name in result.by_judge}
+    measured = {name: (parts[name], own) for name, own in result.by_judge.items()}
+    if others and not measured:
+        measured[main] = (judged, result)
+    measured |= others
+    comparisons = compare_measured(ready, measured, (judged, result))
+    result = replace(result, by_judge={name: own for name, (_, own) in measured.items()}, comparisons=comparisons)
+    for name, (own, _) in others.items():
+        judged = [one.beside(main, name, other) for one, other in zip(judged, own, strict=True)]
+    scales = {name: judge.scale for name, judge in config.judges.items()}
+    write_files(run_dir, judged, result, scale, scales, config.data.labels.pass_score)
     show(result, MAX_SUBSETS, run_dir)
     return result
+
+
+def compare_measured(
+    ready: PreparedEvaluation,
+    measured: Mapping[str, tuple[Sequence[JudgedItem], JudgeEvaluation]],
+    whole: tuple[Sequence[JudgedItem], JudgeEvaluation],
+) -> tuple[JudgeComparison, ...]:
+    """Each further judge, and a composition of several, with the first judge; what makes the reward with the earlier
+    evaluation. measured: by judge; empty with a single one. whole: what makes the reward.
+    """
+    config = ready.measured
+    scale, pass_score = config.main_judge.scale, config.data.labels.pass_score
+
+    def describe(name: str, judged: Sequence[JudgedItem], result: JudgeEvaluation) -> MeasuredJudge:
+        num_items = max(1, len(ready.items))
+        return MeasuredJudge(
+            name=name,
+            verdicts=tabulate(judged, scale, pass_score),
+            tokens=result.num_tokens / num_items,
+            cost_usd=None if result.cost_usd is None else result.cost_usd / num_items,
+        )
+
+    judges = [describe(name, *own) for name, own in measured.items()]
+    now = describe(TOGETHER if len(config.judging.judges) > 1 else config.judging.main, *whole)
+    first = next((one for one in judges if one.name == config.judging.main), judges[0] if judges else now)
+    further = [one for one in judges if one is not first] + [now] * (now.name == TOGETHER)
+    found = [compare_judges(one, first, ready.items) for one in further]
+    if ready.earlier is not None:
+        found.append(compare_judges(now, ready.earlier, ready.items))
+    return tuple(found)
 
 
 async def judge_items(
     judge: Judge,
     meta_rm: MetaRm | None,
     items: Sequence[Labelled],
-    config: RunConfig,
+    num_asked: int,
+    name: str,
     progress: Progress,
     counters: Counters,
 ) -> list[JudgedItem]:
-    """Judge items in their order, ITEMS_AT_ONCE at a time: those begun first end first."""
+    """Judge items in their order, ITEMS_AT_ONCE at a time: those begun first end first. name: that the judge is counted
+    by; empty for the only one.
+    """
     places = asyncio.Semaphore(ITEMS_AT_ONCE)
-    first, *others = config.judging.judges.values()
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
+            began_s = time.monotonic()
             reports = await judge_together(judge, item.prompt, f"e{index}", item.responses, priority=index)
+            took_s = time.monotonic() - began_s
             for report in reports:
-                counters.report(report)
-            one = JudgedItem(item=item, reports=reports, num_asked=first.num_judgements)
-            return (
-                one
-                if meta_rm is None or others
-                else replace(one, meta_rm_weights=await weigh_judgements(meta_rm, one, index))
-            )
+                counters.report(replace(report, by_judge={name: report}) if name and not report.by_judge else report)
+            one = JudgedItem(item=item, reports=reports, num_asked=num_asked, took_s=took_s)
+            return one if meta_rm is None else replace(one, meta_rm_weights=await weigh_judgements(meta_rm, one, index))
 
     running: list[asyncio.Task[JudgedItem]] = []
     with progress.show_while(functools.partial(describe_items, running)):
@@ -107,18 +169,16 @@ async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> t
         return ()
 
 
-def make_recount(config: RunConfig) -> Recount:
+def make_recount(config: RunConfig, judge: JudgeConfig, *, is_single: bool) -> Recount:
     """How to recount smaller votes. A composition isn't recounted: a smaller k would change only a part of it."""
-    name, *others = config.judging.judges
-    judge = config.judging.judges[name]
-    recounts = name in config.judging.generative and not others
     return Recount(
-        ks=tuple(config.evaluate.ks) if recounts else (),
+        ks=tuple(config.evaluate.ks) if is_single and judge.kind == "generative" else (),
         vote=mean if judge.vote in VOTES_WITH_META_RM else vote_named(judge.vote),
         most=MAX_SUBSETS,
         seed=config.seed,
         pairwise=judge.protocol_kind.about == "pair",
         weigh=weigh_criteria(judge) if judge.protocol_kind.scores == "criteria" else None,
+        pass_score=config.data.labels.pass_score,
     )
 
 
@@ -151,7 +211,13 @@ def name_metrics(result: JudgeEvaluation, first: str) -> Metrics:
         shown = GRM if name == first else name
         metrics[f"{shown}_accuracy"] = own.overall.judged.accuracy
         metrics[f"{shown}_failed_share"] = own.overall.judged.failed_share
-    return metrics if result.score_error is None else metrics | {"score_error": result.score_error}
+    for name, figure in result.figures.items():
+        metrics |= {name: figure.mean, f"{name}_low": figure.low, f"{name}_high": figure.high}
+    for one in result.comparisons:
+        name = f"{one.judge}_difference" if one.judge in result.by_judge or one.judge == TOGETHER else "difference"
+        metrics |= {name: one.accuracy.mean, f"{name}_low": one.accuracy.low, f"{name}_high": one.accuracy.high}
+        metrics[f"{name}_p"] = one.accuracy.p
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def at_k(name: str, by_k: Mapping[int, Accuracy]) -> Metrics:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, LabelConfig
@@ -14,7 +15,9 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import Data
 from grmpipe.data.stream import PromptStream
 from grmpipe.data.trained_prompts import FILE, digest_prompt, read_trained_prompts
+from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.held_out import HELD_OUT
+from grmpipe.evaluation.judge_comparison import MeasuredJudge, read_earlier
 from grmpipe.judge.context_limits import check_template, check_thinking_budget
 from grmpipe.judge.kinds import math_rule
 from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_scalar_models
@@ -24,7 +27,7 @@ from grmpipe.roles.roles import resolve_roles
 from grmpipe.run.prepare import Prepared, check_env, check_fit
 from grmpipe.run.run_prompts import check_references, load_held_out, note_unknown_truths, prompts_at, select_reaching
 from grmpipe.scheduler.placement import place
-from grmpipe.types import Labelled, Prompt
+from grmpipe.types import Labelled, Prompt, ScoredResponse
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class PreparedEvaluation:
     measured:    the configuration under which a judge is measured: a single one has the largest k.
     items:       labelled work for it; none if only the policy is evaluated.
     num_unread:  items of evaluate.path beyond evaluate.num_items.
+    earlier:     the judge of evaluate.against; None: there is none.
     prompt_sets: for the policy, by name; none if only the judge is evaluated.
     """
 
@@ -51,6 +55,7 @@ class PreparedEvaluation:
     measured: RunConfig
     items: tuple[Labelled, ...] = ()
     num_unread: int = 0
+    earlier: MeasuredJudge | None = None
     prompt_sets: Mapping[str, PromptSet]
 
     @property
@@ -95,8 +100,17 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
     if config.plays:
         check_options(prepared.roles, config.asked, prepared.placement)
         check_fit(prepared, Data(train=tuple(prompts), held_out=()))
+    earlier = None
+    if what != "policy" and config.evaluate.against is not None:
+        with section("evaluate.against: "):
+            earlier = read_earlier(Path(config.evaluate.against), config.evaluate.against, JUDGE_RESULTS, items)
     return PreparedEvaluation(
-        prepared=prepared, measured=under, items=items, num_unread=num_unread, prompt_sets=prompt_sets
+        prepared=prepared,
+        measured=under,
+        items=items,
+        num_unread=num_unread,
+        earlier=earlier,
+        prompt_sets=prompt_sets,
     )
 
 
@@ -160,8 +174,15 @@ def load_items(config: RunConfig) -> tuple[tuple[Labelled, ...], int]:
         check_sources(config.rewards, sources)
         for key, source in config.rewards.idle_routes(sources):
             log.warning("%s.%s: no item has this source, so that its judge isn't measured", key, source)
-    for asking in config.judging.generative.values():
+    for asking in config.asked.generative.values():
         check_template(asking, [item.prompt for item in items])
+    pass_score = config.data.labels.pass_score
+    is_on_scale = judge.scale.low < pass_score <= judge.scale.high
+    if not is_on_scale and any(isinstance(item, ScoredResponse) and item.is_yes_no for item in items):
+        raise ConfigError(
+            f"data.labels.pass_score: parts yes from no, and {pass_score} isn't on the judge's scale from "
+            f"{judge.scale.low} to {judge.scale.high}; type data.labels.pass_score={judge.scale.high} or less"
+        )
     return items, len(found) - len(items)
 
 
@@ -187,20 +208,19 @@ def leave_out_trained(config: RunConfig, items: tuple[Labelled, ...]) -> tuple[L
 
 
 def prepare_measurement(config: RunConfig) -> RunConfig:
-    """The configuration with a single judge as it is measured: with the most judgements, and all of them requested. A
-    composition is measured as it judges.
+    """The configuration with single judges as they are measured: with the most judgements, and all of them requested.
+    A composition is measured as it judges.
     """
-    for judge in config.judging.judges.values():
+    for judge in config.asked.judges.values():
         check_measurable(judge)
-    if len(config.judging.generative) != 1 or len(config.judging.judges) != 1:
-        return config
-    (judge,) = config.judging.generative.values()
-    largest = max(config.evaluate.ks)
-    if judge.temperature == 0 and largest > 1:
-        raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
-    with section(f"evaluate.ks: {judge.key}."):
-        asked = replace(judge, num_judgements=largest, early_stop=EarlyStopConfig())
-    return replace(config, judges={**config.judges, judge.name: asked})
+    alone = {*config.watchers, *(config.judging.judges if len(config.judging.judges) == 1 else ())}
+    largest, asked = max(config.evaluate.ks), dict(config.judges)
+    for judge in (judge for name, judge in config.asked.generative.items() if name in alone):
+        if judge.temperature == 0 and largest > 1:
+            raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
+        with section(f"evaluate.ks: {judge.key}."):
+            asked[judge.name] = replace(judge, num_judgements=largest, early_stop=EarlyStopConfig())
+    return replace(config, judges=asked)
 
 
 def check_measurable(judge: JudgeConfig) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.evaluation_files import show, write_files
-from grmpipe.evaluation.judge_accuracy import JudgedItem, Recount, decide_outcome, evaluate
+from grmpipe.evaluation.judge_accuracy import Recount, evaluate
+from grmpipe.evaluation.judged_items import JudgedItem, decide_outcome
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.votes import mean, voted
 from grmpipe.models.types import Completion, Message
@@ -72,15 +73,15 @@ def report(sibling: int, *scores: float, unparseable: int = 0) -> JudgeReport:
      ({0: 9, 1: 1}, "failed"), ({1: 1, 2: 1}, "failed"), ({}, "failed")],
 )  # fmt: skip
 def test_the_best_must_stand_strictly_above_all_others(scores: dict[int, float], outcome: str) -> None:
-    assert decide_outcome(ranked("a", "b", "c"), scores) == outcome
+    assert decide_outcome(ranked("a", "b", "c"), scores, 8) == outcome
 
 
 @pytest.mark.parametrize(
     ("score", "outcome"), [(8.0, "right"), (7.5, "right"), (8.49, "right"), (8.5, "wrong"), (7.4, "wrong")]
 )
 def test_a_score_is_right_if_it_rounds_to_the_label(score: float, outcome: str) -> None:
-    assert decide_outcome(scored(8), {0: score}) == outcome
-    assert decide_outcome(scored(8), {}) == "failed"
+    assert decide_outcome(scored(8), {0: score}, 8) == outcome
+    assert decide_outcome(scored(8), {}, 8) == "failed"
 
 
 @pytest.mark.parametrize(
@@ -94,11 +95,11 @@ def test_all_of_the_highest_grade_must_be_above_the_others(
     grades: tuple[float, ...], scores: tuple[float, ...], outcome: str
 ) -> None:
     item = replace(ranked("a", "b", "c"), grades=grades)
-    assert decide_outcome(item, dict(enumerate(scores))) == outcome
+    assert decide_outcome(item, dict(enumerate(scores)), 8) == outcome
 
 
 def test_a_label_between_two_scores_is_rounded_as_the_judges_score_is() -> None:
-    assert [decide_outcome(scored(5.5), {0: score}) for score in (5.4, 5.5, 6.4)] == ["wrong", "right", "right"]
+    assert [decide_outcome(scored(5.5), {0: score}, 8) for score in (5.4, 5.5, 6.4)] == ["wrong", "right", "right"]
 
 
 def test_failed_items_stay_in_the_denominator_and_are_counted_by_cause() -> None:
@@ -259,7 +260,7 @@ def test_a_judge_that_saw_no_item_as_a_whole_has_costs_and_no_accuracy(
     judged = [JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=9), composed(1, a=2)), num_asked=1)]
     result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
     assert "b_accuracy" not in name_metrics(result, "judge") and "a_accuracy" in name_metrics(result, "judge")
-    write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": SCALE})
+    write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": SCALE}, 8)
     show(result, 100, tmp_path)
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["b", "0", "-", "-", "-", "-", "1", "0", "5"] in rows
@@ -287,7 +288,7 @@ def test_no_line_holds_a_secret_that_a_server_repeated(tmp_path: Path, monkeypat
     denied = Failed(stage="judge", cause="refused", attempts=1, detail="401: the key planted-0123456789 is unknown")
     reports = (replace(report(0, 5), failures=(denied,)), report(1, 4))
     judged = [JudgedItem(item=ranked("a", "b"), reports=reports, num_asked=1)]
-    write_files(tmp_path, judged, evaluate(judged, SCALE, replace(RECOUNT, ks=())), SCALE, {})
+    write_files(tmp_path, judged, evaluate(judged, SCALE, replace(RECOUNT, ks=())), SCALE, {}, 8)
     written = (tmp_path / "judged.jsonl").read_text()
     assert "401: the key" in written and "planted-0123456789" not in written
 
@@ -295,7 +296,7 @@ def test_no_line_holds_a_secret_that_a_server_repeated(tmp_path: Path, monkeypat
 def test_the_files_and_the_table_say_whose_scores_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judged = [JudgedItem(item=ranked("a", "b"), reports=(composed(0, a=9, b=None), composed(1, a=2, b=1)), num_asked=1)]
     result = evaluate(judged, SCALE, replace(RECOUNT, ks=()))
-    write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": Scale(low=0, high=100)})
+    write_files(tmp_path, judged, result, SCALE, {"a": SCALE, "b": Scale(low=0, high=100)}, 8)
     (line,) = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert line["outcome"] == "failed"
     assert line["by_judge"]["a"] == {"outcome": "right", "scores": {"0": 9.0, "1": 2.0}, "failed": {}}

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation, Recount, evaluate
+from grmpipe.evaluation.judge_accuracy import JudgeEvaluation, Recount, evaluate
+from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.evaluation.leaderboards import REWARD_BENCH, REWARD_BENCH_2, RM_BENCH, Leaderboard
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.votes import mean, voted

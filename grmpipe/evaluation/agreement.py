@@ -1,0 +1,105 @@
+"""How well scores agree with labels: ranks, weighted kappa, the best monotone map. Pure: numbers in, numbers out."""
+
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FEW = 64  # values whose inversions are counted pair by pair
+
+
+def rank_values(values: Sequence[float]) -> np.ndarray:
+    """The rank of each value, from 1; equal ones have the mean of theirs."""
+    _, places_N, counts = np.unique(np.asarray(values, dtype=float), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places_N]
+
+
+def compute_spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's rank correlation; NaN if one of the two doesn't vary."""
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return float("nan")
+    return float(np.corrcoef(rank_values(xs), rank_values(ys))[0, 1])
+
+
+def compute_kendall(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Kendall's tau-b, which counts ties (Kendall 1945, doi:10.1093/biomet/33.3.239); NaN if one of the two doesn't
+    vary. In n log n steps (Knight 1966, doi:10.1080/01621459.1966.10480879).
+    """
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return float("nan")
+    order_N = np.lexsort((ys, xs))
+    x_N, y_N = np.asarray(xs, dtype=float)[order_N], np.asarray(ys, dtype=float)[order_N]
+    total, discordant = len(x_N) * (len(x_N) - 1) // 2, sort_counting(y_N)[1]
+    tied_x, tied_y = count_tied_pairs(x_N), count_tied_pairs(y_N)
+    tied_both = count_tied_pairs(np.stack((x_N, y_N), axis=1))
+    concordant = total - tied_x - tied_y + tied_both - discordant
+    return float((concordant - discordant) / np.sqrt(float(total - tied_x) * float(total - tied_y)))
+
+
+def count_tied_pairs(values: np.ndarray) -> int:
+    """Pairs of equal values, or rows."""
+    _, counts = np.unique(values, axis=0, return_counts=True)
+    return int((counts * (counts - 1) // 2).sum())
+
+
+def sort_counting(values_N: np.ndarray) -> tuple[np.ndarray, int]:
+    """The values in order, and the number of pairs of which the larger one came first."""
+    if len(values_N) <= FEW:
+        return np.sort(values_N), int(np.triu(values_N[:, None] > values_N[None, :], 1).sum())
+    (left_N, first), (right_N, second) = (sort_counting(half_N) for half_N in np.array_split(values_N, 2))
+    across = len(left_N) * len(right_N) - int(np.searchsorted(left_N, right_N, side="right").sum())
+    return np.sort(values_N, kind="stable"), first + second + across
+
+
+def compute_quadratic_kappa(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Cohen's kappa with quadratic weights (1968, doi:10.1037/h0026256); NaN if all scores are one. Between whole
+    scores it is Lin's concordance correlation: nothing is rounded.
+    """
+    x_N, y_N = np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)
+    by_chance = x_N.var() + y_N.var() + (x_N.mean() - y_N.mean()) ** 2
+    return float(1 - ((x_N - y_N) ** 2).mean() / by_chance) if by_chance > 0 else float("nan")
+
+
+# -- the best monotone map ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MonotoneMap:
+    """A map that never falls: between its points linear, outside them constant."""
+
+    x_K: np.ndarray
+    y_K: np.ndarray
+
+    def apply(self, values: Sequence[float]) -> np.ndarray:
+        return np.asarray(np.interp(values, self.x_K, self.y_K))
+
+
+def fit_monotone_map(scores: Sequence[float], labels: Sequence[float]) -> MonotoneMap:
+    """Isotonic regression: the map with the least squared error, by pooling adjacent violators (Barlow et al. 1972)."""
+    x_K, places_N, counts_K = np.unique(np.asarray(scores, dtype=float), return_inverse=True, return_counts=True)
+    sums_K = np.bincount(places_N, weights=np.asarray(labels, dtype=float))
+    blocks: list[tuple[float, int, int]] = []  # sum and number of labels, number of scores
+    for own, count in zip(sums_K.tolist(), counts_K.tolist(), strict=True):
+        block = (own, count, 1)
+        while blocks and blocks[-1][0] * block[1] >= block[0] * blocks[-1][1]:
+            last = blocks.pop()
+            block = (last[0] + block[0], last[1] + block[1], last[2] + block[2])
+        blocks.append(block)
+    return MonotoneMap(x_K, np.repeat([one[0] / one[1] for one in blocks], [one[2] for one in blocks]))
+
+
+def map_crosswise(scores: Sequence[float], labels: Sequence[float], clusters: Sequence[Hashable]) -> np.ndarray | None:
+    """Each score, mapped to the labels' scale by the monotone map that fits the other half of the clusters: a map that
+    had seen its own labels would flatter them. None with fewer than two clusters.
+    """
+    names = list(dict.fromkeys(clusters))
+    if len(names) < 2:
+        return None
+    random.Random(0).shuffle(names)
+    chosen = set(names[::2])
+    in_first_N = np.asarray([name in chosen for name in clusters])
+    x_N, y_N, mapped_N = np.asarray(scores, dtype=float), np.asarray(labels, dtype=float), np.empty(len(scores))
+    for half_N in (in_first_N, ~in_first_N):
+        mapped_N[half_N] = fit_monotone_map(x_N[~half_N], y_N[~half_N]).apply(x_N[half_N])
+    return mapped_N
