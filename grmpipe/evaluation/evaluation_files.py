@@ -170,15 +170,16 @@ def make_figures_table(result: JudgeEvaluation) -> Table:
         for name in names
     ]
     heads = [head for name in columns for head in (name, "95 %")]
-    return table("figure", "against the labels: shares in percent; people: each rater by the others", heads, rows)
+    return table("figure", "against the labels, shares in percent", heads, rows)
 
 
 def make_comparison_table(comparisons: Sequence[JudgeComparison]) -> Table:
     """Paired by item: how much better a judge is than another one, and at what price."""
-    heads = ("items", "right", "95 %", "p", "error", "95 %", "p", "tokens", "against", "USD", "against")
-    rows = [(f"{one.judge} - {one.against}", format_comparison_cells(one)) for one in comparisons]
-    title = "paired by item: right in percentage points, distance from the label; tokens and USD per item of both"
-    return table("difference", title, heads, rows)
+    heads = ["items", "right", "95 %", "p"]
+    heads += ["error", "95 %", "p"] if any(one.score_error is not None for one in comparisons) else []
+    heads += ["tokens", "seconds", *(["USD"] if any(one.cost_usd is not None for one in comparisons) else [])]
+    rows = [(f"{one.judge} - {one.against}", format_comparison_cells(one, heads)) for one in comparisons]
+    return table("difference", "paired by item; right: in points, costs: of both, per item", heads, rows)
 
 
 def by_subset(
@@ -233,12 +234,14 @@ def format_estimate(name: str, estimate: Estimate | None) -> tuple[str, str]:
     return "-" if math.isnan(estimate.mean) else f"{estimate.mean:.2f}", ends
 
 
-def format_comparison_cells(one: JudgeComparison) -> Iterator[str]:
+def format_comparison_cells(one: JudgeComparison, heads: Sequence[str]) -> Iterator[str]:
     yield str(one.num_items)
     yield from format_difference(one.accuracy, 100, 1)
-    yield from ("", "", "") if one.score_error is None else format_difference(one.score_error, 1, 2)
-    yield from ("-" if tokens is None else f"{tokens:.0f}" for tokens in (one.tokens, one.against_tokens))
-    yield from ("-" if cost is None else f"{cost:.3g}" for cost in (one.cost_usd, one.against_cost_usd))
+    if "error" in heads:
+        yield from ("", "", "") if one.score_error is None else format_difference(one.score_error, 1, 2)
+    costs = [(one.tokens, one.against_tokens), (one.seconds, one.against_seconds), (one.cost_usd, one.against_cost_usd)]
+    for pair in costs if "USD" in heads else costs[:2]:
+        yield ", ".join("-" if cost is None else f"{cost:.3g}" for cost in pair)
 
 
 def format_difference(found: Difference, unit: float, digits: int) -> tuple[str, str, str]:
@@ -295,8 +298,10 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
         yield f"tokens of prompts per item: {prompts}"
         yield f"smaller k: subsets of the same judgements, all or {max_subsets} drawn, with a new vote"
     if result.seconds is not None:
-        cost = "" if result.cost_usd is None else f"; {result.cost_usd:.4g} USD for all"
-        yield f"seconds per item, waiting included: {result.seconds:.2f}{cost}"
+        cost = "" if result.cost_usd is None else f"; {result.cost_usd:.4g} USD"
+        yield f"seconds for all items: {result.seconds:.1f}{cost}"
+    if result.people:
+        yield "people: each rater against the label that the other raters of the item give"
     for one in result.comparisons:
         yield from describe_parting(one)
     names = {
@@ -322,7 +327,8 @@ def describe_parting(one: JudgeComparison) -> Iterator[str]:
     better = sum(item.outcome == "right" for item in one.parted)
     yield (
         f"{one.judge} and {one.against} part on {len(one.parted)} of {one.num_items} items: only {one.judge} is right "
-        f"on {better}, only {one.against} on {len(one.parted) - better}; all in {JUDGE_RESULTS}, the first ones:"
+        f"on {better}, only {one.against} on {len(one.parted) - better}"
+        + (f"; all in {JUDGE_RESULTS}, the first ones:" if one.parted else "")
     )
     for item in one.parted[:SHOWN_APART]:
         right = one.judge if item.outcome == "right" else one.against

@@ -172,32 +172,24 @@ def find_t_quantile(freedom: float) -> float:
 
 
 def estimate_correlation(compute: Callable[[Sequence[int]], float], clusters: Sequence[Sequence[int]]) -> Estimate:
-    """A figure on [-1, 1] of all items, such as a rank correlation, with an interval by the jackknife over groups of
-    clusters (Kott 2001, J. Official Statistics 17:521), in Fisher's z.
+    """A figure on [-1, 1] of all items, such as a rank correlation. Its interval is by the jackknife over groups of
+    clusters (Kott 2001, J. Official Statistics 17:521), in Fisher's z, by the delta method.
 
     compute:  (items) -> the figure; NaN if they have none.
     clusters: the items of each, as numbers.
     """
     everything = [item for cluster in clusters for item in cluster]
-    mean = compute(everything)
-    if math.isnan(mean):
-        return Estimate(mean=math.nan, low=math.nan, high=math.nan, num_clusters=len(clusters))
-    order = list(range(len(clusters)))
+    mean, num_clusters = compute(everything), len(clusters)
+    order = list(range(num_clusters))
     random.Random(0).shuffle(order)  # neighbours in a file are often alike
-    groups = [set(order[start::NUM_GROUPS]) for start in range(min(NUM_GROUPS, len(order)))]
-    bound = 1 - 1 / (2 * len(everything))
-
-    def transform(figure: float) -> float:
-        return math.atanh(min(bound, max(-bound, figure)))
-
+    groups = [set(order[start::NUM_GROUPS]) for start in range(min(NUM_GROUPS, num_clusters))]
     without = [[item for at, own in enumerate(clusters) if at not in group for item in own] for group in groups]
-    found = [transform(compute(items)) for items in without if items]
-    middle, freedom = transform(mean), len(found) - 1
-    if freedom < 1 or any(map(math.isnan, found)):
-        return Estimate(mean=mean, low=math.nan, high=math.nan, num_clusters=len(clusters))
-    variance = freedom**2 / len(found) * statistics.variance(found)
-    if abs(mean) > bound:  # ten pairs in the right order don't prove that all are
-        variance = max(variance, 1 / len(clusters))
-    half = find_t_quantile(freedom) * math.sqrt(variance)
+    found, freedom = [compute(items) for items in without if items], len(groups) - 1
+    if freedom < 1 or any(map(math.isnan, (mean, *found))):
+        return Estimate(mean=mean, low=math.nan, high=math.nan, num_clusters=num_clusters)
+    error = freedom * math.sqrt(statistics.variance(found) / len(found))
+    bound = 1 - min(1.0, 2 / num_clusters)  # ten pairs in the right order don't prove that all are
+    error = error / (1 - mean**2) if abs(mean) < bound else 1 / math.sqrt(num_clusters)
+    middle, half = math.atanh(min(bound, max(-bound, mean))), find_t_quantile(freedom) * error
     low, high = min(mean, math.tanh(middle - half)), max(mean, math.tanh(middle + half))
-    return Estimate(mean=mean, low=low, high=high, num_clusters=len(clusters))
+    return Estimate(mean=mean, low=low, high=high, num_clusters=num_clusters)

@@ -157,8 +157,8 @@ class JudgeEvaluation:
     cover items about which it was asked in part, which are in none of its accuracies.
     asked_verdicts: judgements without a verdict that were asked for it; asked_verdicts_read: those that then had one.
     num_prompt_tokens: summed over judgements, without shared principles; None for a model that returns no token ids.
-    seconds:  mean over items from its first request to its last verdict, waiting included; None: not measured.
-    cost_usd: of all tokens; None: no price is known.
+    seconds:  that judging all items took; None: not measured of this judge alone.
+    cost_usd: of all its requests; None: no price is known.
     """
 
     overall: SubsetResult  # a benchmark's own figure, if all of its subsets are here, else the mean over items
@@ -178,7 +178,7 @@ class JudgeEvaluation:
     num_tokens: int  # sampled
     num_prompt_tokens: int | None
     bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
-    seconds: float | None
+    seconds: float | None = None
     cost_usd: float | None = None
     asked_verdicts: int = 0
     asked_verdicts_read: int = 0
@@ -237,7 +237,6 @@ def evaluate_judgements(
     elif board is not None:
         overall, sections = compute_leaderboard(board, judged, scale, recount, figures.get("ties"))
         mean_over = f"{board.name}'s {'items' if board.by_items else 'sections'} {', '.join(board.sections)}"
-    seconds = [one.took_s for one in judged if one.took_s is not None]
     return JudgeEvaluation(
         overall=overall,
         mean_over=mean_over,
@@ -264,7 +263,6 @@ def evaluate_judgements(
         num_tokens=num_tokens,
         num_prompt_tokens=num_prompt_tokens,
         bias=measure_bias(judged, scale),
-        seconds=math.fsum(seconds) / len(seconds) if seconds else None,
         asked_verdicts=sum(one.completion.asked is not None for report in reports for one in answers_in(report)),
         asked_verdicts_read=sum(one.completion.asked is not None for report in reports for one in report.judgements),
     )

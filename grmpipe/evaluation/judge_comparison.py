@@ -45,7 +45,7 @@ class JudgeComparison:
     against:   the other judge's name, or the run that it was measured in.
     accuracy:  the difference of right items, which is paired: an item's difference is 1, 0 or -1.
     score_error: that of the distances from the label, over scored responses; None without any.
-    tokens, against_tokens: sampled for an item, on average; None: not known.
+    tokens, seconds, cost_usd: sampled, taken, paid for an item, on average; None: not known.
     parted:    all items that only one of them has right, in the order of the data.
     """
 
@@ -56,6 +56,8 @@ class JudgeComparison:
     score_error: Difference | None
     tokens: float | None
     against_tokens: float | None
+    seconds: float | None
+    against_seconds: float | None
     cost_usd: float | None
     against_cost_usd: float | None
     parted: tuple[PartedItem, ...]
@@ -68,6 +70,7 @@ class MeasuredJudge:
     name: str
     verdicts: Verdicts
     tokens: float | None = None
+    seconds: float | None = None
     cost_usd: float | None = None
 
 
@@ -100,6 +103,8 @@ def compare_judges(judge: MeasuredJudge, against: MeasuredJudge, items: Sequence
         score_error=estimate_difference(errors, are_shares=False) if errors else None,
         tokens=judge.tokens,
         against_tokens=against.tokens,
+        seconds=judge.seconds,
+        against_seconds=against.seconds,
         cost_usd=judge.cost_usd,
         against_cost_usd=against.cost_usd,
         parted=tuple(
@@ -161,8 +166,7 @@ def read_earlier(run_dir: Path, name: str, results: str, items: Sequence[Labelle
         for item, line in shared
         if not any(cause in INFRA_CAUSES for cause in line.failed.values())
     }
-    tokens, cost_usd = read_costs(run_dir / results, len(lines))
-    return MeasuredJudge(name=name, verdicts=verdicts, tokens=tokens, cost_usd=cost_usd)
+    return MeasuredJudge(name=name, verdicts=verdicts, **read_costs(run_dir / results, len(lines)))
 
 
 def is_scored(item: Labelled) -> bool:
@@ -177,11 +181,11 @@ def read_lines(path: Path) -> Iterator[EarlierLine]:
             raise ValueError(f"{path}, line {number}: {error}; evaluate again") from error
 
 
-def read_costs(path: Path, num_items: int) -> tuple[float | None, float | None]:
-    """Tokens and USD per item of an earlier evaluation; None where it doesn't say."""
+def read_costs(path: Path, num_items: int) -> dict[str, float]:
+    """Tokens, seconds and USD per item of an earlier evaluation, as far as it says."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
-        return None, None
-    tokens, cost_usd = (found.get(name) for name in ("num_tokens", "cost_usd"))
-    return None if tokens is None else tokens / num_items, None if cost_usd is None else cost_usd / num_items
+        return {}
+    totals = {name: found.get(f"num_{name}", found.get(name)) for name in ("tokens", "seconds", "cost_usd")}
+    return {name: total / num_items for name, total in totals.items() if isinstance(total, int | float)}

@@ -20,14 +20,12 @@ class JudgedItem:
     """A labelled item and the reports on its responses, in their order.
 
     num_asked:    judgements requested for each of its questions.
-    took_s:       from its first request to its last verdict, waiting included; None: not measured.
     meta_weights: the meta-RM's, one per judgement; empty if it failed, None without a meta-RM.
     """
 
     item: Labelled
     reports: tuple[JudgeReport, ...]
     num_asked: int
-    took_s: float | None = None
     meta_rm_weights: tuple[float, ...] | None = None
 
     @property

@@ -57,7 +57,7 @@ async def evaluate_judge(
     main, scale = config.judging.main, config.main_judge.scale
 
     async def measure(name: str) -> tuple[list[JudgedItem], JudgeEvaluation]:
-        breaker, before = OutageBreaker(compose_health(config)), spending.known.cost_usd
+        breaker, began_s, before = OutageBreaker(compose_health(config)), time.monotonic(), spending.known.cost_usd
         own = config.main_judge if name == REWARD else config.judges[name]
         with set_purpose("evaluation"):
             judge = breaker.guard(make_named(ready.prepared.under(config), running.models, name))
@@ -71,7 +71,7 @@ async def evaluate_judge(
         is_single = name != REWARD or len(config.judging.judges) == 1
         result = evaluate(judged, scale, make_recount(config, own, is_single=is_single))
         cost_usd = spending.known.cost_usd - before if spending.is_priced else None
-        return judged, replace(result, cost_usd=cost_usd)
+        return judged, replace(result, seconds=time.monotonic() - began_s, cost_usd=cost_usd)
 
     judged, result = await measure(REWARD)
     others = {name: await measure(name) for name in config.watchers}
@@ -107,6 +107,7 @@ def compare_measured(
             name=name,
             verdicts=tabulate(judged, scale, pass_score),
             tokens=result.num_tokens / num_items,
+            seconds=None if result.seconds is None else result.seconds / num_items,
             cost_usd=None if result.cost_usd is None else result.cost_usd / num_items,
         )
 
@@ -136,12 +137,10 @@ async def judge_items(
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
-            began_s = time.monotonic()
             reports = await judge_together(judge, item.prompt, f"e{index}", item.responses, priority=index)
-            took_s = time.monotonic() - began_s
             for report in reports:
                 counters.report(replace(report, by_judge={name: report}) if name and not report.by_judge else report)
-            one = JudgedItem(item=item, reports=reports, num_asked=num_asked, took_s=took_s)
+            one = JudgedItem(item=item, reports=reports, num_asked=num_asked)
             return one if meta_rm is None else replace(one, meta_rm_weights=await weigh_judgements(meta_rm, one, index))
 
     running: list[asyncio.Task[JudgedItem]] = []
