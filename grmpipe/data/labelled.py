@@ -35,11 +35,11 @@ def load_labelled(
 
     A row's kind is recognised by its fields: docs/evaluating.md has the table of kinds.
 
-    Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3, RM-Bench. Only on other
-    projects' readers: PPE, JudgeBench, HelpSteer2 preference. Rows without a label are left out, and so are items with
-    equal texts of different grades, which no judge can tell apart; one line of the console counts them, and what is
-    read. If the best comes first by convention (chosen, rejected), its place is chosen by the item's id, so that a
-    judge with a bias for the first place gains nothing.
+    Checked on stored rows: RMB, JudgeBench, Plan-RewardBench. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3,
+    RM-Bench. Only on other projects' readers: PPE, HelpSteer2 preference. Rows without a label are left out, and so are
+    items with equal texts of different grades, which no judge can tell apart; one line of the console counts them, and
+    what is read. If the best comes first by convention (chosen, rejected), its place is chosen by the item's id, so
+    that a judge with a bias for the first place gains nothing.
 
     Rows of several raters on the same texts become one item: the mean of their scores or grades, the majority of yes
     and no. Annotations (grmpipe's own annotations.jsonl) are such rows; what a later line undoes isn't read.

@@ -1,6 +1,7 @@
 """Rows of labels, by their fields: people's own, and those of judgement benchmarks. Each kind is a row of SCHEMAS."""
 
 import difflib
+import json
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -340,7 +341,7 @@ def rmb_best_of_n(row: LabelledRow) -> Sequence[Labelled]:
 
 
 def rmb(row: LabelledRow, answers: Mapping[str, object]) -> Sequence[Labelled]:
-    """Its answers by their fields, the best first. The subset is for example Helpfulness/Code, from
+    """Its answers by their fields, the best first. The subset is for example Pairwise_set/Helpfulness/Code, from
     Pairwise_set/Helpfulness/Code/Documentation.
     """
     texts = []
@@ -348,8 +349,27 @@ def rmb(row: LabelledRow, answers: Mapping[str, object]) -> Sequence[Labelled]:
         if not isinstance(value, Mapping) or not isinstance(value.get("answer"), str):
             raise row.wrong(field, "an object with a text `answer`", value)
         texts.append(str(value["answer"]))
-    subset = "/".join(row.subset("category_path").split("/")[1:3])
+    subset = "/".join(row.subset("category_path").split("/")[:3])
     return [best_first(texts, row, row.prompt("conversation_input"), subset, row.name)]
+
+
+def plan_reward_bench(row: LabelledRow) -> Sequence[Labelled]:
+    """Two trajectories, each written down as one text, as its own judge prompt shows them. The subset is the file's
+    name, as planning_multi_hard.
+    """
+    texts = []
+    for field in ("chosen", "reject"):
+        value = row.fields[field]
+        messages = value.get("messages") if isinstance(value, Mapping) else value
+        if not is_chat(messages) or not isinstance(messages, list):
+            raise row.wrong(field, "an object with `messages`, a list of {role, content}", value)
+        texts.append(
+            "\n\n".join(f"[{i}] {str(one.get('role')).upper()}: {one.get('content')}" for i, one in enumerate(messages))
+        )
+    tools = json.dumps(row.fields.get("tools") or [], ensure_ascii=False)
+    prompt = row.read_prompt(f"{row.text('query')}\n\nTools: {tools}", "query")
+    subset = row.subset() or row.name.partition(".")[0].removesuffix("_unified")
+    return [best_first(texts, row, prompt, subset, row.name)]
 
 
 def help_steer(row: LabelledRow) -> Sequence[Labelled]:
@@ -368,6 +388,7 @@ PAIR = Preference(texts=("response_a", "response_b"), best=by_word("preference")
 SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("RMB best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n),
     ("RMB pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair),
+    ("Plan-RewardBench", frozenset({"query", "chosen", "reject"}), plan_reward_bench),
     ("HelpSteer3 preference", frozenset({"context", "response1", "response2", "overall_preference"}), HELP_STEER3),
     ("HelpSteer2 preference", frozenset({"response_1", "response_2", "preference_strength"}), HELP_STEER2),
     ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness),
@@ -395,6 +416,8 @@ FIELDS = frozenset().union(  # that a schema may read
         "subset",
         "source",
         "category_path",
+        "id",
+        "tools",
         "rater",
         "ratings",
         "criterion",

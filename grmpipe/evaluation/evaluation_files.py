@@ -31,6 +31,7 @@ CORRELATIONS = ("spearman", "kendall_tau", "quadratic_kappa", "score_error", "ma
 FIGURES_IN_WORDS = {
     "accuracy": "right",
     "pair_accuracy": "pairs in the right order",
+    "tied_alike": "ties that have equal scores",
     "both_orders_accuracy": "pairs right in both orders",
     "consistency": "pairs alike in both orders",
     "spearman": "Spearman",
@@ -290,6 +291,8 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
         )
     if result.failed_items:
         yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
+    if result.num_ties:
+        yield f"items whose labels are all equal: {result.num_ties}; they have no right answer, and are in no accuracy"
     if result.lost_items:
         yield f"items that the judge could not be asked about{causes(result.lost_items)}; they are in no figure"
     if result.tokens_by_k:

@@ -24,6 +24,7 @@ from grmpipe.evaluation.judged_items import (
     count_tokens,
     decide_outcome,
     first_failure,
+    is_tie,
 )
 from grmpipe.evaluation.label_figures import (
     gather_places,
@@ -174,6 +175,7 @@ class JudgeEvaluation:
     failed_judgements: Mapping[str, int]  # by cause
     failed_items: Mapping[str, int]  # by the cause of the first response without a verdict
     lost_items: Mapping[str, int]  # by the cause of the first outage
+    num_ties: int  # items whose labels are all equal, which are in no accuracy
     num_judgements: int
     num_tokens: int  # sampled
     num_prompt_tokens: int | None
@@ -188,7 +190,7 @@ class JudgeEvaluation:
     @property
     def num_items(self) -> int:
         """The items that were judged, those that the judge's service failed among them."""
-        return self.over_items.judged.num_items + sum(self.lost_items.values())
+        return self.over_items.judged.num_items + self.num_ties + sum(self.lost_items.values())
 
 
 def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
@@ -220,6 +222,8 @@ def evaluate_judgements(
     """The evaluation of one judge, or of all together. reports: all that it gave, which are its costs."""
     outages = Counter[str](one.outage.cause for one in judged if one.outage is not None)
     num_items, judged = len(judged), [one for one in judged if one.outage is None]
+    figures = measure_all(judged, scale, recount.pass_score)
+    num_ties, judged = sum(is_tie(one.item) for one in judged), [one for one in judged if not is_tie(one.item)]
     by_subset: dict[str, list[JudgedItem]] = {}
     for one in judged:
         by_subset.setdefault(one.item.subset or "all", []).append(one)
@@ -229,7 +233,6 @@ def evaluate_judgements(
     num_asked = max((one.num_asked for one in judged), default=1)
     ks = recount.ks if num_counted else ()
     over_items = compute_result([(1.0, judged)], scale, recount)
-    figures = measure_all(judged, scale, recount.pass_score)
     overall, sections, mean_over = over_items, dict[str, SubsetResult](), "items"
     board, missing = find_leaderboard(judged)
     if board is not None and missing:
@@ -259,6 +262,7 @@ def evaluate_judgements(
         failed_judgements=Counter(failure.cause for failure in failures),
         failed_items=Counter(failure.cause for one in judged if (failure := first_failure(one)) is not None),
         lost_items=outages,
+        num_ties=num_ties,
         num_judgements=num_counted + len(failures),
         num_tokens=num_tokens,
         num_prompt_tokens=num_prompt_tokens,

@@ -10,7 +10,7 @@ import msgspec
 from grmpipe.config.judge import Scale
 from grmpipe.data.prompts import identify_prompt
 from grmpipe.evaluation.intervals import Difference, estimate_difference
-from grmpipe.evaluation.judged_items import JudgedItem, Outcome, decide_outcome
+from grmpipe.evaluation.judged_items import JudgedItem, Outcome, decide_outcome, is_tie
 from grmpipe.observe.run_files import JUDGED
 from grmpipe.types import INFRA_CAUSES, Labelled, ScoredResponse
 
@@ -76,7 +76,8 @@ class MeasuredJudge:
 
 def tabulate(judged: Sequence[JudgedItem], scale: Scale, pass_score: float) -> Verdicts:
     """The verdicts on the labels' scale."""
-    return {one.item.item_id: describe(one, scale, pass_score) for one in judged if one.outage is None}
+    counted = [one for one in judged if one.outage is None and not is_tie(one.item)]
+    return {one.item.item_id: describe(one, scale, pass_score) for one in counted}
 
 
 def describe(one: JudgedItem, scale: Scale, pass_score: float) -> ItemVerdict:

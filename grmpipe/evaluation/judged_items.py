@@ -104,6 +104,11 @@ def decide_outcome(item: Labelled, scores: Scores, pass_score: float) -> Outcome
     return "right" if min(best) > max(others) else "tied" if min(best) == max(others) else "wrong"
 
 
+def is_tie(item: Labelled) -> bool:
+    """Whether its labels say that no response is better: such an item is in no accuracy."""
+    return not isinstance(item, ScoredResponse) and len(set(item.grades)) == 1
+
+
 def compare_orders(judgements: Sequence[Judgement], first: int, second: int) -> tuple[float | None, float | None]:
     """By how much more judgements preferred one response to another, from -1 to 1: those that showed it first, and
     those that showed it last. None: no judgement did.

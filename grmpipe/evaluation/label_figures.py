@@ -16,7 +16,7 @@ from typing import TypeVar
 from grmpipe.data.prompts import identify_prompt
 from grmpipe.evaluation.agreement import compute_kendall, compute_quadratic_kappa, compute_spearman, map_crosswise
 from grmpipe.evaluation.intervals import Estimate, estimate_clustered, estimate_correlation, estimate_difference
-from grmpipe.evaluation.judged_items import JudgedItem, Scores, compare_orders, decide_outcome
+from grmpipe.evaluation.judged_items import JudgedItem, Scores, compare_orders, decide_outcome, is_tie
 from grmpipe.train.scalar.classification import auc
 from grmpipe.types import Labelled, RankedResponses, ScoredResponse
 
@@ -35,14 +35,18 @@ def measure_figures(rows: Sequence[Row], pass_score: float) -> dict[str, Estimat
 
 
 def measure_pairs(rows: Sequence[tuple[RankedResponses, Scores]]) -> dict[str, Estimate]:
-    """Where more than the best is known: the share of pairs of different grades that the scores order so."""
-    if all(sorted(set(item.grades)) in ([0, 1], [0]) for item, _ in rows):
-        return {}
+    """The share of ties by the labels whose scores are equal too; and, where there are more than two grades, the share
+    of pairs of different grades that the scores order so.
+    """
+    ties = [(item, [float(len(set(scores.values())) == 1)]) for item, scores in rows if is_tie(item)]
+    figures = {"tied_alike": estimate_clustered(gather(ties))} if ties else {}
+    if all(len(set(item.grades)) < 3 for item, _ in rows):
+        return figures
     ordered = [
         (item, [float((scores[a] - scores[b]) * (item.grades[a] - item.grades[b]) > 0) for a, b in list_pairs(item)])
         for item, scores in rows
     ]
-    return {"pair_accuracy": estimate_clustered(gather(ordered))}
+    return figures | {"pair_accuracy": estimate_clustered(gather(ordered))}
 
 
 def measure_scores(rows: Sequence[tuple[ScoredResponse, float]]) -> dict[str, Estimate]:
@@ -135,7 +139,8 @@ def measure_people(items: Sequence[Labelled], pass_score: float) -> dict[str, Es
     rows = [row for item in items if len(item.ratings) > 1 for row in leave_out_each(item, pass_score)]
     if not rows:
         return {}
-    outcomes = [(item, [float(decide_outcome(item, scores, pass_score) == "right")]) for item, scores in rows]
+    decided = [(item, decide_outcome(item, scores, pass_score)) for item, scores in rows if not is_tie(item)]
+    outcomes = [(item, [float(outcome == "right")]) for item, outcome in decided]
     return {"accuracy": estimate_clustered(gather(outcomes)), **measure_figures(rows, pass_score)}
 
 

@@ -67,12 +67,12 @@ def test_our_own_rows_keep_their_order_and_label(tmp_path: Path, name: str) -> N
         (
             {"conversation_input": TALK, "chosen": {"answer": "42"}, "reject": {"answer": "43"}, "pair_uid": "1",
              "category_path": "Pairwise_set/Helpfulness/Code/Documentation"},
-            "42", ("43",), "Helpfulness/Code",
+            "42", ("43",), "Pairwise_set/Helpfulness/Code",
         ),
         (
             {"conversation_input": TALK, "bon_best": {"answer": "42"}, "loser_list": [{"answer": "1"}, {"answer": "2"}],
              "category_path": "BoN_set/Harmlessness/S1"},
-            "42", ("1", "2"), "Harmlessness/S1",
+            "42", ("1", "2"), "BoN_set/Harmlessness/S1",
         ),
         (
             {"question": "6 x 7?", "response_A": "43", "response_B": "42", "label": "B>A", "source": "sums"},
@@ -312,7 +312,7 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
              "sampled_conflict_pairs": [[0, 1]]},
             "scores: expected numbers or booleans, got nan",
         ),
-        ({"prompt": "?"}, "known kinds: RMB best of n, RMB pairs, HelpSteer3 preference, HelpSteer2 "),
+        ({"prompt": "?"}, "known kinds: RMB best of n, RMB pairs, Plan-RewardBench, HelpSteer3 preference, "),
         (
             {"prompt": "?", "chosen": "a"},
             "line 2: its fields (prompt, chosen) are no known kind of labels: to be read as chosen and "
