@@ -29,7 +29,9 @@ def write_comparison(run_dir: Path, result: VerdictComparison) -> None:
 
 def list_metrics(result: VerdictComparison) -> Metrics:
     """The figures by their names in summary.json; none that isn't known."""
-    metrics: Metrics = {}
+    difference = result.overall.accuracy_difference
+    metrics: Metrics = {"accuracy_difference": difference.mean, "accuracy_difference_low": difference.low}
+    metrics |= {"accuracy_difference_high": difference.high, "accuracy_difference_p": difference.p}
     for name in FIGURES_SHOWN:
         estimate: Estimate = getattr(result.overall, name)
         metrics |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
@@ -83,6 +85,11 @@ def notes_on(result: VerdictComparison, failed: Mapping[str, int]) -> Iterator[s
     yield f"rollouts: {result.num_rollouts}, with a verdict of both judges {result.num_compared}"
     if failed:
         yield f"without a new verdict: {sum(failed.values())}{causes(failed)}; they are left out, and count as nothing"
+    if (difference := result.overall.accuracy_difference).num_values:
+        yield (
+            f"the new judge minus the run's, right order by the rule, paired: {100 * difference.mean:+.1f} points, "
+            f"95 % {100 * difference.low:+.1f} to {100 * difference.high:+.1f}, p {difference.p:.3f}"
+        )
     for who, step in (("the truth", result.parts_from_truth), ("the new judge", result.parts_from_new_judge)):
         yield describe_parting(who, step)
     if not result.overall.sign_changes.num_clusters:

@@ -87,6 +87,11 @@ def _judge_figures(judges: Mapping[str, Any]) -> Iterator[EvaluationFigure]:
                     about="judge", name=name, part=part, figure=figure, value=one["accuracy"], low=one["low"],
                     high=one["high"], count=one["num_items"],
                 )  # fmt: skip
+        for figure, one in judge.get("figures", {}).items():
+            yield EvaluationFigure(
+                about="judge", name=name, part="", figure=figure, value=one["mean"], low=one["low"], high=one["high"],
+                count=one["num_clusters"],
+            )  # fmt: skip
 
 
 def _accuracies(subset: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -156,7 +156,8 @@ def read_earlier(run_dir: Path, name: str, results: str, items: Sequence[Labelle
             )
         if tuple(line.labels) != item.labels:
             raise ValueError(
-                f"{run_dir} has other labels of {item.item_id}: {list(line.labels)} there, {list(item.labels)} here; "
+                f"{run_dir} has other labels of {item.item_id}: {format_labels(line.labels)} there, "
+                f"{format_labels(item.labels)} here; "
                 "evaluate both judges on the same file (evaluate.path), and under the same judge.scale"
             )
     verdicts = {
@@ -168,6 +169,10 @@ def read_earlier(run_dir: Path, name: str, results: str, items: Sequence[Labelle
         if not any(cause in INFRA_CAUSES for cause in line.failed.values())
     }
     return MeasuredJudge(name=name, verdicts=verdicts, **read_costs(run_dir / results, len(lines)))
+
+
+def format_labels(labels: Sequence[float]) -> str:
+    return ", ".join(f"{label:g}" for label in labels)
 
 
 def is_scored(item: Labelled) -> bool:

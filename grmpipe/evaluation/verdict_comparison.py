@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from grmpipe.evaluation.intervals import Estimate, estimate_clustered
+from grmpipe.evaluation.agreement import compute_spearman
+from grmpipe.evaluation.intervals import Difference, Estimate, estimate_clustered, estimate_difference
 
 MIN_SEGMENT = 5  # steps on each side of the step from which two series part
 SURE = 5.0  # standard errors of the difference of both sides; the best split of pure noise stays below
@@ -55,6 +56,7 @@ class Agreement:
     rank_correlation: Spearman's, within groups: over the groups where both judges tell siblings apart.
     flips:            pairs of siblings that both judges order, and each in another way.
     old_accuracy, new_accuracy: pairs of a right and a less right sibling that the judge orders so; a tie counts half.
+    accuracy_difference: the new one minus the old one, paired: on pairs of which both have all verdicts.
     sign_changes:     rollouts whose advantage has the other sign under the new verdicts.
     """
 
@@ -63,6 +65,7 @@ class Agreement:
     flips: Estimate
     old_accuracy: Estimate
     new_accuracy: Estimate
+    accuracy_difference: Difference
     sign_changes: Estimate
 
 
@@ -132,6 +135,9 @@ def agreement(groups: Sequence[ComparedGroup]) -> Agreement:
         flips=over_groups(flips),
         old_accuracy=over_groups(lambda group: right_orders(group, [one.old for one in group.rollouts])),
         new_accuracy=over_groups(lambda group: right_orders(group, [one.new for one in group.rollouts])),
+        accuracy_difference=estimate_difference(
+            {group.group_id: values for group in groups if (values := order_differences(group))}, are_shares=True
+        ),
         sign_changes=over_groups(
             lambda group: [float(one.changes_sign) for one in group.rollouts if one.changes_sign is not None]
         ),
@@ -151,14 +157,8 @@ def rank_correlation(group: ComparedGroup) -> Sequence[float]:
     difference.
     """
     old, new = zip(*pair_rewards(group), strict=True) if pair_rewards(group) else ((), ())
-    if len(set(old)) < 2 or len(set(new)) < 2:
-        return ()
-    return (statistics.correlation(ranks(old), ranks(new)),)
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """The rank of each value, from 1; equal ones have the mean of theirs."""
-    return [1 + sum(one < value for one in values) + (values.count(value) - 1) / 2 for value in values]
+    found = compute_spearman(old, new)
+    return () if math.isnan(found) else (found,)
 
 
 def flips(group: ComparedGroup) -> list[float]:
@@ -181,6 +181,14 @@ def right_orders(group: ComparedGroup, rewards: Sequence[float | None]) -> list[
         if right != other_right
     ]
     return [0.5 if sign == 0 else float(sign > 0) for sign in signs]
+
+
+def order_differences(group: ComparedGroup) -> list[float]:
+    """For each such pair with all verdicts of both judges: how much better the new one orders it."""
+    old = [None if one.new is None else one.old for one in group.rollouts]
+    new = [None if one.old is None else one.new for one in group.rollouts]
+    pairs = zip(right_orders(group, new), right_orders(group, old), strict=True)
+    return [after - before for after, before in pairs]
 
 
 def mean(values: Iterable[float | None]) -> float:

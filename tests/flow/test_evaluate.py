@@ -45,6 +45,31 @@ def test_a_policy_that_judges_is_measured_on_its_own_engines(small_run: Callable
     assert summary["eval"]["final"]["accuracy"] > 0.8
 
 
+def test_a_judge_that_no_reward_uses_is_measured_beside_the_first_and_compared_with_it(
+    small_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weak = ("+grm@models.weak=tiny_weak", "+judge@judges.b=generative", "judges.b.model=weak")
+    files = small_run(*EVALUATE, *weak, "objective=eval.final.b_difference")
+    final, result = files.summary["eval"]["final"], json.loads((files.run_dir / "evaluation.json").read_text())
+    assert list(result["by_judge"]) == ["judge", "b"] and set(result["by_judge"]["b"]["overall"]["by_k"]) == set("124")
+    assert files.summary["objective"] == pytest.approx(final["b_accuracy"] - final["grm_accuracy"])
+    assert final["b_difference_low"] < final["b_difference"] < final["b_difference_high"]
+    (compared,) = result["comparisons"]
+    assert (compared["judge"], compared["against"], compared["num_items"]) == ("b", "judge", 24)
+    assert compared["tokens"] == result["by_judge"]["b"]["num_tokens"] / 24 and compared["seconds"] > 0
+    lines = {line["item_id"]: line["by_judge"] for line in files.lines("judged")}
+    for item in compared["parted"]:
+        assert lines[item["item_id"]]["b"]["outcome"] == item["outcome"]
+        assert lines[item["item_id"]]["judge"]["outcome"] == item["against_outcome"]
+    assert set(files.summary["judging"]["by_judge"]) == {"judge", "b"}
+    assert f"b and judge part on {len(compared['parted'])} of 24 items" in capsys.readouterr().out
+    again = small_run(*EVALUATE, f"evaluate.against={files.run_dir}", "evaluate.num_items=12", run_dir="again")
+    final = again.summary["eval"]["final"]
+    assert (final["difference"], final["difference_p"]) == (0, 1), "the same judge under the same seed"
+    (earlier,) = json.loads((again.run_dir / "evaluation.json").read_text())["comparisons"]
+    assert (earlier["num_items"], earlier["against_tokens"]) == (12, result["num_tokens"] / 24)
+
+
 def test_a_route_is_measured_by_the_source_of_the_items(small_run: Callable, tmp_path: Path) -> None:
     two_judges = ("judge=rule", "+judge@judges.chat=rule", "reward=route", "reward.route={math: judge, chat: chat}")
     rows = [
@@ -79,6 +104,8 @@ def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None
         (("judge.temperature=0",), "evaluate.ks: greedy judgements are all the same"),
         (("evaluate.ks=[4,2]",), "evaluate.ks: must be numbers from 1 on"),
         (("judge=rubric",), "judge.protocol: rubric judges by the prompt's criteria"),
+        (("evaluate.against=nowhere",), "evaluate.against: nowhere has no judged.jsonl"),
+        (("evaluate.against=''",), "evaluate.against: is empty"),
     ],
 )
 def test_an_evaluation_that_cant_be_measured_is_refused_by_its_key(

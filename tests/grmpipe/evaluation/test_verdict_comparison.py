@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from grmpipe.evaluation.comparison_files import list_metrics
 from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, compare, find_parting_step
 
 
@@ -53,6 +54,18 @@ def test_accuracy_counts_pairs_of_a_right_and_a_wrong_sibling_and_a_tie_half() -
     assert overall.old_accuracy.mean == pytest.approx(0.5) and overall.new_accuracy.mean == pytest.approx(0.75)
     without_truth = compare([group("a", (0.9, 0.5), (0.1, 0.4))])
     assert math.isnan(without_truth.overall.old_accuracy.mean) and without_truth.parts_from_truth is None
+
+
+def test_the_difference_of_both_judges_is_paired_and_over_groups() -> None:
+    """The new judge orders the first pair better, the second alike; the third lacks a verdict of the run's judge."""
+    groups = [group(f"g{n}", (0.1, 0.9, 1.0), (0.5, 0.2, 0.0), (None, 0.1, 0.0)) for n in range(6)]
+    groups += [group(f"h{n}", (0.5, 0.9, 1.0), (0.5, 0.2, 0.0)) for n in range(6)]
+    found = compare(groups).overall
+    assert found.accuracy_difference.mean == pytest.approx((6 * 1 + 6 * 0.5) / 12)
+    assert (found.accuracy_difference.num_values, found.accuracy_difference.num_clusters) == (12, 12)
+    assert 0.4 < found.accuracy_difference.low < 0.75 < found.accuracy_difference.high < 1
+    assert found.accuracy_difference.p < 0.001
+    assert list_metrics(compare(groups))["accuracy_difference"] == found.accuracy_difference.mean
 
 
 def test_a_sign_changes_only_from_plus_to_minus_or_back() -> None:
