@@ -162,7 +162,7 @@ def judge_labelled_work(run_dir: Path) -> Path:
     judged = [
         JudgedItem(item=ranked, reports=of_ranked, num_asked=1), JudgedItem(item=single, reports=of_single, num_asked=1)
     ]  # fmt: skip
-    lines = [json.dumps(plain(to_line(one, Scale(low=0, high=10), {}))) for one in judged]
+    lines = [json.dumps(plain(to_line(one, Scale(low=0, high=10), {}, 8))) for one in judged]
     (run_dir / "judged.jsonl").write_text("\n".join(lines) + "\n")
     return run_dir
 

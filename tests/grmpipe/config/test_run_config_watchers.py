@@ -35,8 +35,14 @@ def test_a_composition_may_watch_with_its_judges() -> None:
 def test_nothing_watches_where_nothing_is_trained_on_verdicts() -> None:
     typed = ("+judge@judges.gold=rule", "judge_monitor.watch={gold: 1}")
     assert quickstart(*typed).watchers
-    assert not quickstart(*typed, "task=evaluate").watchers
+    assert not quickstart(*typed, "task=evaluate", "evaluate.what=policy").watchers
     assert not quickstart(*typed, "data.retrain_from=runs/x").watchers
+
+
+def test_an_evaluation_asks_every_judge_that_no_reward_uses() -> None:
+    typed = ("task=evaluate", "+judge@judges.gold=rule", "+judge@judges.used=rule", "reward.judge=used")
+    assert quickstart(*typed).watchers == {"gold": 0}
+    assert set(quickstart(*typed).asked.judges) == {"used", "gold"}
 
 
 @pytest.mark.parametrize(
