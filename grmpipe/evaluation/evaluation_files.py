@@ -25,7 +25,7 @@ JUDGE_RESULTS = "evaluation.json"
 WIDTH = 400  # columns, more than any table has
 TOGETHER = "together"  # what a composition makes of its judges
 SHOWN_APART = 3  # items that two judges part on
-QUESTION_CHARS = 60
+MAX_CHARS = 60  # of a question
 # Figures that aren't shares, and so aren't in percent.
 CORRELATIONS = ("spearman", "kendall_tau", "quadratic_kappa", "score_error", "mapped_error")
 FIGURES_IN_WORDS = {
@@ -336,7 +336,7 @@ def describe_parting(one: JudgeComparison) -> Iterator[str]:
     for item in one.parted[:SHOWN_APART]:
         right = one.judge if item.outcome == "right" else one.against
         question = " ".join(item.question.split())
-        cut = question if len(question) <= QUESTION_CHARS else f"{question[: QUESTION_CHARS - 2]}.."
+        cut = question if len(question) <= MAX_CHARS else f"{question[: MAX_CHARS - 2]}.."
         yield f"  {item.item_id}: {right} is right; {cut}"
 
 

@@ -15,6 +15,9 @@ from grmpipe.observe.run_files import JUDGED
 from grmpipe.types import INFRA_CAUSES, Labelled, ScoredResponse
 
 
+QUESTION_CHARS = 200
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemVerdict:
     """What one judge made of an item. error: the distance of its score from the label; None: it has no score, or the
@@ -30,7 +33,7 @@ Verdicts = Mapping[str, ItemVerdict]  # by the item's id; without those that the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartedItem:
-    """An item that only one of two judges has right. question: the prompt's last message."""
+    """An item that only one of two judges has right. question: how the prompt's last message begins."""
 
     item_id: str
     question: str
@@ -111,7 +114,7 @@ def compare_judges(judge: MeasuredJudge, against: MeasuredJudge, items: Sequence
         parted=tuple(
             PartedItem(
                 item_id=item.item_id,
-                question=item.prompt.messages[-1].content,
+                question=item.prompt.messages[-1].content[:QUESTION_CHARS],
                 outcome=one.outcome,
                 against_outcome=other.outcome,
             )

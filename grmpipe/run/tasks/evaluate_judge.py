@@ -213,7 +213,7 @@ def name_metrics(result: JudgeEvaluation, first: str) -> Metrics:
     for name, figure in result.figures.items():
         metrics |= {name: figure.mean, f"{name}_low": figure.low, f"{name}_high": figure.high}
     for one in result.comparisons:
-        name = f"{one.judge}_difference" if one.judge in result.by_judge or one.judge == TOGETHER else "difference"
+        name = f"{one.judge}_difference" if one.against in result.by_judge else "difference"
         metrics |= {name: one.accuracy.mean, f"{name}_low": one.accuracy.low, f"{name}_high": one.accuracy.high}
         metrics[f"{name}_p"] = one.accuracy.p
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
