@@ -29,7 +29,7 @@ MAX_CHARS = 60  # of a question
 # Figures that aren't shares, and so aren't in percent.
 CORRELATIONS = ("spearman", "kendall_tau", "quadratic_kappa", "score_error", "mapped_error")
 FIGURES_IN_WORDS = {
-    "accuracy": "right",
+    "rated_accuracy": "right, of several raters' items",
     "pair_accuracy": "pairs in the right order",
     "tied_alike": "ties that have equal scores",
     "both_orders_accuracy": "pairs right in both orders",

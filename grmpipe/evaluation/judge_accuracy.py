@@ -31,6 +31,7 @@ from grmpipe.evaluation.label_figures import (
     measure_figures,
     measure_orders,
     measure_people,
+    measure_rated,
     split_by_trait,
 )
 from grmpipe.evaluation.leaderboards import (
@@ -275,7 +276,8 @@ def evaluate_judgements(
 def measure_all(judged: Sequence[JudgedItem], scale: Scale, pass_score: float) -> dict[str, Estimate]:
     """The figures beside the accuracy. Those of orders are of a single judge: others see other orders."""
     rows = [(one, one.verdict_scores(scale)) for one in judged]
-    figures = measure_figures([(one.item, scores) for one, scores in rows], pass_score)
+    given = [(one.item, scores) for one, scores in rows]
+    figures = {**measure_rated(given, pass_score), **measure_figures(given, pass_score)}
     if len({name for one in judged for report in one.reports for name in report.own_reports}) == 1:
         figures |= measure_orders(judged)
     ties = [(one, one.verdict_scores(scale)) for one in find_ties(judged)]

@@ -14,7 +14,6 @@ from grmpipe.evaluation.judged_items import JudgedItem, Outcome, decide_outcome,
 from grmpipe.observe.run_files import JUDGED
 from grmpipe.types import INFRA_CAUSES, Labelled, ScoredResponse
 
-
 QUESTION_CHARS = 200
 
 

@@ -135,13 +135,21 @@ def list_pairs(item: RankedResponses) -> list[tuple[int, int]]:
 
 
 def measure_people(items: Sequence[Labelled], pass_score: float) -> dict[str, Estimate]:
-    """The same figures, and the accuracy, of each rater against the label that the other raters of the item give."""
+    """The same figures of each rater against the label that the other raters of the item give."""
     rows = [row for item in items if len(item.ratings) > 1 for row in leave_out_each(item, pass_score)]
     if not rows:
         return {}
-    decided = [(item, decide_outcome(item, scores, pass_score)) for item, scores in rows if not is_tie(item)]
-    outcomes = [(item, [float(outcome == "right")]) for item, outcome in decided]
-    return {"accuracy": estimate_clustered(gather(outcomes)), **measure_figures(rows, pass_score)}
+    return {**measure_rated(rows, pass_score), **measure_figures(rows, pass_score)}
+
+
+def measure_rated(rows: Sequence[Row], pass_score: float) -> dict[str, Estimate]:
+    """The accuracy on the items with several raters, where people and judges compare."""
+    decided = [
+        (item, [float(decide_outcome(item, scores, pass_score) == "right")])
+        for item, scores in rows
+        if len(item.ratings) > 1 and not is_tie(item)
+    ]
+    return {"rated_accuracy": estimate_clustered(gather(decided))} if decided else {}
 
 
 def leave_out_each(item: Labelled, pass_score: float) -> Iterator[Row]:

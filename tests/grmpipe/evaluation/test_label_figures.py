@@ -86,10 +86,10 @@ def test_people_are_measured_by_the_labels_of_the_others() -> None:
     items = [yes_no(n, True, a=10, b=10, c=10) for n in range(4)] + [yes_no(9, False, a=1, b=1, c=10)]
     found = measure_people([*items, yes_no(7, True, a=10), yes_no(8, True)], PASS)
     # Four items: 12 of 12 rows right. The fifth: c against a and b is wrong; a against b and c has no majority.
-    assert found["accuracy"].mean == pytest.approx(12 / 13)
+    assert found["rated_accuracy"].mean == pytest.approx(12 / 13)
     assert found["false_positive_rate"].mean == 1
     pairs = [ranked(1, 2, 1, a=(2, 1), b=(2, 1)), ranked(2, 1, 1, a=(2, 1), b=(1, 2))]
-    assert measure_people(pairs, PASS)["accuracy"].mean == 0.5
+    assert measure_people(pairs, PASS)["rated_accuracy"].mean == 0.5
     scored = [
         ScoredResponse(item_id=f"{n}", prompt=ask(f"{n}?"), response="", score=n, ratings={"a": n, "b": n + 1.0})
         for n in range(1, 9)
