@@ -146,10 +146,14 @@ def make_meta_rm_table(result: JudgeEvaluation) -> Table:
 def make_judges_table(result: JudgeEvaluation) -> Table:
     """The table of several judges: each by itself, and what a composition makes of them."""
     heads = ("items", "judged", "95 %", "tied", "failed", "judgements", "lost", "tokens")
-    rows = [(name, list(format_judge_cells(own))) for name, own in result.by_judge.items()]
-    whole = list(format_judge_cells(result))  # of a composition, or of the first of single judges
-    total = None if any(list(cells) == whole for _, cells in rows) else (TOGETHER, whole)
+    rows = [(name, format_judge_cells(own)) for name, own in result.by_judge.items()]
+    total = (TOGETHER, format_judge_cells(result)) if is_composed(result) else None
     return table("judge", "the same, judge by judge", heads, rows, total)
+
+
+def is_composed(result: JudgeEvaluation) -> bool:
+    """Whether the whole is made of several judges: else it is the first of single ones."""
+    return all(own.figures is not result.figures for own in result.by_judge.values())
 
 
 def make_parts_table(result: JudgeEvaluation) -> Table:
@@ -164,6 +168,7 @@ def make_parts_table(result: JudgeEvaluation) -> Table:
 def make_figures_table(result: JudgeEvaluation) -> Table:
     """What else the labels tell, of each judge, and of people where items have several raters."""
     columns = {name: own.figures for name, own in result.by_judge.items()} or {"judge": result.figures}
+    columns |= {TOGETHER: result.figures} if result.by_judge and is_composed(result) else {}
     columns |= {"people": result.people} if result.people else {}
     names = [name for name in FIGURES_IN_WORDS if any(name in own for own in columns.values())]
     rows = [
