@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,29 +63,20 @@ def compute_quadratic_kappa(xs: Sequence[float], ys: Sequence[float]) -> float:
 # -- the best monotone map ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MonotoneMap:
-    """A map that never falls: between its points linear, outside them constant."""
-
-    x_K: np.ndarray
-    y_K: np.ndarray
-
-    def apply(self, values: Sequence[float]) -> np.ndarray:
-        return np.asarray(np.interp(values, self.x_K, self.y_K))
-
-
-def fit_monotone_map(scores: Sequence[float], labels: Sequence[float]) -> MonotoneMap:
-    """Isotonic regression: the map with the least squared error, by pooling adjacent violators (Barlow et al. 1972)."""
-    x_K, places_N, counts_K = np.unique(np.asarray(scores, dtype=float), return_inverse=True, return_counts=True)
-    sums_K = np.bincount(places_N, weights=np.asarray(labels, dtype=float))
-    blocks: list[tuple[float, int, int]] = []  # sum and number of labels, number of scores
+def fit_isotonic(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Isotonic regression: the map that never falls with the least squared error, as its knots and their values, between
+    which it is linear (`np.interp`). By pooling adjacent violators (Barlow et al. 1972); equal xs are averaged first.
+    """
+    knots_K, places_N, counts_K = np.unique(np.asarray(xs, dtype=float), return_inverse=True, return_counts=True)
+    sums_K = np.bincount(places_N, weights=np.asarray(ys, dtype=float))
+    blocks: list[tuple[float, int, int]] = []  # sum and number of ys, number of knots
     for own, count in zip(sums_K.tolist(), counts_K.tolist(), strict=True):
         block = (own, count, 1)
         while blocks and blocks[-1][0] * block[1] >= block[0] * blocks[-1][1]:
             last = blocks.pop()
             block = (last[0] + block[0], last[1] + block[1], last[2] + block[2])
         blocks.append(block)
-    return MonotoneMap(x_K, np.repeat([one[0] / one[1] for one in blocks], [one[2] for one in blocks]))
+    return knots_K.tolist(), [total / count for total, count, width in blocks for _ in range(width)]
 
 
 def map_crosswise(scores: Sequence[float], labels: Sequence[float], clusters: Sequence[Hashable]) -> np.ndarray | None:
@@ -101,5 +91,5 @@ def map_crosswise(scores: Sequence[float], labels: Sequence[float], clusters: Se
     in_first_N = np.asarray([name in chosen for name in clusters])
     x_N, y_N, mapped_N = np.asarray(scores, dtype=float), np.asarray(labels, dtype=float), np.empty(len(scores))
     for half_N in (in_first_N, ~in_first_N):
-        mapped_N[half_N] = fit_monotone_map(x_N[~half_N], y_N[~half_N]).apply(x_N[half_N])
+        mapped_N[half_N] = np.interp(x_N[half_N], *fit_isotonic(x_N[~half_N].tolist(), y_N[~half_N].tolist()))
     return mapped_N
