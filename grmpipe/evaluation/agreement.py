@@ -64,19 +64,20 @@ def compute_quadratic_kappa(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def fit_isotonic(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Isotonic regression: the map that never falls with the least squared error, as its knots and their values, between
-    which it is linear (`np.interp`). By pooling adjacent violators (Barlow et al. 1972); equal xs are averaged first.
+    """Isotonic regression: the map that never falls with the least squared error, as knots and their values. Between
+    them it is linear (`np.interp`). By pooling adjacent violators (Barlow et al. 1972); equal xs are averaged first.
     """
-    knots_K, places_N, counts_K = np.unique(np.asarray(xs, dtype=float), return_inverse=True, return_counts=True)
+    values_K, places_N, counts_K = np.unique(np.asarray(xs, dtype=float), return_inverse=True, return_counts=True)
     sums_K = np.bincount(places_N, weights=np.asarray(ys, dtype=float))
-    blocks: list[tuple[float, int, int]] = []  # sum and number of ys, number of knots
-    for own, count in zip(sums_K.tolist(), counts_K.tolist(), strict=True):
-        block = (own, count, 1)
-        while blocks and blocks[-1][0] * block[1] >= block[0] * blocks[-1][1]:
-            last = blocks.pop()
-            block = (last[0] + block[0], last[1] + block[1], last[2] + block[2])
+    blocks: list[tuple[float, float, float, int]] = []  # first and last x, sum and number of ys
+    for x, total, count in zip(values_K.tolist(), sums_K.tolist(), counts_K.tolist(), strict=True):
+        block = (x, x, total, count)
+        while blocks and blocks[-1][2] * block[3] >= block[2] * blocks[-1][3]:
+            before = blocks.pop()
+            block = (before[0], block[1], before[2] + block[2], before[3] + block[3])
         blocks.append(block)
-    return knots_K.tolist(), [total / count for total, count, width in blocks for _ in range(width)]
+    knots = [(x, total / count) for first, last, total, count in blocks for x in dict.fromkeys((first, last))]
+    return [x for x, _ in knots], [y for _, y in knots]
 
 
 def map_crosswise(scores: Sequence[float], labels: Sequence[float], clusters: Sequence[Hashable]) -> np.ndarray | None:
