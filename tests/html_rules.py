@@ -28,7 +28,8 @@ class Page(HTMLParser):
         attributes = {name: value or "" for name, value in given}
         self.found.append((tag, attributes))
         labelled = {"aria-label", "aria-labelledby"} & attributes.keys()
-        if tag in CONTROLS and not labelled and "label" not in (name for name, _, _ in self._open):
+        is_seen = attributes.get("type") != "hidden"
+        if tag in CONTROLS and is_seen and not labelled and "label" not in (name for name, _, _ in self._open):
             self.problems.append(f"{tag} {attributes.get('name')} has no label")
         if tag == "th" and attributes.get("scope") not in ("col", "row"):
             self.problems.append("a th has no scope")

@@ -13,6 +13,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.task_settings import (
+    AnnotateConfig,
     EvaluateConfig,
     MetaRmConfig,
     PlanConfig,
@@ -125,6 +126,7 @@ class SharedSections:
     score: ScoreConfig = field(default_factory=ScoreConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     rejudge: RejudgeConfig = field(default_factory=RejudgeConfig)
+    annotate: AnnotateConfig = field(default_factory=AnnotateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     new: NewConfig = field(default_factory=NewConfig)

@@ -132,6 +132,21 @@ class MetaRmConfig(Bounded):
     judgements: str | None = not_empty(None, A_PATH_OR_NONE)
 
 
+SELECTIONS = ("random", "disagreement", "split", "threshold")
+
+
+@dataclass(frozen=True)
+class AnnotateConfig(Bounded):
+    """Annotations of answers in the pages of `task=view`."""
+
+    # Folder for annotations of runs that may not be written to, as <dir>/<run>/annotations.jsonl; null: each run's own.
+    dir: str | None = not_empty(None, A_PATH_OR_NONE)
+    # What the queue offers first: answers at random, or with a larger share of those on which judges disagree
+    # (disagreement), votes are split (split), or the reward is near one half (threshold).
+    select: str = one_of(SELECTIONS, "random")
+    num_items: int = at_least(1, 100)  # [answers] Expected number of answers in the queue.
+
+
 @dataclass(frozen=True)
 class PlanConfig(Bounded):
     """Settings of `task=plan`, which plans a run."""

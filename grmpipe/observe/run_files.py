@@ -60,13 +60,14 @@ by_score = attrgetter("score")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critique:
     """A judgement, or the cause of a failed verdict. judge: whose it is, if there are several. turn: which it is
-    about, from 1; None: all of the rollout.
+    about, from 1; None: all of the rollout. scores: all of a judgement of one response, as by the criteria of a rubric.
     """
 
     text: str
     score: float | None
     judge: str = ""
     turn: int | None = None
+    scores: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +190,15 @@ def find_judge(values: Mapping[str, str]) -> JudgeKind:
     """
     if (composed := values.get("reward.kind", "single")) != "single":
         return JudgeKind(shown="no judge") if composed == "none" else JudgeKind(shown="the judges", writes=True)
-    name = values.get("reward.judge", "null")
-    section = "judge" if name in ("null", "judge") else f"judges.{name}"
+    section = find_judge_section(values)
     kind = KINDS.get(values.get(f"{section}.kind", ""), KINDS["generative"])
     return kind.describe(lambda key: values.get(f"{section}.{key}"))
+
+
+def find_judge_section(values: Mapping[str, str], name: str = "") -> str:
+    """The section of a judge; without a name, of the one that gives the reward."""
+    name = name or values.get("reward.judge", "null")
+    return "judge" if name in ("null", "judge") else f"judges.{name}"
 
 
 def read_values(config: str) -> dict[str, str]:

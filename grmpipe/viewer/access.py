@@ -1,4 +1,4 @@
-"""Who may see the viewer's pages: those on this machine who have its token."""
+"""Who may see the viewer's pages, and write by them: those on this machine who have its token."""
 
 import hmac
 import secrets
@@ -11,20 +11,24 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with no-referrer a browser hides the origin of our own forms too
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 NO_TOKEN = "This page needs the token: open the address that `grmpipe task=view` printed, then this one again."
 WRONG_HOST = "This address isn't one of the viewer."
+FOREIGN = "This form isn't one of the viewer that runs now: open its page again. Nothing was written."
 
 
-def make_guard(token: str) -> Middleware:
-    """The middleware that admits a request with the token: in the URL, which makes it a cookie, or as that cookie."""
+def make_guard(token: str, form_token: str) -> Middleware:
+    """The middleware that admits a request with the token: in the URL, which makes it a cookie, or as that cookie.
+
+    form_token: what a form must send besides: pages of other ports of this machine are sent with the cookie too.
+    """
     cookie = f"grmpipe_view_{secrets.token_hex(4)}"  # another viewer on this machine has another one
 
-    def is_right(given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+    def is_right(given: object, wanted: str = token) -> bool:
+        return hmac.compare_digest(str(given).encode("utf-8", "replace"), wanted.encode())
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -45,6 +49,11 @@ def make_guard(token: str) -> Middleware:
             return answer
         if not is_right(request.cookies.get(cookie, "")):
             raise web.HTTPUnauthorized(text=NO_TOKEN)
+        if request.method == "POST":
+            own = f"http://{request.host}"
+            sent = (await request.post()).get("form_token", "")
+            if request.headers.get("Origin", own) != own or not is_right(sent, form_token):
+                raise web.HTTPForbidden(text=FOREIGN)
         return await handler(request)
 
     return guard

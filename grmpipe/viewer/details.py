@@ -124,7 +124,9 @@ def critiques_of_response(item: ItemLine, sibling: int) -> Iterator[Critique]:
             yield Critique(text=f"no verdict: {cause}", score=None, judge=name)
     for said in item.judgements:
         if sibling in said.siblings:
-            yield Critique(text=said.text, score=get_score(said.siblings, said.scores, sibling), judge=said.judge)
+            score = get_score(said.siblings, said.scores, sibling)
+            scores = said.scores if len(said.siblings) == 1 else ()
+            yield Critique(text=said.text, score=score, judge=said.judge, scores=scores)
     for failed in item.failures:
         if failed.sibling == sibling:
             yield Critique(text=f"failed: {words(failed)}", score=None, judge=failed.judge)
@@ -170,7 +172,8 @@ def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]
 def show_judgement(one: Judgement, sibling: int, judge: str) -> Critique:
     turn = None if one.turn is None else one.turn + 1
     score = get_score(one.siblings, one.scores, sibling)
-    return Critique(text=one.completion.text, score=score, judge=judge, turn=turn)
+    scores = one.scores if len(one.siblings) == 1 else ()
+    return Critique(text=one.completion.text, score=score, judge=judge, turn=turn, scores=scores)
 
 
 def show_failure(failure: Failed, judge: str) -> Critique:

@@ -7,6 +7,7 @@ scripts.
 import contextlib
 import html
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from urllib.parse import quote, urlencode
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -17,10 +18,20 @@ from grmpipe.observe.console import failures_by_cause
 from grmpipe.observe.report import ALARMS, REWARDS, SCORES, percent
 from grmpipe.observe.run_files import FIGURES, describe_spent, read_bytes, read_object, to_text
 from grmpipe.viewer import figures, queries
+from grmpipe.viewer.annotate_pages import (
+    DECIDES,
+    NotThere,
+    Rater,
+    annotations_page,
+    describe_desk,
+    diff_page,
+    name_scores,
+    read_whole_group,
+)
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
 from grmpipe.viewer.ingest import LABELLED
-from grmpipe.viewer.queries import SORTS, Filter
+from grmpipe.viewer.queries import COLUMN_SORTS, SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
 MAX_CHARS = 200_000  # in one text; what is longer loses its middle
@@ -35,10 +46,6 @@ CURVES = {  # title -> title of a curve -> its metric
 }
 
 
-class NotThere(Exception):
-    """What the URL names isn't in the run, or not any more."""
-
-
 def make_environment() -> Environment:
     environment = Environment(
         loader=ChoiceLoader([PackageLoader("grmpipe.viewer"), PackageLoader("grmpipe.observe")]),
@@ -48,7 +55,7 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"sent": escape_sent, "shown": show_text, "short": format_known, "percent": percent}
-    environment.globals |= {"link": link, "means_rows": MEANS_ROWS}
+    environment.globals |= {"link": link, "means_rows": MEANS_ROWS, "name_scores": name_scores}
     return environment
 
 
@@ -82,7 +89,7 @@ def link(page: str, run: str = "", query: str = "", **more: object) -> str:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def run_page(run: ViewedRun, query: Query) -> dict[str, object]:
+def run_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
     found = query.get("metrics", "").strip()
     since = queries.parse_number("since", query["since"], int) if query.get("since") else None
     of_run = figures.run_figures(run.index, run.index.progress())
@@ -142,41 +149,48 @@ def present(*charts: Chart | None) -> list[Chart]:
     return [one for one in charts if one is not None]
 
 
-def rollouts_page(run: ViewedRun, query: Query) -> dict[str, object]:
+def read_filter(run: ViewedRun, query: Query) -> Filter:
+    """Raises ValueError, sqlite3.Error."""
+    with contextlib.closing(run.index.read()) as connection:
+        return Filter.parse(query, evaluation=figures.first_evaluation(connection))
+
+
+def rollouts_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
     with contextlib.closing(run.index.read()) as connection:
         first = figures.first_evaluation(connection)
         wanted = Filter.parse(query, evaluation=first)
         return {
             "trains": not first,
             "wanted": wanted,
+            "here": wanted.url(page=wanted.page),
+            "narrowed": replace(wanted, words="", sort="newest", page=1) != Filter(evaluation=wanted.evaluation),
             "found": queries.find_rollouts(connection, wanted),
             "choices": figures.choices(connection),
             "sorts": [*SORTS],
+            "column_sorts": COLUMN_SORTS,
+            "own": {one.place: one for one in rater.read_own(run) if one.field in DECIDES},
         }
 
 
-def group_page(run: ViewedRun, query: Query) -> dict[str, object]:
+def group_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
     """The siblings side by side; one of them alone if the query has a `sibling`."""
-    with contextlib.closing(run.index.read()) as connection:
-        rows = queries.read_group(
-            connection,
-            query.get("group", ""),
-            evaluation=query.get("evaluation", ""),
-            round_=int(queries.parse_number("round", query.get("round", "0"), int)),
-        )
-    if not rows:
-        raise NotThere(f"no group {query.get('group', '')!r} in this run")
-    siblings = read_siblings(run.run_dir, rows)
+    every = siblings = read_whole_group(run, query)
     prompt = next((one.recorded.prompt for one in siblings if one.recorded is not None), None)
     if "sibling" in query:
         wanted = queries.parse_number("sibling", query["sibling"], int)
         siblings = [one for one in siblings if one.row.sibling == wanted]
         if not siblings:
             raise NotThere(f"no sibling {query['sibling']} in group {query.get('group', '')!r}")
-    return {"rows": rows, "siblings": siblings, "prompt": prompt, "alone": "sibling" in query}
+    return {
+        "rows": [one.row for one in every],
+        "siblings": siblings,
+        "prompt": prompt,
+        "alone": "sibling" in query,
+        **describe_desk(run, query, rater, siblings),
+    }
 
 
-def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
+def failures_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
     asked = {name: query[name] for name in ("cause", "page", "evaluation") if name in query}
     with contextlib.closing(run.index.read()) as connection:
         wanted = Filter.parse(asked, evaluation=figures.first_evaluation(connection))
@@ -191,11 +205,21 @@ def failures_page(run: ViewedRun, query: Query) -> dict[str, object]:
         }
 
 
-PAGES: Mapping[str, Callable[[ViewedRun, Query], dict[str, object]]] = {
+PAGES: Mapping[str, Callable[[ViewedRun, Query, Rater], dict[str, object]]] = {
     "run": run_page,
     "rollouts": rollouts_page,
     "group": group_page,
     "failures": failures_page,
+    "diff": diff_page,
+    "annotations": annotations_page,
+}
+RUN_SORTS = {  # column of the list of runs -> field of ViewedState
+    "run": "",
+    "status": "status",
+    "steps": "steps",
+    "held-out reward": "reward",
+    "true accuracy": "true_accuracy",
+    "last change": "changed",
 }
 MEANS_ROWS = {  # title -> field of Means
     "rollouts": "rollouts",
@@ -213,10 +237,17 @@ MEANS_ROWS = {  # title -> field of Means
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
-def states(runs: Mapping[str, ViewedRun]) -> dict[str, ViewedState]:
-    """What changed last comes first."""
+def states(runs: Mapping[str, ViewedRun], sort: str) -> dict[str, ViewedState]:
+    """By a column of the list, ascending, or descending with a minus in front. Unknown values come last. Raises
+    ValueError.
+    """
+    column, is_down = sort.removeprefix("-"), sort.startswith("-")
+    if column not in RUN_SORTS:
+        raise ValueError(f"sort: unknown column {column!r}; known: {', '.join(RUN_SORTS)}")
     found = {name: run.state() for name, run in runs.items()}
-    return dict(sorted(found.items(), key=lambda one: one[1].changed, reverse=True))
+    values = {name: name if column == "run" else getattr(state, RUN_SORTS[column]) for name, state in found.items()}
+    known = sorted((name for name in found if values[name] is not None), key=lambda name: values[name], reverse=is_down)
+    return {name: found[name] for name in (*known, *(name for name in found if values[name] is None))}
 
 
 def compare(a: ViewedRun, b: ViewedRun) -> dict[str, object]:

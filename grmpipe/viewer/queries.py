@@ -31,8 +31,26 @@ SORTS = {
     "longest": "r.tokens DESC",
     "advantage, highest": "r.advantage DESC",
     "advantage, lowest": "r.advantage IS NULL, r.advantage",
+    "spread, narrowest": "{of}.spread IS NULL, {of}.spread",
+    "reward, highest": "{of}.reward DESC",
+    "reward, lowest": "{of}.reward IS NULL, {of}.reward",
+    "truth, highest": "r.truth DESC",
+    "truth, lowest": "r.truth IS NULL, r.truth",
+    "shortest": "r.tokens IS NULL, r.tokens",
+    "source": "r.source",
 }
 BY_ID = ("newest", "oldest")
+# Column of the table -> the sorts of a click on it, and of another one.
+COLUMN_SORTS = {
+    "step": ("newest", "oldest"),
+    "verdict": ("score, highest", "score, lowest"),
+    "reward": ("reward, highest", "reward, lowest"),
+    "spread": ("spread, widest", "spread, narrowest"),
+    "truth": ("truth, highest", "truth, lowest"),
+    "advantage": ("advantage, highest", "advantage, lowest"),
+    "tokens": ("longest", "shortest"),
+    "source": ("source", "newest"),
+}
 # Field of Filter -> condition with its value.
 CONDITIONS = {
     "step_from": "r.step >= :step_from",
@@ -88,6 +106,10 @@ class RolloutRow:
     outcome: str | None
     advantage: float | None
     truth: float | None
+
+    @property
+    def place(self) -> tuple[str, int, str, int]:
+        return self.evaluation, self.round, self.group_id, self.sibling
 
     @property
     def link(self) -> str:
@@ -183,13 +205,36 @@ class RolloutPage:
 
 def find_rollouts(connection: sqlite3.Connection, wanted: Filter) -> RolloutPage:
     """Raises sqlite3.Error."""
-    wanted = replace(wanted, words=match_expression(wanted.words))
     end = wanted.page * PAGE_ROWS
     counted = max(COUNTED, end)
-    found = connection.execute(select_ids(wanted), {**asdict(wanted), "limit": counted + 1})
-    ids = [row["id"] for row in found]
+    ids = select_all(connection, wanted, counted + 1)
     rows = read_rows(connection, wanted.judge, ids[end - PAGE_ROWS : end])
     return RolloutPage(rows=rows, page=wanted.page, found=min(len(ids), counted), is_more=len(ids) > counted)
+
+
+def select_all(connection: sqlite3.Connection, wanted: Filter, limit: int = -1) -> list[int]:
+    """The ids of all rollouts that match, in their order. Raises sqlite3.Error."""
+    wanted = replace(wanted, words=match_expression(wanted.words))
+    return [row["id"] for row in connection.execute(select_ids(wanted), {**asdict(wanted), "limit": limit})]
+
+
+def find_neighbours(
+    connection: sqlite3.Connection, wanted: Filter, row: RolloutRow, *, alone: bool
+) -> list[tuple[RolloutRow, Filter] | None]:
+    """The rollout before this one in the table, and the one after it, each with its page of the table; of a whole group
+    those of other groups. None: there is none near the page of `wanted`.
+    """
+    start = max(0, (wanted.page - 2) * PAGE_ROWS)
+    ids = select_all(connection, wanted, (wanted.page + 1) * PAGE_ROWS)[start:]
+    first: dict[tuple[object, ...], tuple[RolloutRow, int]] = {}
+    for place, one in enumerate(read_rows(connection, wanted.judge, ids), start):
+        first.setdefault((one.link, one.sibling if alone else None), (one, place // PAGE_ROWS + 1))
+    keys, own = [*first], (row.link, row.sibling if alone else None)
+    if own not in first:
+        return [None, None]
+    here = keys.index(own)
+    around = [keys[here - 1] if here else None, keys[here + 1] if here + 1 < len(keys) else None]
+    return [(first[key][0], replace(wanted, page=first[key][1])) if key is not None else None for key in around]
 
 
 def read_rows(connection: sqlite3.Connection, judge: str, ids: Sequence[int]) -> list[RolloutRow]:

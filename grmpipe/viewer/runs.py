@@ -13,17 +13,17 @@ from grmpipe.config.judge import JudgeKind
 from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.changes import read_changes
-from grmpipe.observe.charts import Point
+from grmpipe.observe.charts import Point, short
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.run_files import (
     NEVER_ENDED,
     config_text,
     find_judge,
     find_numbers,
-    find_title,
     get_list,
     mask_text,
     number,
+    part,
     read_bytes,
     read_object,
     read_values,
@@ -70,8 +70,9 @@ class ViewedRun:
     def state(self) -> ViewedState:
         secrets, summary = environment_secrets(), read_object(self.run_dir / "summary.json")
         last = read_last(*self._metrics_file())
+        experiment = flat_config(self).get("experiment_name", "")
         return ViewedState(
-            title=find_title(self.run_dir, self.config),
+            experiment="" if experiment in self.name.split("/") else experiment,
             status=str(summary.get("status", NEVER_ENDED)),
             failure=mask_text(summary.get("failure"), secrets),
             alarms=[mask(str(alarm), secrets) for alarm in get_list(summary, "alarms")],
@@ -79,6 +80,7 @@ class ViewedRun:
             steps=int(number(summary, "steps") or last.get("step", 0)),
             reward=last.get("eval/reward"),
             true_accuracy=last.get("eval/true_accuracy"),
+            figures=describe_evaluations(part(summary, "eval")) if not summary.get("steps") else "",
             changed=self._changed(),
         )
 
@@ -90,9 +92,13 @@ class ViewedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewedState:
-    """How a run stands. reward, true_accuracy: of its last evaluation on held-out prompts. changed: local time."""
+    """How a run stands. reward, true_accuracy: of its last evaluation on held-out prompts. changed: local time.
 
-    title: str
+    experiment: its name, if the run's own doesn't hold it.
+    figures:    of a run that only evaluates, in words.
+    """
+
+    experiment: str
     status: str
     failure: str | None
     alarms: Sequence[str]
@@ -100,11 +106,25 @@ class ViewedState:
     steps: int
     reward: float | None
     true_accuracy: float | None
+    figures: str
     changed: datetime
 
     @property
     def is_open(self) -> bool:
         return self.status == NEVER_ENDED
+
+
+def describe_evaluations(evaluations: Mapping[str, object]) -> str:
+    """The first figure of each evaluation, with its interval, as in `accuracy 0.65 [0.51, 0.77]`."""
+    shown = []
+    for name in evaluations:
+        found = find_numbers(part(dict(evaluations), name))
+        if found:
+            first, value = next(iter(found.items()))
+            ends = [found[f"{first}_{end}"] for end in ("low", "high") if f"{first}_{end}" in found]
+            interval = " [{}]".format(", ".join(map(short, ends))) if len(ends) == 2 else ""
+            shown.append(f"{'' if name == 'final' else name + ' '}{first} {short(value)}{interval}")
+    return "; ".join(shown)
 
 
 def read_stamp(path: Path) -> tuple[int, int]:
@@ -148,8 +168,10 @@ def find_runs(folder: Path) -> dict[str, ViewedRun]:
 
 
 def find_runs_below(folder: Path) -> list[Path]:
-    """The runs in folders, then those that only a link leads to. A link is followed to a run, and no further."""
-    found, links = list[Path](), list[Path]()
+    """The runs in folders, then those that only a link leads to, to them or to a folder of them. Each run, and each
+    folder, is found once.
+    """
+    found, links, known = list[Path](), list[tuple[Path, int]](), {folder.resolve()}
 
     def look(folder: Path, depth: int) -> None:
         try:
@@ -157,17 +179,23 @@ def find_runs_below(folder: Path) -> list[Path]:
         except OSError:
             return
         for path in inside:
-            if is_run(path):
-                (links if path.is_symlink() else found).append(path)
-            elif depth > 1 and path.name not in NOT_RUNS and not path.is_symlink():
-                look(path, depth - 1)
+            if path.is_symlink():
+                links.append((path, depth))
+            else:
+                enter(path, depth)
+
+    def enter(path: Path, depth: int) -> None:
+        if (real := path.resolve()) in known:
+            return
+        known.add(real)
+        if is_run(path):
+            found.append(path)
+        elif depth > 1 and path.name not in NOT_RUNS:
+            look(path, depth - 1)
 
     look(folder, MAX_DEPTH)
-    known = set(found)
-    for link in links:
-        if (run_dir := link.resolve()) not in known:
-            known.add(run_dir)
-            found.append(link)
+    while links:
+        enter(*links.pop(0))
     return found
 
 

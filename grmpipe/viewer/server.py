@@ -4,36 +4,51 @@ GET /                    the runs of the folder, or the only one
 GET /<page>/<run>?..     a page of a run, by its name: see PAGES
 GET /compare?a=..&b=..   two runs; with a prompt, their answers to it
 GET /state/<run>         how far its index is, as JSON
+GET /next/<run>?..       to the next answer of the queue
+GET /export/<run>?..     the rollouts that a filter finds, as a file
+POST /annotate/<run>?..  an annotation of what the query names, or the rater's name; then back to the page
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import signal
 import sqlite3
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from grmpipe.config.task_settings import AnnotateConfig
 from grmpipe.viewer import pages
-from grmpipe.viewer.access import make_guard
+from grmpipe.viewer.access import HEADERS, make_guard
+from grmpipe.viewer.annotate_pages import Rater, annotate, find_next_link
+from grmpipe.viewer.annotations import parse_rater
+from grmpipe.viewer.export import FORMS, export_rollouts
 from grmpipe.viewer.indexer import Indexer
 from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs, tell_apart
 
 LOOPBACK = "127.0.0.1"
 PORT = 8707  # if it is free: a tunnel to it keeps working
-STATIC = {"style.css": "text/css", "follow.js": "text/javascript"}
+STATIC = {"style.css": "text/css", "follow.js": "text/javascript", "keys.js": "text/javascript"}
+RATER = "grmpipe_rater"  # the cookie with the rater's name
+DEFAULTS = AnnotateConfig()
+A_YEAR_S = 365 * 24 * 3600
+WRITES = (
+    "annotations can't be written: {}; give the right to write there, or start the viewer with annotate.dir=<a folder>"
+)
 
 
-def view(folder: Path, port: int = PORT) -> None:
+def view(folder: Path, port: int = PORT, *, settings: AnnotateConfig = DEFAULTS, seed: int = 0) -> None:
     """Serve the runs of a folder until a signal ends it. Raises ConfigError."""
     runs = find_runs(folder)
     check_readable(runs)
-    asyncio.run(serve(Viewer(folder, runs), port))
+    asyncio.run(serve(Viewer(folder, runs, settings, seed), port))
 
 
 async def serve(viewer: Viewer, port: int) -> None:
@@ -64,22 +79,30 @@ async def listen(runner: web.AppRunner, port: int) -> int:
 class Viewer:
     """The runs of a folder, and their pages."""
 
-    def __init__(self, folder: Path, runs: Mapping[str, ViewedRun]) -> None:
-        self.token = secrets.token_urlsafe(32)
+    def __init__(
+        self, folder: Path, runs: Mapping[str, ViewedRun], settings: AnnotateConfig = DEFAULTS, seed: int = 0
+    ) -> None:
+        """seed: of the queue."""
+        self.token, self.form_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self._settings, self._seed = settings, seed
         self.indexer = Indexer()
         self._folder = folder
         self._runs = dict(runs)
         self._environment = pages.make_environment()
+        self._environment.globals["form_token"] = self.form_token
         self._static = {name: (files("grmpipe.viewer") / "static" / name).read_bytes() for name in STATIC}
         if len(self._runs) == 1:
             self.indexer.watch(next(iter(self._runs.values())))
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[make_guard(self.token), self._explain])
+        app = web.Application(middlewares=[make_guard(self.token, self.form_token), self._explain])
         app.router.add_get("/", self._runs_page)
         app.router.add_get("/static/{name}", self._static_file)
         app.router.add_get("/compare", self._compare_page)
         app.router.add_get("/state/{run:.+}", self._state)
+        app.router.add_get("/next/{run:.+}", self._next)
+        app.router.add_get("/export/{run:.+}", self._export)
+        app.router.add_post("/annotate/{run:.+}", self._annotate)
         app.router.add_get("/{page:" + "|".join(pages.PAGES) + "}/{run:.+}", self._run_page)
         return app
 
@@ -94,6 +117,10 @@ class Viewer:
             return self._message(400, str(error))
         except RecursionError:
             return self._message(400, "a file of this run is nested too deeply")
+        except OSError as error:  # of the annotations' file: no page writes anything else
+            if isinstance(error, ConnectionError):
+                raise
+            return self._message(500, WRITES.format(error))
         except sqlite3.OperationalError:  # the index is being made, or made anew
             run = self._runs.get(request.match_info.get("run", ""))
             return self._page("waiting", {"run": run}, status=503)
@@ -101,18 +128,60 @@ class Viewer:
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     async def _run_page(self, request: web.Request) -> web.StreamResponse:
-        run, page = self._run(request.match_info["run"]), request.match_info["page"]
+        run, page, rater = self._run(request.match_info["run"]), request.match_info["page"], self._rater(request)
         if not run.index.path.exists():
             return self._page("waiting", {"run": run})
-        return await asyncio.to_thread(lambda: self._page(page, {"run": run, **pages.PAGES[page](run, request.query)}))
+        return await asyncio.to_thread(
+            lambda: self._page(page, {"run": run, "rater": rater, **pages.PAGES[page](run, request.query, rater)})
+        )
+
+    async def _next(self, request: web.Request) -> web.StreamResponse:
+        run = self._run(request.match_info["run"])
+        found = await asyncio.to_thread(find_next_link, run, request.query, self._rater(request))
+        raise web.HTTPSeeOther(pages.link("group", run.name, **found))
+
+    async def _export(self, request: web.Request) -> web.StreamResponse:
+        run, form = self._run(request.match_info["run"]), request.query.get("form", "jsonl")
+        if form not in FORMS:
+            raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
+        annotations, _ = self._rater(request).read(run)
+        wanted = await asyncio.to_thread(pages.read_filter, run, request.query)
+        pieces = export_rollouts(run, wanted, form, annotations)
+        piece = await asyncio.to_thread(next, pieces, b"")  # before the head is sent: its errors get a page
+        answer = web.StreamResponse()
+        answer.content_type, answer.charset = FORMS[form], "utf-8"
+        name = re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
+        answer.headers |= {"Content-Disposition": f'attachment; filename="{name}.{form}"', **HEADERS}
+        await answer.prepare(request)
+        while piece:
+            await answer.write(piece)
+            piece = await asyncio.to_thread(next, pieces, b"")
+        return answer
+
+    async def _annotate(self, request: web.Request) -> web.StreamResponse:
+        """Answers once the annotation is on the disk."""
+        run = self._run(request.match_info["run"])
+        form = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
+        if "rater" in form:
+            page = "group" if "group" in request.query else "annotations"
+            back = web.HTTPSeeOther(pages.link(page, run.name, **request.query))
+            name = quote(parse_rater(form["rater"]))
+            back.set_cookie(RATER, name, max_age=A_YEAR_S, httponly=True, samesite="Strict", path="/")
+            raise back
+        page, found = await asyncio.to_thread(annotate, run, request.query, form, self._rater(request))
+        about = request.query.get("about", "")
+        place = f"#sibling-{about}" if about.isdecimal() and "sibling" not in found and page == "group" else ""
+        raise web.HTTPSeeOther(pages.link(page, run.name, **found) + place)
 
     async def _runs_page(self, request: web.Request) -> web.StreamResponse:
         self._runs = await asyncio.to_thread(find_runs, self._folder)
         if len(self._runs) == 1:
             raise web.HTTPSeeOther(pages.link("run", next(iter(self._runs))))
-        states = await asyncio.to_thread(pages.states, self._runs)
+        sort = request.query.get("sort", "-last change")
+        states = await asyncio.to_thread(pages.states, self._runs, sort)
         varied = await asyncio.to_thread(tell_apart, self._runs)
-        return self._page("runs", {"folder": str(self._folder), "states": states, "varied": varied})
+        shown = {"states": states, "varied": varied, "sort": sort, "columns": pages.RUN_SORTS}
+        return self._page("runs", {"folder": str(self._folder), **shown})
 
     async def _compare_page(self, request: web.Request) -> web.StreamResponse:
         a, b = (self._run(request.query.get(name, "")) for name in ("a", "b"))
@@ -133,6 +202,10 @@ class Viewer:
         if name not in STATIC:
             raise web.HTTPNotFound
         return web.Response(body=self._static[name], content_type=STATIC[name], charset="utf-8")
+
+    def _rater(self, request: web.Request) -> Rater:
+        name = unquote(request.cookies.get(RATER, ""))
+        return Rater(name=name if name.isprintable() else "", settings=self._settings, seed=self._seed)
 
     def _run(self, name: str) -> ViewedRun:
         if name not in self._runs:

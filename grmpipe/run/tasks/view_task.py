@@ -15,4 +15,4 @@ def view_runs(config: RunConfig) -> None:
         raise ConfigError(INSTALL)
     from grmpipe.viewer.server import view
 
-    view(Path(config.run_dir) if config.run_dir else HOME)
+    view(Path(config.run_dir) if config.run_dir else HOME, settings=config.annotate, seed=config.seed)

@@ -151,7 +151,7 @@ def test_every_answer_has_the_policy_that_forbids_foreign_scripts(tmp_path: Path
 def test_the_page_of_a_run_has_curves_and_where_judge_and_truth_part(tmp_path: Path) -> None:
     (page,) = fetch(write_run(tmp_path / "run"), "/run/run?since=1")
     text = visible(page)
-    assert "mine, run no end recorded" in text
+    assert "run mine no end recorded" in text
     for title in ("Reward", "True accuracy", "Failed judgements", "Reward and truth"):
         assert f'aria-label="{title}"' in page
     assert "0.8 to 1 1 0" in text
@@ -204,7 +204,8 @@ def test_the_table_names_what_its_url_asks_for(tmp_path: Path) -> None:
     everything, fooled = fetch(run_dir, "/rollouts/run", "/rollouts/run?truth=fooled")
     assert "3 rollouts, page 1 of 1" in visible(everything)
     assert "1 rollouts, page 1 of 1" in visible(fooled)
-    assert 'href="/group/run?group=g1"' in fooled
+    assert 'href="/group/run?group=g1"' in everything
+    assert 'href="/group/run?group=g1&amp;in=truth%3Dfooled"' in fooled
     assert '<option value="fooled" selected>' in fooled
     assert "no verdict: timeout" in everything
 
@@ -311,7 +312,7 @@ def test_the_list_of_runs_says_what_a_sweep_varied(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "alone" / "only", experiment="alone", lr=5e-4)
     (page,) = fetch(tmp_path / "runs", "/")
     text = visible(page)
-    assert "mine, one, train.lr=0.0001 " in text and "mine, two, train.lr=0.0003 " in text
+    assert "mine/one train.lr=0.0001 " in text and "mine/two train.lr=0.0003 " in text
     assert "train.lr=0.0005" not in text
 
 
@@ -460,7 +461,7 @@ def test_a_planted_script_is_text_on_every_page(tmp_path: Path) -> None:
     (run_dir / "summary.json").write_text('{"status": "<script>", "failure": "<script>", "alarms": ["<script>"]}')
     write_run(tmp_path / "runs" / "other")
     for page in fetch(tmp_path / "runs", *(path.format(name) for path in EVERY_PAGE)):
-        assert page.count("<script") == 1, page  # our own
+        assert page.count("<script") == 2, page  # our own
         assert '<script src="/static/follow.js" defer></script>' in page
         assert not re.search(r"\son\w+=|javascript:|\sstyle=", page)
 

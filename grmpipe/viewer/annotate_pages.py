@@ -1,0 +1,256 @@
+"""The pages on which people annotate: forms beside the answers, the queue, the list of annotations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, PROTOCOLS
+from grmpipe.config.task_settings import AnnotateConfig
+from grmpipe.data.rubrics import load_shared_rubric
+from grmpipe.observe.charts import short
+from grmpipe.observe.run_files import Critique, find_judge_section
+from grmpipe.types import Criterion
+from grmpipe.viewer import figures, queries
+from grmpipe.viewer.annotations import (
+    ANNOTATIONS,
+    Annotation,
+    append,
+    make_label,
+    make_line,
+    read_annotations,
+)
+from grmpipe.viewer.details import Sibling, read_siblings
+from grmpipe.viewer.queries import Filter, RolloutRow
+from grmpipe.viewer.runs import ViewedRun, flat_config, read_stamp
+from grmpipe.viewer.selection import GROWS_WITH, Selected, select_answers
+from grmpipe.viewer.word_diff import diff_words
+
+SHOWN_ANNOTATIONS = 100
+MOST_CHARS = 200_000  # of a text that is compared
+DECIDES = ("right", "score")  # fields after which an answer of the queue is done
+Query = Mapping[str, str]
+
+
+class NotThere(Exception):
+    """What the URL names isn't in the run, or not any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rater:
+    """Who annotates. name: empty until it was given."""
+
+    name: str
+    settings: AnnotateConfig
+    seed: int
+
+    def find_file(self, run: ViewedRun) -> Path:
+        return (Path(self.settings.dir) / run.name if self.settings.dir else run.run_dir) / ANNOTATIONS
+
+    def read(self, run: ViewedRun) -> tuple[Sequence[Annotation], int]:
+        """The annotations of all raters that stand, and the number of lines that can't be read."""
+        path = self.find_file(run)
+        return read_annotations(path, *read_stamp(path))
+
+    def read_own(self, run: ViewedRun) -> list[Annotation]:
+        return [one for one in self.read(run)[0] if self.name and one.rater == self.name]
+
+    def select(self, run: ViewedRun, evaluation: str, select: str) -> Sequence[Selected]:
+        """The queue. Raises ValueError."""
+        state = run.index.progress()
+        return select_answers(run.index, state, evaluation, select, self.settings.num_items, self.seed)
+
+    def find_next(self, run: ViewedRun, queue: Sequence[Selected], after: tuple[object, ...] = ()) -> Selected | None:
+        """The first answer of the queue behind a place, else the first of all, that isn't annotated."""
+        done = {one.place for one in self.read_own(run) if one.field in DECIDES}
+        start = next((place + 1 for place, one in enumerate(queue) if one.place == after), 0)
+        return next((one for one in (*queue[start:], *queue[:start]) if one.place not in done), None)
+
+
+def read_whole_group(run: ViewedRun, query: Query) -> list[Sibling]:
+    """Raises NotThere."""
+    with contextlib.closing(run.index.read()) as connection:
+        rows = queries.read_group(
+            connection,
+            query.get("group", ""),
+            evaluation=query.get("evaluation", ""),
+            round_=int(queries.parse_number("round", query.get("round", "0"), int)),
+        )
+    if not rows:
+        raise NotThere(f"no group {query.get('group', '')!r} in this run")
+    return read_siblings(run.run_dir, rows)
+
+
+def link_selected(one: Selected, select: str) -> dict[str, object]:
+    """The parameters of the page of an answer in the queue."""
+    group = {"group": one.group} | ({"evaluation": one.evaluation, "round": one.round} if one.evaluation else {})
+    return {**group, "sibling": one.sibling, "queue": select}
+
+
+def describe_desk(run: ViewedRun, query: Query, rater: Rater, siblings: Sequence[Sibling]) -> dict[str, object]:
+    """What a group's page has for annotating: the rater's annotations by sibling, and the way to the next answer."""
+    row, own = siblings[0].row, rater.read_own(run)
+    here = [one for one in own if one.place[:3] == row.place[:3]]
+    return {
+        "here": urlencode({name: value for name, value in query.items() if name != "about"}),
+        "own": {one.row.sibling: [each for each in here if each.sibling == one.row.sibling] for one in siblings},
+        "best": next((one.best for one in here if one.best is not None), None),
+        "latest": own[-1] if own else None,
+        "scale": read_scale(run),
+        "rubric": find_rubric(run, siblings),
+        **find_way(run, query, rater, row),
+    }
+
+
+def find_way(run: ViewedRun, query: Query, rater: Rater, row: RolloutRow) -> dict[str, object]:
+    """The parameters of the answers before and after this one, in the queue or in the table that led here."""
+    if select := query.get("queue", ""):
+        queue = rater.select(run, row.evaluation, select)
+        done = {one.place for one in rater.read_own(run) if one.field in DECIDES}
+        at = next((number for number, one in enumerate(queue) if one.place == row.place), None)
+        around = [] if at is None else [queue[at - 1] if at else None, *queue[at + 1 : at + 2], None][:2]
+        return {
+            "queue": f"{select}: {sum(one.place in done for one in queue)} of {len(queue)} annotated",
+            "share": None if at is None else queue[at].share,
+            "around": [one and link_selected(one, select) for one in around],
+        }
+    wanted = Filter.parse(dict(parse_qsl(query.get("in", ""))), evaluation=row.evaluation)
+    alone = "sibling" in query
+    with contextlib.closing(run.index.read()) as connection:
+        found = queries.find_neighbours(connection, wanted, row, alone=alone)
+    around = [
+        one and {**dict(parse_qsl(one[0].link)), "sibling": one[0].sibling if alone else "",
+                 "in": one[1].url(page=one[1].page)}
+        for one in found
+    ]  # fmt: skip
+    return {"queue": "", "share": None, "around": around}
+
+
+def annotate(run: ViewedRun, query: Query, form: Query, rater: Rater) -> tuple[str, dict[str, object]]:
+    """Write what a form says. The page to go on with, and its parameters. Raises ValueError, NotThere, OSError."""
+    if not rater.name:
+        raise ValueError("rater: give your name first")
+    path = rater.find_file(run)
+    kept = {name: query[name] for name in ("queue", "in") if name in query}
+    if "undoes" in form:
+        undone = next((one for one in rater.read_own(run) if one.id == form["undoes"]), None)
+        if undone is None:
+            raise ValueError("undoes: it is no annotation of yours, or was undone before")
+        append(path, make_line(rater.name, undoes=undone.id))
+        if "group" not in query:
+            return "annotations", {}
+        place = {"evaluation": undone.evaluation, "round": undone.round} if undone.evaluation else {}
+        alone = {"sibling": undone.sibling} if "sibling" in query and undone.sibling is not None else {}
+        return "group", {"group": undone.group, **place, **alone, **kept}
+    siblings = read_whole_group(run, query)
+    sibling = int(queries.parse_number("about", query.get("about", ""), int))
+    label = make_label(form, siblings, sibling, read_scale(run), find_rubric(run, siblings))
+    back: dict[str, object] = {name: value for name, value in query.items() if name != "about"}
+    if not (select := query.get("queue", "")):
+        append(path, make_line(rater.name, run=run.name, **label))
+        return "group", back
+    at = next(one.row.place for one in siblings if one.row.sibling == sibling)
+    queue = rater.select(run, at[0], select)
+    share = next(({"share": one.share} for one in queue if one.place == at), {})
+    append(path, make_line(rater.name, run=run.name, **label, **share))
+    if not any(form.get(name) for name in DECIDES):
+        return "group", back
+    following = rater.find_next(run, queue, at)
+    return ("group", link_selected(following, select)) if following else ("annotations", {"done": select})
+
+
+def annotations_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
+    """All annotations that stand, the newest first, and the queues."""
+    every, unreadable = rater.read(run)
+    page = max(1, int(queries.parse_number("page", query.get("page") or "1", int)))
+    with contextlib.closing(run.index.read()) as connection:
+        choices = figures.choices(connection)["evaluation"]
+        first = figures.first_evaluation(connection)
+    return {
+        "annotations": [*reversed(every)][(page - 1) * SHOWN_ANNOTATIONS : page * SHOWN_ANNOTATIONS],
+        "total": len(every),
+        "by_rater": Counter(one.rater for one in every),
+        "unreadable": unreadable,
+        "number": page,
+        "is_more": len(every) > page * SHOWN_ANNOTATIONS,
+        "file": str(rater.find_file(run)),
+        "selections": [*GROWS_WITH],
+        "select": query.get("done") or rater.settings.select,
+        "done": query.get("done", ""),
+        "evaluations": [*([] if first else [""]), *choices],
+        "latest": next((one for one in reversed(every) if one.rater == rater.name), None),
+    }
+
+
+def find_next_link(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
+    """The parameters of the next answer to annotate. Raises ValueError, NotThere."""
+    with contextlib.closing(run.index.read()) as connection:
+        evaluation = query.get("evaluation", figures.first_evaluation(connection))
+    select = query.get("select") or rater.settings.select
+    queue = rater.select(run, evaluation, select)
+    if (one := rater.find_next(run, queue)) is None:
+        raise NotThere(
+            f"all {len(queue)} answers of the queue {select} are annotated by you: choose another one, or start the "
+            "viewer with a larger annotate.num_items"
+        )
+    return link_selected(one, select)
+
+
+def diff_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
+    """Two answers or critiques of a group, word by word."""
+    texts, siblings = dict[str, tuple[str, str]](), read_whole_group(run, query)
+    for one in siblings:
+        name = str(one.row.sibling)
+        texts[name] = (f"answer {name}", one.rollout.text if one.rollout is not None else "")
+        for place, each in enumerate(one.critiques, 1):
+            score = "" if each.score is None else f": {short(each.score)}"
+            texts[f"{name}.{place}"] = (f"answer {name}, {each.judge or 'critique'} {place}{score}", each.text)
+    answers = [str(one.row.sibling) for one in siblings]
+    asked = [query.get("a") or answers[0], query.get("b") or answers[-1 if len(answers) < 2 else 1]]
+    for name in asked:
+        if name not in texts:
+            raise NotThere(f"no text {name!r} in this group")
+    sides = diff_words(*(texts[name][1][:MOST_CHARS] for name in asked))
+    shown = [(letter, name, texts[name][0], side) for letter, name, side in zip("ab", asked, sides, strict=True)]
+    return {"row": siblings[0].row, "texts": {name: title for name, (title, _) in texts.items()}, "sides": shown}
+
+
+# -- judges of rubrics, and scales -------------------------------------------------------------------------------------
+
+
+def find_rubric(run: ViewedRun, siblings: Sequence[Sibling], judge: str = "") -> Sequence[Criterion]:
+    """The criteria by which a judge judges a group: the prompt's, and those of its rubric.path if that can be read."""
+    prompt = next((one.recorded.prompt for one in siblings if one.recorded is not None), None)
+    if prompt is None:
+        return ()
+    values = flat_config(run)
+    path = values.get(f"{find_judge_section(values, judge)}.rubric.path", "null")
+    with contextlib.suppress(ValueError):
+        return load_shared_rubric(None if path == "null" else path).join(prompt)
+    return prompt.rubric
+
+
+def name_scores(run: ViewedRun, sibling: Sibling, one: Critique) -> list[tuple[str, float]]:
+    """Criterion and score, for a judgement by a rubric."""
+    values = flat_config(run)
+    name = values.get(f"{find_judge_section(values, one.judge)}.protocol", DEFAULT_PROTOCOL)
+    if not one.scores or name not in PROTOCOLS or PROTOCOLS[name].scores != "criteria":
+        return []
+    rubric = find_rubric(run, [sibling], one.judge)
+    return [(each.text, score) for each, score in zip(rubric, one.scores, strict=False)] * (
+        len(rubric) == len(one.scores)
+    )
+
+
+def read_scale(run: ViewedRun) -> tuple[float, float] | None:
+    """The ends of the judge's scale; None where that isn't known, or a reward is shown."""
+    values = flat_config(run)
+    section = find_judge_section(values)
+    with contextlib.suppress(KeyError, ValueError):
+        if run.judge.score != "reward":
+            return float(values[f"{section}.scale.low"]), float(values[f"{section}.scale.high"])
+    return None

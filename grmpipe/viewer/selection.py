@@ -1,0 +1,80 @@
+"""Which answers to annotate next, each with its share: the probability with which it is in the queue.
+
+Poisson sampling: an answer is in if its own uniform number, a hash, is below its share, independently of all others.
+So means weighted by 1 / share (Horvitz and Thompson, JASA 1952) stand for all answers. The queue is in the order of
+number / share: its first answers are such a sample too, with shares in the same proportions (sequential Poisson
+sampling: Ohlsson, J. Off. Stat. 1998).
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from grmpipe.viewer.index import IndexProgress, RunIndex
+from grmpipe.viewer.queries import HIGH
+
+AT_RANDOM = 0.5  # of the queue, whatever else it is selected by: every answer has a share
+WIDTH = 0.1  # in rewards, of what is near the threshold
+# Selection -> what an answer's share grows with; nothing: at random.
+GROWS_WITH = {
+    "random": "NULL",
+    "disagreement": "(SELECT max(coalesce(reward, score)) - min(coalesce(reward, score)) FROM opinions o "
+    "WHERE o.id = r.id)",
+    "split": "r.spread",
+    "threshold": f"abs(r.reward - {HIGH})",
+}
+WAYS_OUT = {
+    "disagreement": "no two judges differ on an answer here",
+    "split": "no votes of a judge differ here",
+    "threshold": "no answer has a reward here",
+}
+
+
+class Selected(NamedTuple):
+    evaluation: str
+    round: int
+    group: str
+    sibling: int
+    share: float
+
+    @property
+    def place(self) -> tuple[str, int, str, int]:
+        return self[:4]
+
+
+@functools.lru_cache(maxsize=8)
+def select_answers(
+    index: RunIndex, state: IndexProgress, evaluation: str, select: str, num_items: int, seed: int
+) -> Sequence[Selected]:
+    """The queue. state: of the index, to select again once it grew. Raises ValueError, sqlite3.Error."""
+    if select not in GROWS_WITH:
+        raise ValueError(f"select: unknown value {select!r}; known: {', '.join(GROWS_WITH)}")
+    query = (
+        f"SELECT r.evaluation, r.round, r.group_id, r.sibling, {GROWS_WITH[select]} FROM rollouts r "
+        "WHERE +r.evaluation = ? AND r.line IS NOT NULL"
+    )
+    with contextlib.closing(index.read()) as connection:
+        rows = connection.execute(query, (evaluation,)).fetchall()
+    if not rows:
+        return []
+    values = np.array([row[4] for row in rows], dtype=float)  # NaN where nothing is known
+    share = compute_shares(values, select, num_items)
+    hashes = [xxhash.xxh3_64_intdigest(f"{row[0]}\0{row[1]}\0{row[2]}\0{row[3]}", seed=seed % 2**64) for row in rows]
+    rank = np.array(hashes) / 2.0**64 / share
+    order = np.flatnonzero(rank < 1)
+    return [Selected(*rows[i][:4], round(float(share[i]), 9)) for i in order[np.argsort(rank[order])]]
+
+
+def compute_shares(values: np.ndarray, select: str, num_items: int) -> np.ndarray:
+    """The share of each answer, by what its share grows with."""
+    even = np.full(len(values), 1 / len(values))
+    if select != "random":
+        grown = np.nan_to_num(np.exp(-values / WIDTH) if select == "threshold" else values)
+        if not grown.any():
+            raise ValueError(f"select: {WAYS_OUT[select]}; choose select=random")
+        even = AT_RANDOM * even + (1 - AT_RANDOM) * grown / grown.sum()
+    return np.minimum(1.0, num_items * even)

@@ -1,0 +1,52 @@
+// Keys that press the page's own buttons and links, as their data-key says. Without it the pages work the same.
+const cards = [...document.querySelectorAll("[data-card]")];
+let chosen = cards.findIndex((card) => card.closest(":target") || card.matches(":target"));
+let isSent = false; // what is typed while the next page comes isn't about this one
+
+function choose(place) {
+  if (!cards[place]) return;
+  cards[chosen]?.removeAttribute("aria-current");
+  chosen = place;
+  cards[chosen].setAttribute("aria-current", "true");
+  cards[chosen].focus({ preventScroll: true });
+  cards[chosen].scrollIntoView({ block: "nearest" });
+}
+
+function find(key) {
+  const selector = `[data-key="${CSS.escape(key)}"]`;
+  return cards[chosen]?.querySelector(selector) ?? document.querySelector(selector);
+}
+
+function press(key) {
+  if (key === "j" || key === "k") return choose(chosen + (key === "j" ? 1 : -1)), true;
+  const element = find(/^[0-9]$/.test(key) ? "0…9" : key);
+  if (!element) return false;
+  const details = element.closest("details");
+  if (element.matches("summary")) {
+    details.open = !details.open;
+    details.scrollIntoView({ block: "nearest" });
+    details.querySelector("input")?.focus();
+    return true;
+  }
+  if (details) details.open = true;
+  if (element.type === "number") {
+    element.value = key === "0" ? "10" : key;
+    element.form.requestSubmit();
+  } else if (element.matches("input, textarea")) {
+    element.focus();
+  } else {
+    element.click();
+  }
+  return true;
+}
+
+document.addEventListener("submit", (event) => { isSent ||= event.target.method === "post"; });
+addEventListener("pageshow", () => { isSent = false; });
+document.addEventListener("keydown", (event) => {
+  const isTyping = event.target.matches("input, select, textarea");
+  if (isTyping && event.key === "Escape") event.target.blur();
+  if (isTyping && event.key === "Enter" && (event.ctrlKey || event.metaKey)) event.target.form.requestSubmit();
+  if (isTyping || isSent || event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
+  if (press(event.key)) event.preventDefault();
+});
+if (cards.length) choose(Math.max(chosen, 0));
