@@ -85,10 +85,10 @@ def read_whole_group(run: ViewedRun, query: Query) -> list[Sibling]:
     return read_siblings(run.run_dir, rows)
 
 
-def link_selected(one: Selected, select: str) -> dict[str, object]:
+def link_selected(one: Selected, select: str) -> dict[str, str]:
     """The parameters of the page of an answer in the queue."""
-    group = {"group": one.group} | ({"evaluation": one.evaluation, "round": one.round} if one.evaluation else {})
-    return {**group, "sibling": one.sibling, "queue": select}
+    group = {"evaluation": one.evaluation, "round": str(one.round)} if one.evaluation else {}
+    return {"group": one.group, **group, "sibling": str(one.sibling), "queue": select}
 
 
 def describe_desk(run: ViewedRun, query: Query, rater: Rater, siblings: Sequence[Sibling]) -> dict[str, object]:
@@ -112,11 +112,11 @@ def find_way(run: ViewedRun, query: Query, rater: Rater, row: RolloutRow) -> dic
         queue = rater.select(run, row.evaluation, select)
         done = {one.place for one in rater.read_own(run) if one.field in DECIDES}
         at = next((number for number, one in enumerate(queue) if one.place == row.place), None)
-        around = [] if at is None else [queue[at - 1] if at else None, *queue[at + 1 : at + 2], None][:2]
+        near = [] if at is None else [queue[at - 1] if at else None, *queue[at + 1 : at + 2], None][:2]
         return {
             "queue": f"{select}: {sum(one.place in done for one in queue)} of {len(queue)} annotated",
             "share": None if at is None else queue[at].share,
-            "around": [one and link_selected(one, select) for one in around],
+            "around": [link_selected(one, select) if one else None for one in near],
         }
     wanted = Filter.parse(dict(parse_qsl(query.get("in", ""))), evaluation=row.evaluation)
     alone = "sibling" in query
@@ -130,7 +130,7 @@ def find_way(run: ViewedRun, query: Query, rater: Rater, row: RolloutRow) -> dic
     return {"queue": "", "share": None, "around": around}
 
 
-def annotate(run: ViewedRun, query: Query, form: Query, rater: Rater) -> tuple[str, dict[str, object]]:
+def annotate(run: ViewedRun, query: Query, form: Query, rater: Rater) -> tuple[str, dict[str, str]]:
     """Write what a form says. The page to go on with, and its parameters. Raises ValueError, NotThere, OSError."""
     if not rater.name:
         raise ValueError("rater: give your name first")
@@ -143,13 +143,13 @@ def annotate(run: ViewedRun, query: Query, form: Query, rater: Rater) -> tuple[s
         append(path, make_line(rater.name, undoes=undone.id))
         if "group" not in query:
             return "annotations", {}
-        place = {"evaluation": undone.evaluation, "round": undone.round} if undone.evaluation else {}
-        alone = {"sibling": undone.sibling} if "sibling" in query and undone.sibling is not None else {}
+        place = {"evaluation": undone.evaluation, "round": str(undone.round)} if undone.evaluation else {}
+        alone = {"sibling": str(undone.sibling)} if "sibling" in query and undone.sibling is not None else {}
         return "group", {"group": undone.group, **place, **alone, **kept}
     siblings = read_whole_group(run, query)
     sibling = int(queries.parse_number("about", query.get("about", ""), int))
     label = make_label(form, siblings, sibling, read_scale(run), find_rubric(run, siblings))
-    back: dict[str, object] = {name: value for name, value in query.items() if name != "about"}
+    back = {name: value for name, value in query.items() if name != "about"}
     if not (select := query.get("queue", "")):
         append(path, make_line(rater.name, run=run.name, **label))
         return "group", back
@@ -186,7 +186,7 @@ def annotations_page(run: ViewedRun, query: Query, rater: Rater) -> dict[str, ob
     }
 
 
-def find_next_link(run: ViewedRun, query: Query, rater: Rater) -> dict[str, object]:
+def find_next_link(run: ViewedRun, query: Query, rater: Rater) -> dict[str, str]:
     """The parameters of the next answer to annotate. Raises ValueError, NotThere."""
     with contextlib.closing(run.index.read()) as connection:
         evaluation = query.get("evaluation", figures.first_evaluation(connection))

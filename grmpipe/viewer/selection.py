@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from grmpipe.viewer.index import IndexProgress, RunIndex
@@ -63,13 +64,15 @@ def select_answers(
         return []
     values = np.array([row[4] for row in rows], dtype=float)  # NaN where nothing is known
     share = compute_shares(values, select, num_items)
-    hashes = [xxhash.xxh3_64_intdigest(f"{row[0]}\0{row[1]}\0{row[2]}\0{row[3]}", seed=seed % 2**64) for row in rows]
+    keys = ("\0".join(map(str, tuple(row)[:4])).encode() for row in rows)
+    hashes = [xxhash.xxh3_64_intdigest(key, seed=seed % 2**64) for key in keys]
     rank = np.array(hashes) / 2.0**64 / share
     order = np.flatnonzero(rank < 1)
-    return [Selected(*rows[i][:4], round(float(share[i]), 9)) for i in order[np.argsort(rank[order])]]
+    chosen = [int(i) for i in order[np.argsort(rank[order])]]
+    return [Selected._make((*tuple(rows[i])[:4], round(float(share[i]), 9))) for i in chosen]
 
 
-def compute_shares(values: np.ndarray, select: str, num_items: int) -> np.ndarray:
+def compute_shares(values: npt.NDArray[np.float64], select: str, num_items: int) -> npt.NDArray[np.float64]:
     """The share of each answer, by what its share grows with."""
     even = np.full(len(values), 1 / len(values))
     if select != "random":
@@ -77,4 +80,5 @@ def compute_shares(values: np.ndarray, select: str, num_items: int) -> np.ndarra
         if not grown.any():
             raise ValueError(f"select: {WAYS_OUT[select]}; choose select=random")
         even = AT_RANDOM * even + (1 - AT_RANDOM) * grown / grown.sum()
-    return np.minimum(1.0, num_items * even)
+    shares: npt.NDArray[np.float64] = np.minimum(1.0, num_items * even)
+    return shares

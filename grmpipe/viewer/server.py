@@ -19,7 +19,7 @@ import sqlite3
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlencode
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -27,7 +27,7 @@ from aiohttp.typedefs import Handler
 from grmpipe.config.task_settings import AnnotateConfig
 from grmpipe.viewer import pages
 from grmpipe.viewer.access import HEADERS, make_guard
-from grmpipe.viewer.annotate_pages import Rater, annotate, find_next_link
+from grmpipe.viewer.annotate_pages import NotThere, Rater, annotate, find_next_link
 from grmpipe.viewer.annotations import parse_rater
 from grmpipe.viewer.export import FORMS, export_rollouts
 from grmpipe.viewer.indexer import Indexer
@@ -111,7 +111,7 @@ class Viewer:
         """Errors of what the URL asks for, in words."""
         try:
             return await handler(request)
-        except pages.NotThere as error:
+        except NotThere as error:
             return self._message(404, str(error))
         except ValueError as error:  # of a query that was typed
             return self._message(400, str(error))
@@ -138,7 +138,7 @@ class Viewer:
     async def _next(self, request: web.Request) -> web.StreamResponse:
         run = self._run(request.match_info["run"])
         found = await asyncio.to_thread(find_next_link, run, request.query, self._rater(request))
-        raise web.HTTPSeeOther(pages.link("group", run.name, **found))
+        raise web.HTTPSeeOther(pages.link("group", run.name, urlencode(found)))
 
     async def _export(self, request: web.Request) -> web.StreamResponse:
         run, form = self._run(request.match_info["run"]), request.query.get("form", "jsonl")
@@ -148,10 +148,10 @@ class Viewer:
         wanted = await asyncio.to_thread(pages.read_filter, run, request.query)
         pieces = export_rollouts(run, wanted, form, annotations)
         piece = await asyncio.to_thread(next, pieces, b"")  # before the head is sent: its errors get a page
-        answer = web.StreamResponse()
+        answer = web.StreamResponse(headers=HEADERS)
         answer.content_type, answer.charset = FORMS[form], "utf-8"
         name = re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
-        answer.headers |= {"Content-Disposition": f'attachment; filename="{name}.{form}"', **HEADERS}
+        answer.headers["Content-Disposition"] = f'attachment; filename="{name}.{form}"'
         await answer.prepare(request)
         while piece:
             await answer.write(piece)
@@ -164,14 +164,14 @@ class Viewer:
         form = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
         if "rater" in form:
             page = "group" if "group" in request.query else "annotations"
-            back = web.HTTPSeeOther(pages.link(page, run.name, **request.query))
+            back = web.HTTPSeeOther(pages.link(page, run.name, urlencode(request.query)))
             name = quote(parse_rater(form["rater"]))
             back.set_cookie(RATER, name, max_age=A_YEAR_S, httponly=True, samesite="Strict", path="/")
             raise back
         page, found = await asyncio.to_thread(annotate, run, request.query, form, self._rater(request))
         about = request.query.get("about", "")
         place = f"#sibling-{about}" if about.isdecimal() and "sibling" not in found and page == "group" else ""
-        raise web.HTTPSeeOther(pages.link(page, run.name, **found) + place)
+        raise web.HTTPSeeOther(pages.link(page, run.name, urlencode(found)) + place)
 
     async def _runs_page(self, request: web.Request) -> web.StreamResponse:
         self._runs = await asyncio.to_thread(find_runs, self._folder)
@@ -209,7 +209,7 @@ class Viewer:
 
     def _run(self, name: str) -> ViewedRun:
         if name not in self._runs:
-            raise pages.NotThere(f"no run {name!r} here")
+            raise NotThere(f"no run {name!r} here")
         self.indexer.watch(self._runs[name])
         return self._runs[name]
 

@@ -3,11 +3,12 @@ const cards = [...document.querySelectorAll("[data-card]")];
 let chosen = cards.findIndex((card) => card.closest(":target") || card.matches(":target"));
 let isSent = false; // what is typed while the next page comes isn't about this one
 
-function choose(place) {
+function choose(place, isAsked) {
   if (!cards[place]) return;
   cards[chosen]?.removeAttribute("aria-current");
   chosen = place;
   cards[chosen].setAttribute("aria-current", "true");
+  if (!isAsked) return;
   cards[chosen].focus({ preventScroll: true });
   cards[chosen].scrollIntoView({ block: "nearest" });
 }
@@ -18,7 +19,7 @@ function find(key) {
 }
 
 function press(key) {
-  if (key === "j" || key === "k") return choose(chosen + (key === "j" ? 1 : -1)), true;
+  if (key === "j" || key === "k") return choose(chosen + (key === "j" ? 1 : -1), true), true;
   const element = find(/^[0-9]$/.test(key) ? "0…9" : key);
   if (!element) return false;
   const details = element.closest("details");
@@ -35,6 +36,7 @@ function press(key) {
   } else if (element.matches("input, textarea")) {
     element.focus();
   } else {
+    isSent = element.matches("a");
     element.click();
   }
   return true;
@@ -49,4 +51,4 @@ document.addEventListener("keydown", (event) => {
   if (isTyping || isSent || event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
   if (press(event.key)) event.preventDefault();
 });
-if (cards.length) choose(Math.max(chosen, 0));
+if (cards.length) choose(Math.max(chosen, 0), false);

@@ -58,7 +58,8 @@ async def look_at(page: Page, url: str) -> None:
     assert title not in ("", "owned"), url
     assert await page.value("document.querySelectorAll('h1').length") == 1, url
     assert await page.value("document.documentElement.scrollWidth") <= 360, url
-    nameless = "[...document.querySelectorAll('input, select')].filter(x => !x.labels?.length && !x.ariaLabel && x.type != 'hidden').length"
+    controls = "[...document.querySelectorAll('input:not([type=hidden]), select, textarea')]"
+    nameless = f"{controls}.filter(x => !x.labels.length && !x.ariaLabel).length"
     assert await page.value(nameless) == 0, url
     assert await page.value("getComputedStyle(document.body).margin") == "0px", "without its style sheet"
 
