@@ -55,21 +55,36 @@ def select_answers(
     if select not in GROWS_WITH:
         raise ValueError(f"select: unknown value {select!r}; known: {', '.join(GROWS_WITH)}")
     query = (
-        f"SELECT r.evaluation, r.round, r.group_id, r.sibling, {GROWS_WITH[select]} FROM rollouts r "
+        f"SELECT r.round, r.group_id, r.sibling, {GROWS_WITH[select]} FROM rollouts r "
         "WHERE +r.evaluation = ? AND r.line IS NOT NULL"
     )
     with contextlib.closing(index.read()) as connection:
+        connection.row_factory = None  # plain tuples: of all answers
         rows = connection.execute(query, (evaluation,)).fetchall()
-    if not rows:
-        return []
-    values = np.array([row[4] for row in rows], dtype=float)  # NaN where nothing is known
-    share = compute_shares(values, select, num_items)
-    keys = ("\0".join(map(str, tuple(row)[:4])).encode() for row in rows)
-    hashes = [xxhash.xxh3_64_intdigest(key, seed=seed % 2**64) for key in keys]
-    rank = np.array(hashes) / 2.0**64 / share
-    order = np.flatnonzero(rank < 1)
-    chosen = [int(i) for i in order[np.argsort(rank[order])]]
-    return [Selected._make((*tuple(rows[i])[:4], round(float(share[i]), 9))) for i in chosen]
+        if not rows:
+            return []
+        rounds, groups, siblings, values = zip(*rows, strict=True)
+        share = compute_shares(np.array(values, dtype=float), select, num_items)  # NaN where nothing is known
+        rank = draw_uniform(evaluation, rounds, groups, siblings, seed) / share
+        order = np.flatnonzero(rank < 1)
+        chosen = order[np.argsort(rank[order])].tolist()
+    return [Selected(evaluation, rounds[i], groups[i], siblings[i], round(float(share[i]), 9)) for i in chosen]
+
+
+def draw_uniform(
+    evaluation: str, rounds: Sequence[int], groups: Sequence[str], siblings: Sequence[int], seed: int
+) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each answer, by what names it: the same again in another index of the same run."""
+    hashes = {
+        group: xxhash.xxh3_64_intdigest(f"{evaluation}\0{group}".encode(), seed=seed % 2**64) for group in set(groups)
+    }
+    mixed = np.fromiter(map(hashes.__getitem__, groups), np.uint64, len(groups))
+    for part in (rounds, siblings):  # SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
+        mixed += (np.array(part, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)) / np.float64(2**53)
 
 
 def compute_shares(values: npt.NDArray[np.float64], select: str, num_items: int) -> npt.NDArray[np.float64]:
@@ -80,5 +95,11 @@ def compute_shares(values: npt.NDArray[np.float64], select: str, num_items: int)
         if not grown.any():
             raise ValueError(f"select: {WAYS_OUT[select]}; choose select=random")
         even = AT_RANDOM * even + (1 - AT_RANDOM) * grown / grown.sum()
-    shares: npt.NDArray[np.float64] = np.minimum(1.0, num_items * even)
-    return shares
+    shares = num_items * even
+    while (sure := shares >= 1).any() and not sure.all():  # what they can't use is the others'
+        others = (num_items - sure.sum()) * even / even[~sure].sum()
+        if np.array_equal(shares, capped := np.where(sure, 1.0, others)):
+            break
+        shares = capped
+    bounded: npt.NDArray[np.float64] = np.minimum(1.0, shares)
+    return bounded
