@@ -40,7 +40,7 @@ RATER = "grmpipe_rater"  # the cookie with the rater's name
 DEFAULTS = AnnotateConfig()
 A_YEAR_S = 365 * 24 * 3600
 WRITES = (
-    "annotations can't be written: {}; give the right to write there, or start the viewer with annotate.dir=<a folder>"
+    "annotations can't be written: {}; give the right to write there, or type annotate.dir=<a folder>"
 )
 
 

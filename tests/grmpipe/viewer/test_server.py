@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -14,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from http.cookies import SimpleCookie
 from pathlib import Path
@@ -37,10 +38,8 @@ from grmpipe.viewer.queries import Filter
 from grmpipe.viewer.runs import find_runs
 
 aiohttp = pytest.importorskip("aiohttp")
-from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
+from viewer_client import fetch, opened, visible  # noqa: E402
 from yarl import URL  # noqa: E402
-
-from grmpipe.viewer.server import Viewer  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,37 +47,6 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@contextlib.asynccontextmanager
-async def opened(folder: Path, *, admitted: bool = True) -> AsyncIterator[tuple[TestClient, Viewer]]:
-    """A client of a viewer whose indexes are made."""
-    runs = find_runs(folder)
-    for run in runs.values():
-        assert list(run.index.follow())
-    viewer = Viewer(folder, runs)
-    async with TestClient(TestServer(viewer.app(), host="127.0.0.1")) as client:
-        if admitted:
-            await client.get("/", params={"token": viewer.token})
-        yield client, viewer
-
-
-def fetch(folder: Path, *paths: str, status: int = 200) -> list[str]:
-    async def run() -> list[str]:
-        async with opened(folder) as (client, viewer):
-            texts = []
-            for path in paths:
-                answer = await client.get(path)
-                assert answer.status == status, await answer.text()
-                texts.append((await answer.text()).replace(viewer.form_token, "FORM TOKEN"))
-            return texts
-
-    return asyncio.run(run())
-
-
-def visible(page: str) -> str:
-    """The page without tags, in one line."""
-    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
 # -- access ------------------------------------------------------------------------------------------------------------
@@ -307,6 +275,75 @@ def test_a_folder_of_links_to_runs_shows_each_run_once(tmp_path: Path) -> None:
     assert 'href="/run/again"' in page
 
 
+def test_a_link_to_a_folder_of_runs_is_followed_and_a_circle_of_links_ends(tmp_path: Path) -> None:
+    write_run(tmp_path / "elsewhere" / "x" / "first")
+    folder = tmp_path / "chosen"
+    write_run(folder / "own")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(folder)
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "elsewhere")
+    assert list(find_runs(folder)) == ["own", "linked/x/first"]
+    (page,) = fetch(folder, "/run/linked/x/first")
+    assert "linked/x/first mine no end recorded" in visible(page)
+
+
+def test_the_list_of_runs_has_causes_and_figures_and_sorts_by_its_columns(tmp_path: Path) -> None:
+    summaries = {
+        "broken": {"status": "failed", "failure": "ValueError: the disk is full\nTraceback", "steps": 3},
+        "judged": {"status": "completed", "steps": 0, "eval": {"initial": {}, "final": {
+            "accuracy": 0.65, "accuracy_low": 0.51, "accuracy_high": 0.77}, "gsm8k": {"avg@4": 0.5}}},
+        "mine": {"status": "completed", "steps": 7},
+    }  # fmt: skip
+    for name, summary in summaries.items():
+        (write_run(tmp_path / "runs" / name) / "summary.json").write_text(json.dumps(summary))
+    page, by_steps, by_run, wrong = (
+        fetch(tmp_path / "runs", path, status=status)[0]
+        for path, status in (("/", 200), ("/?sort=-steps", 200), ("/?sort=run", 200), ("/?sort=size", 400))
+    )
+    text = visible(page)
+    assert "broken mine failed ValueError: the disk is full 3 " in text and "Traceback" not in text
+    assert "judged mine completed accuracy 0.65 [0.51, 0.77]; gsm8k avg@4 0.5 1" in text
+    assert " mine completed 7" in text  # one name, although its experiment has the same
+    assert re.findall(r'href="/run/(\w+)"', by_steps) == ["mine", "broken", "judged"]
+    assert re.findall(r'href="/run/(\w+)"', by_run) == ["broken", "judged", "mine"]
+    assert 'aria-sort="descending"><a href="/?sort=steps"' in by_steps
+    assert "unknown column &#39;size&#39;; known: run" in wrong
+
+
+def test_a_click_on_a_column_sorts_by_it_and_another_one_turns_it_round(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    plain, down, up = fetch(
+        run_dir, "/rollouts/run?truth=", "/rollouts/run?sort=reward%2C+highest", "/rollouts/run?sort=reward%2C+lowest"
+    )
+    assert '<th scope="col" class="number"><a href="/rollouts/run?sort=reward%2C+highest">' in plain
+    assert 'aria-sort="descending"><a href="/rollouts/run?sort=reward%2C+lowest">' in down
+    assert 'aria-sort="ascending"><a href="/rollouts/run?sort=reward%2C+highest">' in up
+    rows = [re.findall(r"(\d)</a></th>", page) for page in (down, up)]
+    assert rows == [["0", "1", "0"], ["1", "0", "0"]]  # g1/0, g1/1, and g2/0 without a reward
+
+
+def test_filters_are_folded_until_one_is_used(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    paths = ("/rollouts/run", "/rollouts/run?words=it&sort=oldest", "/rollouts/run?score_from=2")
+    assert ['<details class="wide" open>' in page for page in fetch(run_dir, *paths)] == [False, False, True]
+
+
+def test_what_a_filter_finds_is_sent_as_a_file(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+
+    async def run() -> None:
+        async with opened(run_dir) as (client, _):
+            table = await (await client.get("/rollouts/run?truth=fooled")).text()
+            assert 'href="/export/run?truth=fooled&amp;form=csv"' in table
+            answer = await client.get("/export/run?truth=fooled&form=csv")
+            assert answer.headers["Content-Disposition"] == 'attachment; filename="run.csv"'
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert (await answer.text()).count("g1,0,") == 1
+            assert "form: expected one of jsonl, csv" in await (await client.get("/export/run?form=xlsx")).text()
+
+    asyncio.run(run())
+
+
 def test_the_list_of_runs_says_what_a_sweep_varied(tmp_path: Path) -> None:
     for name, lr in (("one", 1e-4), ("two", 3e-4)):
         write_run(tmp_path / "runs" / "mine" / name, lr=lr)
@@ -365,15 +402,19 @@ ASKED = (
     "p1", "any", "timeout", "strict", "fooled", "newest", "\0", "a\0b", "\ud800", "\u202e", '"', '" OR', "a*", "-a",
     "(((", "x:y", "NEAR(a b)", "a " * 1300, '"a" ' * 450, "; DROP TABLE words", "é😀", "2", str(2**63 - 1), str(2**63),
 )  # fmt: skip
-ASKED_PAGES = ("/", "/run/run", "/rollouts/run", "/group/run", "/failures/run", "/compare", "/state/run", "/run/%00")
+ASKED_PAGES = (
+    "/", "/run/run", "/rollouts/run", "/group/run", "/failures/run", "/compare", "/state/run", "/run/%00", "/diff/run",
+    "/annotations/run", "/next/run", "/export/run",
+)  # fmt: skip
 
 
 def ask(rng: random.Random) -> URL:
     """A page with any values of its parameters, and of some that it doesn't have."""
     page = rng.choice(ASKED_PAGES)
     names = (*(field.name for field in fields(Filter)), "group", "round", "sibling", "since", "metrics", "other")
+    names = (*names, "queue", "in", "a", "b", "select", "form")
     asked = [(name, rng.choice(ASKED)) for name in rng.choices(names, k=rng.randint(0, 3))]
-    asked += [("group", rng.choice(("g1", "g2", "i1")))] if page == "/group/run" else []
+    asked += [("group", rng.choice(("g1", "g2", "i1")))] if page in ("/group/run", "/diff/run") else []
     asked += [("a", "run"), ("b", "run")] if page == "/compare" else []
     query = "&".join(f"{name}={quote(value.encode('utf-8', 'surrogatepass'))}" for name, value in asked)
     return URL(f"{page}?{query}", encoded=True)
@@ -451,6 +492,8 @@ EVERY_PAGE = (
     "/group/{0}?group=g1",
     "/group/{0}?group=g2",
     "/failures/{0}",
+    "/annotations/{0}",
+    "/diff/{0}?group=g1&a=0&b=0.1",
     "/compare?a={0}&b={0}",
     "/compare?a={0}&b={0}&prompt=p1",
 )

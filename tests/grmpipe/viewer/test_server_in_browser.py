@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ PAGES = (
     "group/run?group=g1",
     "group/run?group=g2",
     "failures/run?cause=unparseable",
+    "annotations/run",
+    "diff/run?group=g1",
     "compare?a=run&b=run",
 )
 
@@ -88,3 +91,64 @@ def test_pages_fit_a_phone_follow_the_run_and_run_no_planted_script(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "profile").mkdir()
     asyncio.run(look(write_run(tmp_path / "run", experiment=SCRIPT), tmp_path / "profile"))
+
+
+async def press(page: Page, *keys: str) -> None:
+    for key in keys:
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        await page.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        await page.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+
+async def annotate_by_keys(folder: Path, profile: Path) -> None:
+    viewer = Viewer(folder, find_runs(folder))
+    runner = web.AppRunner(viewer.app(), shutdown_timeout=0.1)
+    await runner.setup()
+    address = f"http://127.0.0.1:{await listen(runner, 0)}"
+    viewer.indexer.start()
+    mine = "[...document.querySelectorAll('.annotate .badge')].map(x => x.textContent).join('|')"
+    try:
+        async with open_page(profile, width=1280) as page:
+            await page.open(f"{address}/annotations/run?token={viewer.token}")
+            await page.wait_for("!!document.querySelector('input[name=rater]')")
+            await page.value("document.querySelector('input[name=rater]').focus()")
+            await press(page, *"anna", "Enter")
+            await page.wait_for("document.querySelector('input[name=rater]')?.value == 'anna'")
+            await page.open(f"{address}/rollouts/run?sort=oldest")
+            await press(page, "f")
+            assert await page.value("document.activeElement.name") == "step_from"
+            await press(page, "Escape", "/")
+            assert await page.value("document.activeElement.type") == "search"
+            await press(page, "Escape", "j", "o")  # the second row
+            await page.wait_for("location.search.includes('sibling=1') && document.readyState == 'complete'")
+            await press(page, "w")
+            await page.wait_for(f"{mine} == 'wrong'")
+            await press(page, "r")
+            await page.wait_for(f"{mine} == 'right'")
+            await press(page, "8")
+            await page.wait_for(f"{mine} == 'right|score 8'")
+            await press(page, "c", *"so 9")
+            await page.send("Input.dispatchKeyEvent", type="rawKeyDown", key="Enter", modifiers=2)
+            await page.wait_for(f"{mine} == 'right|score 8|so 9'")
+            await press(page, "u")
+            await page.wait_for(f"{mine} == 'right|score 8'")
+            await press(page, "n")
+            await page.wait_for("location.search.includes('g2') && document.readyState == 'complete'")
+            await press(page, "p")
+            await page.wait_for("location.search.includes('g1') && document.readyState == 'complete'")
+            await press(page, "?")
+            assert await page.value("document.querySelector('footer details').open")
+    finally:
+        viewer.indexer.stop()
+        await runner.cleanup()
+
+
+@pytest.mark.long
+def test_answers_are_annotated_by_keys_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "profile").mkdir()
+    asyncio.run(annotate_by_keys(write_run(tmp_path / "run"), tmp_path / "profile"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "annotations.jsonl").read_text().splitlines()]
+    assert [line["sibling"] for line in lines[:4]] == [1] * 4
+    assert [line.get("right", line.get("score", line.get("note"))) for line in lines[:4]] == [False, True, 8, "so 9"]
+    assert lines[4]["undoes"] == lines[3]["id"]
