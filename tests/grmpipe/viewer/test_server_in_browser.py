@@ -107,35 +107,36 @@ async def annotate_by_keys(folder: Path, profile: Path) -> None:
     address = f"http://127.0.0.1:{await listen(runner, 0)}"
     viewer.indexer.start()
     mine = "[...document.querySelectorAll('.annotate .badge')].map(x => x.textContent).join('|')"
+    loaded = "document.readyState == 'complete'"
     try:
         async with open_page(profile, width=1280) as page:
             await page.open(f"{address}/annotations/run?token={viewer.token}")
             await page.wait_for("!!document.querySelector('input[name=rater]')")
             await page.value("document.querySelector('input[name=rater]').focus()")
             await press(page, *"anna", "Enter")
-            await page.wait_for("document.querySelector('input[name=rater]')?.value == 'anna'")
+            await page.wait_for("document.querySelector('input[name=rater]')?.value == 'anna' && " + loaded)
             await page.open(f"{address}/rollouts/run?sort=oldest")
             await press(page, "f")
             assert await page.value("document.activeElement.name") == "step_from"
             await press(page, "Escape", "/")
             assert await page.value("document.activeElement.type") == "search"
             await press(page, "Escape", "j", "o")  # the second row
-            await page.wait_for("location.search.includes('sibling=1') && document.readyState == 'complete'")
+            await page.wait_for("location.search.includes('sibling=1') && " + loaded)
             await press(page, "w")
-            await page.wait_for(f"{mine} == 'wrong'")
+            await page.wait_for(f"{mine} == 'wrong' && {loaded}")
             await press(page, "r")
-            await page.wait_for(f"{mine} == 'right'")
+            await page.wait_for(f"{mine} == 'right' && {loaded}")
             await press(page, "8")
-            await page.wait_for(f"{mine} == 'right|score 8'")
+            await page.wait_for(f"{mine} == 'right|score 8' && {loaded}")
             await press(page, "c", *"so 9")
             await page.send("Input.dispatchKeyEvent", type="rawKeyDown", key="Enter", modifiers=2)
-            await page.wait_for(f"{mine} == 'right|score 8|so 9'")
+            await page.wait_for(f"{mine} == 'right|score 8|so 9' && {loaded}")
             await press(page, "u")
-            await page.wait_for(f"{mine} == 'right|score 8'")
+            await page.wait_for(f"{mine} == 'right|score 8' && {loaded}")
             await press(page, "n")
-            await page.wait_for("location.search.includes('g2') && document.readyState == 'complete'")
+            await page.wait_for("location.search.includes('g2') && " + loaded)
             await press(page, "p")
-            await page.wait_for("location.search.includes('g1') && document.readyState == 'complete'")
+            await page.wait_for("location.search.includes('g1') && " + loaded)
             await press(page, "?")
             assert await page.value("document.querySelector('footer details').open")
     finally:
