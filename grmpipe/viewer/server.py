@@ -12,6 +12,7 @@ POST /annotate/<run>?..  an annotation of what the query names, or the rater's n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import signal
@@ -39,9 +40,7 @@ STATIC = {"style.css": "text/css", "follow.js": "text/javascript", "keys.js": "t
 RATER = "grmpipe_rater"  # the cookie with the rater's name
 DEFAULTS = AnnotateConfig()
 A_YEAR_S = 365 * 24 * 3600
-WRITES = (
-    "annotations can't be written: {}; give the right to write there, or type annotate.dir=<a folder>"
-)
+WRITES = "annotations can't be written: {}; give the right to write there, or type annotate.dir=<a folder>"
 
 
 def view(folder: Path, port: int = PORT, *, settings: AnnotateConfig = DEFAULTS, seed: int = 0) -> None:
@@ -108,19 +107,20 @@ class Viewer:
 
     @web.middleware
     async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors of what the URL asks for, in words."""
+        """Errors of what the URL or a form asks for, in words, beside the note that was typed."""
+        note = str((await request.post()).get("note", ""))  # of a GET: nothing
         try:
             return await handler(request)
         except NotThere as error:
-            return self._message(404, str(error))
+            return self._message(404, str(error), note)
         except ValueError as error:  # of a query that was typed
-            return self._message(400, str(error))
+            return self._message(400, str(error), note)
         except RecursionError:
             return self._message(400, "a file of this run is nested too deeply")
         except OSError as error:  # of the annotations' file: no page writes anything else
             if isinstance(error, ConnectionError):
                 raise
-            return self._message(500, WRITES.format(error))
+            return self._message(500, WRITES.format(error), note)
         except sqlite3.OperationalError:  # the index is being made, or made anew
             run = self._runs.get(request.match_info.get("run", ""))
             return self._page("waiting", {"run": run}, status=503)
@@ -164,14 +164,20 @@ class Viewer:
         form = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
         if "rater" in form:
             page = "group" if "group" in request.query else "annotations"
-            back = web.HTTPSeeOther(pages.link(page, run.name, urlencode(request.query)))
+            back = self._go_on(request, pages.link(page, run.name, urlencode(request.query)))
             name = quote(parse_rater(form["rater"]))
             back.set_cookie(RATER, name, max_age=A_YEAR_S, httponly=True, samesite="Strict", path="/")
-            raise back
+            return back
         page, found = await asyncio.to_thread(annotate, run, request.query, form, self._rater(request))
         about = request.query.get("about", "")
         place = f"#sibling-{about}" if about.isdecimal() and "sibling" not in found and page == "group" else ""
-        raise web.HTTPSeeOther(pages.link(page, run.name, urlencode(found)) + place)
+        return self._go_on(request, pages.link(page, run.name, urlencode(found)) + place)
+
+    def _go_on(self, request: web.Request, to: str) -> web.Response:
+        """To the page behind a form: for keys.js as JSON."""
+        if "application/json" in request.headers.get("Accept", ""):
+            return web.json_response({"to": to})
+        return web.Response(status=303, headers={"Location": to})
 
     async def _runs_page(self, request: web.Request) -> web.StreamResponse:
         self._runs = await asyncio.to_thread(find_runs, self._folder)
@@ -204,8 +210,10 @@ class Viewer:
         return web.Response(body=self._static[name], content_type=STATIC[name], charset="utf-8")
 
     def _rater(self, request: web.Request) -> Rater:
-        name = unquote(request.cookies.get(RATER, ""))
-        return Rater(name=name if name.isprintable() else "", settings=self._settings, seed=self._seed)
+        name = ""
+        with contextlib.suppress(ValueError):  # other servers of this machine may set it too
+            name = parse_rater(unquote(request.cookies.get(RATER, "")))
+        return Rater(name=name, settings=self._settings, seed=self._seed)
 
     def _run(self, name: str) -> ViewedRun:
         if name not in self._runs:
@@ -234,5 +242,5 @@ class Viewer:
         text = self._environment.get_template(f"{name}.html.jinja").render(**shown)
         return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 
-    def _message(self, status: int, message: str) -> web.Response:
-        return self._page("message", {"message": message}, status=status)
+    def _message(self, status: int, message: str, note: str = "") -> web.Response:
+        return self._page("message", {"message": message, "note": note}, status=status)

@@ -42,7 +42,36 @@ function press(key) {
   return true;
 }
 
-document.addEventListener("submit", (event) => { isSent ||= event.target.method === "post"; });
+// An annotation is sent without leaving the page: if it can't be written, what was typed is still there.
+async function send(form, button) {
+  isSent = true;
+  try {
+    const body = new URLSearchParams(new FormData(form, button));
+    const answer = await fetch(form.action, { method: "POST", headers: { Accept: "application/json" }, body });
+    if (!answer.ok) throw new Error(await readMessage(answer));
+    const next = new URL((await answer.json()).to, location.href);
+    const isHere = next.pathname + next.search === location.pathname + location.search;
+    if (!isHere) return location.assign(next);
+    history.replaceState(null, "", next);
+    location.reload();
+  } catch (error) {
+    const told = form.querySelector(".box") ?? form.appendChild(document.createElement("p"));
+    told.className = "box bad";
+    told.textContent = `Not written: ${error.message}`;
+    isSent = false;
+  }
+}
+
+async function readMessage(answer) {
+  const text = await answer.text();
+  return new DOMParser().parseFromString(text, "text/html").querySelector("main p")?.textContent ?? text;
+}
+
+document.addEventListener("submit", (event) => {
+  if (event.target.method !== "post") return;
+  event.preventDefault();
+  if (!isSent) send(event.target, event.submitter);
+});
 addEventListener("pageshow", () => { isSent = false; });
 document.addEventListener("keydown", (event) => {
   const isTyping = event.target.matches("input, select, textarea");

@@ -148,7 +148,10 @@ def test_a_run_that_may_not_be_written_to_says_the_key_and_takes_its_annotations
     async def refused(client: TestClient, viewer: Viewer) -> None:
         await send(client, viewer, "/annotate/run", rater="anna")
         page = await send(client, viewer, f"{G1}0", status=500, right="true")
-        assert "annotations can&#39;t be written: " in page and "type annotate.dir=" in page, visible(page)
+        assert "annotations can&#39;t be written: " in page and "type annotate.dir=" in page
+        assert "What you wrote long words" in visible(
+            await send(client, viewer, f"{G1}0", status=500, note="long words")
+        )
 
     async def taken(client: TestClient, viewer: Viewer) -> None:
         await send(client, viewer, "/annotate/run", rater="anna")

@@ -133,7 +133,18 @@ async def annotate_by_keys(folder: Path, profile: Path) -> None:
             await page.wait_for(f"{mine} == 'right|score 8|so 9' && {loaded}")
             await press(page, "u")
             await page.wait_for(f"{mine} == 'right|score 8' && {loaded}")
-            await press(page, "n")
+            path = folder / "annotations.jsonl"
+            path.rename(folder / "aside")
+            path.mkdir()
+            await press(page, "c", *"kept")
+            await page.send("Input.dispatchKeyEvent", type="rawKeyDown", key="Enter", modifiers=2)
+            await page.wait_for(
+                "document.querySelector('form .box')?.textContent.startsWith('Not written: annotations')"
+            )
+            assert await page.value("document.querySelector('textarea').value") == "kept"
+            path.rmdir()
+            (folder / "aside").rename(path)
+            await press(page, "Escape", "n")
             await page.wait_for("location.search.includes('g2') && " + loaded)
             await press(page, "p")
             await page.wait_for("location.search.includes('g1') && " + loaded)
