@@ -16,14 +16,7 @@ from grmpipe.observe.charts import short
 from grmpipe.observe.run_files import Critique, find_judge_section
 from grmpipe.types import Criterion
 from grmpipe.viewer import figures, queries
-from grmpipe.viewer.annotations import (
-    ANNOTATIONS,
-    Annotation,
-    append,
-    make_label,
-    make_line,
-    read_annotations,
-)
+from grmpipe.viewer.annotations import ANNOTATIONS, Annotation, append, make_label, make_line, read_annotations
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.queries import Filter, RolloutRow
 from grmpipe.viewer.runs import ViewedRun, flat_config, read_stamp
@@ -150,14 +143,12 @@ def annotate(run: ViewedRun, query: Query, form: Query, rater: Rater) -> tuple[s
     sibling = int(queries.parse_number("about", query.get("about", ""), int))
     label = make_label(form, siblings, sibling, read_scale(run), find_rubric(run, siblings))
     back = {name: value for name, value in query.items() if name != "about"}
-    if not (select := query.get("queue", "")):
-        append(path, make_line(rater.name, run=run.name, **label))
-        return "group", back
     at = next(one.row.place for one in siblings if one.row.sibling == sibling)
-    queue = rater.select(run, at[0], select)
+    select = query.get("queue", "")
+    queue = rater.select(run, at[0], select) if select else []
     share = next(({"share": one.share} for one in queue if one.place == at), {})
     append(path, make_line(rater.name, run=run.name, **label, **share))
-    if not any(form.get(name) for name in DECIDES):
+    if not select or not any(form.get(name) for name in DECIDES):
         return "group", back
     following = rater.find_next(run, queue, at)
     return ("group", link_selected(following, select)) if following else ("annotations", {"done": select})
@@ -241,9 +232,9 @@ def name_scores(run: ViewedRun, sibling: Sibling, one: Critique) -> list[tuple[s
     if not one.scores or name not in PROTOCOLS or PROTOCOLS[name].scores != "criteria":
         return []
     rubric = find_rubric(run, [sibling], one.judge)
-    return [(each.text, score) for each, score in zip(rubric, one.scores, strict=False)] * (
-        len(rubric) == len(one.scores)
-    )
+    if len(rubric) != len(one.scores):  # rubric.path holds others by now
+        return []
+    return [(each.text, score) for each, score in zip(rubric, one.scores, strict=True)]
 
 
 def read_scale(run: ViewedRun) -> tuple[float, float] | None:

@@ -28,6 +28,7 @@ from grmpipe.observe.plain_json import json_bytes
 from grmpipe.run_dir.run_lock import NO_LOCKS
 from grmpipe.types import Criterion
 from grmpipe.viewer.details import Sibling
+from grmpipe.viewer.journal_lines import DROPPED
 
 ANNOTATIONS = "annotations.jsonl"
 FIELDS = ("right", "score", "best", "met", "unmet", "note")  # of a form, which has one of them
@@ -164,20 +165,19 @@ def make_label(
         raise ValueError(f"expected a sibling of the group and one of {', '.join(FIELDS)}, got {', '.join(given)}")
     field, said = given[0], form[given[0]].strip()
     about = siblings if field == "best" else [one]
-    for problem in (problem for each in about for problem in each.problems):
-        raise ValueError(f"nothing can be said of an answer that can't be read: {problem}")
+    for each in about:
+        if each.rollout is None or each.row.answer == DROPPED:
+            raise ValueError(f"nothing can be said of an answer that isn't there: {'; '.join(each.problems)}")
     texts = [HALF.sub("\ufffd", each.rollout.answer) for each in about if each.rollout is not None]
-    if len(texts) < len(about):
-        raise ValueError("nothing can be said of an answer that isn't recorded yet")
     row = one.row
     head: Line = {"group": row.group_id, "sibling": None if field == "best" else sibling}
     head |= {"evaluation": row.evaluation, "round": row.round} if row.evaluation else {}
-    label = {"responses": texts} if field == "best" else {"response": texts[0]}
-    if field == "best":
-        if len(siblings) < 2:
-            raise ValueError("best: this answer has no siblings")
-        return head | describe_prompt(one) | label | {"best": siblings.index(one)}
-    return head | describe_prompt(one) | label | parse_said(field, said, scale, rubric)
+    head |= describe_prompt(one)
+    if field != "best":
+        return head | {"response": texts[0]} | parse_said(field, said, scale, rubric)
+    if len(siblings) < 2:
+        raise ValueError("best: this answer has no siblings")
+    return head | {"responses": texts, "best": siblings.index(one)}
 
 
 def parse_said(field: str, said: str, scale: tuple[float, float] | None, rubric: Sequence[Criterion]) -> Line:

@@ -1,6 +1,6 @@
 """Which answers to annotate next, each with its share: the probability with which it is in the queue.
 
-Poisson sampling: an answer is in if its own uniform number, a hash, is below its share, independently of all others.
+Poisson sampling: an answer is in if a uniform number of its own is below its share, independently of all others.
 So means weighted by 1 / share (Horvitz and Thompson, JASA 1952) stand for all answers. The queue is in the order of
 number / share: its first answers are such a sample too, with shares in the same proportions (sequential Poisson
 sampling: Ohlsson, J. Off. Stat. 1998).
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from grmpipe.viewer.index import IndexProgress, RunIndex
 from grmpipe.viewer.queries import HIGH
@@ -56,35 +55,18 @@ def select_answers(
         raise ValueError(f"select: unknown value {select!r}; known: {', '.join(GROWS_WITH)}")
     query = (
         f"SELECT r.round, r.group_id, r.sibling, {GROWS_WITH[select]} FROM rollouts r "
-        "WHERE +r.evaluation = ? AND r.line IS NOT NULL"
+        "WHERE r.evaluation = ? AND r.line IS NOT NULL ORDER BY r.round, r.group_id, r.sibling"
     )
     with contextlib.closing(index.read()) as connection:
-        connection.row_factory = None  # plain tuples: of all answers
+        connection.row_factory = None  # plain tuples: there is one for each answer
         rows = connection.execute(query, (evaluation,)).fetchall()
-        if not rows:
-            return []
-        rounds, groups, siblings, values = zip(*rows, strict=True)
-        share = compute_shares(np.array(values, dtype=float), select, num_items)  # NaN where nothing is known
-        rank = draw_uniform(evaluation, rounds, groups, siblings, seed) / share
-        order = np.flatnonzero(rank < 1)
-        chosen = order[np.argsort(rank[order])].tolist()
-    return [Selected(evaluation, rounds[i], groups[i], siblings[i], round(float(share[i]), 9)) for i in chosen]
-
-
-def draw_uniform(
-    evaluation: str, rounds: Sequence[int], groups: Sequence[str], siblings: Sequence[int], seed: int
-) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each answer, by what names it: the same again in another index of the same run."""
-    hashes = {
-        group: xxhash.xxh3_64_intdigest(f"{evaluation}\0{group}".encode(), seed=seed % 2**64) for group in set(groups)
-    }
-    mixed = np.fromiter(map(hashes.__getitem__, groups), np.uint64, len(groups))
-    for part in (rounds, siblings):  # SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
-        mixed += (np.array(part, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)) / np.float64(2**53)
+    if not rows:
+        return []
+    share = compute_shares(np.array([row[3] for row in rows], dtype=float), select, num_items)  # NaN: not known
+    rank = np.random.default_rng(seed % 2**64).random(len(rows)) / share
+    order = np.flatnonzero(rank < 1)
+    chosen = order[np.argsort(rank[order])]
+    return [Selected._make((evaluation, *rows[i][:3], round(float(share[i]), 9))) for i in chosen]
 
 
 def compute_shares(values: npt.NDArray[np.float64], select: str, num_items: int) -> npt.NDArray[np.float64]:

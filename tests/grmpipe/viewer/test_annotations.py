@@ -186,7 +186,7 @@ def test_what_a_form_may_not_say_is_refused_in_words(form: dict[str, str], words
 def test_nothing_is_said_of_an_answer_that_cannot_be_read() -> None:
     (one,) = make_siblings("It is 42")
     lost = Sibling(row=one.row, recorded=None, report=None, critiques=[], problems=["it is damaged"])
-    with pytest.raises(ValueError, match="can't be read: it is damaged"):
+    with pytest.raises(ValueError, match="isn't there: it is damaged"):
         make_label({"right": "true"}, [lost], 0, None, ())
 
 
