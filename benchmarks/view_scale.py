@@ -2,6 +2,7 @@
 
     python benchmarks/view_scale.py --rollouts 100000 --dir /tmp/view-scale
     python benchmarks/view_scale.py --rollouts 5000 --dir /tmp/view-scale --requests 10000    # its memory over so many
+    python benchmarks/view_scale.py --rollouts 100000 --dir /tmp/view-scale --annotations 1000    # answers annotated
 
 The lines have the fields and the sizes of a run with journals.compact whose answers have about 280 tokens, and four
 judgements of 50 each. A million rollouts need 10.7 GB, and 2 GB for the index. The pages are opened in Chromium if
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +178,12 @@ def json_line(record: Line) -> bytes:
 
 # -- measurement -------------------------------------------------------------------------------------------------------
 
-SERVE = "import sys; from pathlib import Path; from grmpipe.viewer.server import view; view(Path(sys.argv[1]), 0)"
+SERVE = """
+import sys; from pathlib import Path
+from grmpipe.config.task_settings import AnnotateConfig
+from grmpipe.viewer.server import view
+view(Path(sys.argv[1]), 0, settings=AnnotateConfig(select="split", num_items=int(sys.argv[2])))
+"""
 REPEATS = 5
 COMMON, FREQUENT, SELDOM = word(0), word(100), word(10_000)
 PAGES = {
@@ -195,15 +202,18 @@ PAGES = {
     f"rollouts?words=%22{COMMON}+{word(1)}%22": "a phrase",
     "group?group=g000100": "a group with all critiques",
     "failures": "failed judgements",
+    "group?group=g000100&sibling=3&in=sort%3Dscore%252C%2Bhighest": "an answer that the table by score led to",
+    "diff?group=g000100": "the differences of two answers",
+    "annotations": "the annotations",
 }
 
 
 class Served:
     """The viewer of a run in a process of its own."""
 
-    def __init__(self, run_dir: Path, cache: Path) -> None:
+    def __init__(self, run_dir: Path, cache: Path, num_items: int = 100) -> None:
         environ = os.environ | {"XDG_CACHE_HOME": str(cache)}
-        command = [sys.executable, "-c", SERVE, str(run_dir)]
+        command = [sys.executable, "-c", SERVE, str(run_dir), str(num_items)]
         self.process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         address = re.search(r"(http://\S+)/\?token=(\S+)", self.process.stdout.readline())
@@ -221,6 +231,13 @@ class Served:
 
     def get(self, path: str) -> bytes:
         return self._opener.open(f"{self.address}/{path}", timeout=600).read()
+
+    def send(self, path: str, **form: str) -> str:
+        """Send a form, or ask without one, and follow it; the address of the page that it leads to."""
+        data = urllib.parse.urlencode(form).encode() if form else None
+        with self._opener.open(f"{self.address}/{path}", data, timeout=600) as answer:
+            answer.read()
+            return str(answer.url).removeprefix(f"{self.address}/")
 
     def memory_mb(self, name: str) -> float:
         """VmRSS: now; VmHWM: at most."""
@@ -302,6 +319,44 @@ def measure_requests(run_dir: Path, cache: Path, num_requests: int) -> None:
                 print(f"| {number + 1:,} requests | {served.memory_mb('VmRSS'):.0f} MB, {asked_s:.0f} s |", flush=True)
 
 
+def measure_annotations(run_dir: Path, cache: Path, number: int) -> None:
+    """Annotate so many answers of the queue, and open all pages beside so many annotations."""
+    name = run_dir.name
+    (run_dir / "annotations.jsonl").unlink(missing_ok=True)
+    with Served(run_dir, cache, 2 * number) as served:
+        served.wait_for_index(name)
+        found = re.search(rb'name="form_token" value="([^"]+)"', served.get(f"annotations/{name}"))
+        assert found, "a page without a form"
+        token = {"form_token": found[1].decode()}
+        served.send(f"annotate/{name}", rater="bench", **token)
+        began = time.perf_counter()
+        served.send(f"annotate/{name}?group=g000100&about=0", right="true", **token)
+        first_ms = 1000 * (time.perf_counter() - began)
+        began = time.perf_counter()
+        at = served.send(f"next/{name}")
+        queue_ms, took_ms = 1000 * (time.perf_counter() - began), []
+        for _ in range(number):
+            query = at.partition("?")[2]
+            sibling = urllib.parse.parse_qs(query)["sibling"][0]
+            began = time.perf_counter()
+            at = served.send(f"annotate/{name}?{query}&about={sibling}", right="true", **token)
+            took_ms.append(1000 * (time.perf_counter() - began))
+        took_ms.sort()
+        print(f"| the first annotation, and its page | {first_ms:,.0f} ms |")
+        print(f"| the first answer of the queue | {queue_ms:,.0f} ms |")
+        shown = ", ".join(f"{took_ms[int(share * (number - 1))]:,.0f} ms" for share in (0.5, 0.95, 1))
+        print(f"| {number:,} annotations of the queue, each with the next page: median, 95 %, longest | {shown} |")
+        for path, title in PAGES.items():
+            page, _, query = path.partition("?")
+            took_ms = []
+            for _ in range(REPEATS):
+                began = time.perf_counter()
+                served.get(f"{page}/{name}?{query}")
+                took_ms.append(1000 * (time.perf_counter() - began))
+            print(f"| {title} | {statistics.median(took_ms):,.0f} ms |", flush=True)
+    print(f"\nBy HTTP, without a browser; load of the machine: {os.getloadavg()[0]:.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rollouts", type=int, default=100_000)
@@ -310,12 +365,15 @@ def main() -> None:
         "--keep-index", action="store_true", help="measure the pages only, with the index that is there"
     )
     parser.add_argument("--requests", type=int, default=0, help="ask for so many pages instead")
+    parser.add_argument("--annotations", type=int, default=0, help="annotate so many answers, then open the pages")
     options = parser.parse_args()
     run_dir, cache = options.dir / f"scale_{options.rollouts}", options.dir / "cache"
     if not run_dir.exists():
         make_run(run_dir, options.rollouts)
     if not options.keep_index:
         measure_index(run_dir, cache)
+    if options.annotations:
+        return measure_annotations(run_dir, cache, options.annotations)
     if options.requests:
         return measure_requests(run_dir, cache, options.requests)
     index_mb = sum(path.stat().st_size for path in cache.rglob("*.sqlite*")) / 1e6

@@ -18,6 +18,7 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.models.types import Message
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Criterion, Judgement, Prompt, ScoredResponse
+from grmpipe.viewer.annotations import make_line
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient  # noqa: E402
@@ -190,6 +191,18 @@ def test_the_queue_leads_through_its_answers_and_writes_their_shares(tmp_path: P
 
     act(run_dir, do)
     assert [line.get("share") for line in read_lines(run_dir)] == [1.0] * 6 + [None]
+
+
+def test_many_annotations_have_several_pages_the_newest_first(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    lines = [make_line("anna", group=f"gone{number}", sibling=0, right=True) for number in range(101)]
+    (run_dir / "annotations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = fetch(run_dir, "/annotations/run", "/annotations/run?page=2")
+    assert "101 annotations: anna 101" in visible(first)
+    assert 'href="/annotations/run?page=2"' in first and 'href="/annotations/run?page=1"' in second
+    assert "gone100/0" in first and "gone0/0" not in first and "gone0/0" in second
+    gone = fetch(run_dir, "/group/run?group=gone0&sibling=0", status=404)[0]
+    assert "no group &#39;gone0&#39; in this run" in gone
 
 
 def test_next_and_previous_follow_the_table_that_led_to_an_answer(tmp_path: Path) -> None:
