@@ -101,13 +101,23 @@ def test_a_rater_annotates_by_forms_and_every_page_shows_what_stands(tmp_path: P
 
 def test_lines_are_labels_that_load_labelled_reads(tmp_path: Path) -> None:
     async def do(client: TestClient, viewer: Viewer) -> None:
-        await send(client, viewer, "/annotate/run", rater="anna")
-        await send(client, viewer, f"{G1}0", score="2")
-        await send(client, viewer, f"{G1}1", best="1")
+        for rater in ("anna", "ben"):
+            await send(client, viewer, "/annotate/run", rater=rater)
+            await send(client, viewer, f"{G1}0", score="2" if rater == "anna" else "5")
+        for form in ({"right": "false"}, {"right": "true"}, {"best": "1"}, {"note": "so"}):
+            await send(client, viewer, f"{G1}1", **form)
+        undone = read_lines(tmp_path / "run")[2]["id"]
+        assert "undone before" in await send(client, viewer, "/annotate/run", status=400, undoes=str(undone))
 
     act(write_run(tmp_path / "run"), do)
-    scored, ranked = load_labelled(str(tmp_path / "run" / "annotations.jsonl"))
-    assert isinstance(scored, ScoredResponse) and (scored.score, scored.prompt.reference) == (2, "42")
+    scored, right, ranked = load_labelled(str(tmp_path / "run" / "annotations.jsonl"))
+    assert isinstance(scored, ScoredResponse) and (scored.score, scored.prompt.reference) == (3.5, "42")
+    assert scored.ratings == {"anna": 2, "ben": 5}
+    assert isinstance(right, ScoredResponse) and (right.is_yes_no, right.score, right.response) == (
+        True,
+        10,
+        "It is 42",
+    )
     assert not isinstance(ranked, ScoredResponse)
     assert (ranked.best, ranked.responses[1], ranked.prompt.source) == (1, "It is 42", "math")
 
