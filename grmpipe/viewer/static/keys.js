@@ -1,6 +1,7 @@
 // Keys that press the page's own buttons and links, as their data-key says. Without it the pages work the same.
 const cards = [...document.querySelectorAll("[data-card]")];
-let chosen = cards.findIndex((card) => card.closest(":target") || card.matches(":target"));
+const target = document.getElementById(location.hash.slice(1)); // :target comes later than this script
+let chosen = cards.findIndex((card) => target?.contains(card));
 let isSent = false; // what is typed while the next page comes isn't about this one
 
 function choose(place, isAsked) {

@@ -148,6 +148,11 @@ async def annotate_by_keys(folder: Path, profile: Path) -> None:
             await page.wait_for("location.search.includes('g2') && " + loaded)
             await press(page, "p")
             await page.wait_for("location.search.includes('g1') && " + loaded)
+            await page.open(f"{address}/group/run?group=g1")
+            await press(page, "j", "w")  # the second sibling, also once its page comes back
+            await page.wait_for(f"{mine} == 'score 8|wrong' && {loaded}")
+            await press(page, "3")
+            await page.wait_for(f"{mine} == 'wrong|score 3' && {loaded}")
             await press(page, "?")
             assert await page.value("document.querySelector('footer details').open")
     finally:
