@@ -45,12 +45,15 @@ class Rater:
         return (Path(self.settings.dir) / run.name if self.settings.dir else run.run_dir) / ANNOTATIONS
 
     def read(self, run: ViewedRun) -> tuple[Sequence[Annotation], int]:
-        """The annotations of all raters that stand, and the number of lines that can't be read."""
+        """The annotations of all raters that stand, and the number of lines that can't be read. Raises OSError."""
         path = self.find_file(run)
         return read_annotations(path, *read_stamp(path))
 
     def read_own(self, run: ViewedRun) -> list[Annotation]:
-        return [one for one in self.read(run)[0] if self.name and one.rater == self.name]
+        """The rater's own ones; none from a file that can't be read, for answers are shown all the same."""
+        with contextlib.suppress(OSError):
+            return [one for one in self.read(run)[0] if self.name and one.rater == self.name]
+        return []
 
     def select(self, run: ViewedRun, evaluation: str, select: str) -> Sequence[Selected]:
         """The queue. Raises ValueError."""

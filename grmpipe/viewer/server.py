@@ -40,7 +40,7 @@ STATIC = {"style.css": "text/css", "follow.js": "text/javascript", "keys.js": "t
 RATER = "grmpipe_rater"  # the cookie with the rater's name
 DEFAULTS = AnnotateConfig()
 A_YEAR_S = 365 * 24 * 3600
-WRITES = "annotations can't be written: {}; give the right to write there, or type annotate.dir=<a folder>"
+WRITES = "annotations can't be kept: {}; give the right to read and write there, or type annotate.dir=<a folder>"
 
 
 def view(folder: Path, port: int = PORT, *, settings: AnnotateConfig = DEFAULTS, seed: int = 0) -> None:

@@ -114,7 +114,7 @@ async def annotate_by_keys(folder: Path, profile: Path) -> None:
             await page.wait_for("!!document.querySelector('input[name=rater]')")
             await page.value("document.querySelector('input[name=rater]').focus()")
             await press(page, *"anna", "Enter")
-            await page.wait_for("document.querySelector('input[name=rater]')?.value == 'anna' && " + loaded)
+            await page.wait_for("document.querySelector('main button')?.textContent == 'Change' && " + loaded)
             await page.open(f"{address}/rollouts/run?sort=oldest")
             await press(page, "f")
             assert await page.value("document.activeElement.name") == "step_from"
