@@ -8,6 +8,7 @@ sampling: Ohlsson, J. Off. Stat. 1998).
 
 import contextlib
 import functools
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,19 +55,25 @@ def select_answers(
     if select not in GROWS_WITH:
         raise ValueError(f"select: unknown value {select!r}; known: {', '.join(GROWS_WITH)}")
     query = (
-        f"SELECT r.round, r.group_id, r.sibling, {GROWS_WITH[select]} FROM rollouts r "
-        "WHERE r.evaluation = ? AND r.line IS NOT NULL ORDER BY r.round, r.group_id, r.sibling"
+        f"SELECT r.id, {GROWS_WITH[select]} FROM rollouts r WHERE +r.evaluation = ? AND r.line IS NOT NULL "
+        "ORDER BY r.id"  # the order of the journal, in any index of it
+    )
+    names = (
+        "SELECT r.evaluation, r.round, r.group_id, r.sibling FROM json_each(?) wanted "
+        "CROSS JOIN rollouts r ON r.id = wanted.value ORDER BY wanted.key"
     )
     with contextlib.closing(index.read()) as connection:
         connection.row_factory = None  # plain tuples: there is one for each answer
         rows = connection.execute(query, (evaluation,)).fetchall()
-    if not rows:
-        return []
-    share = compute_shares(np.array([row[3] for row in rows], dtype=float), select, num_items)  # NaN: not known
-    rank = np.random.default_rng(seed % 2**64).random(len(rows)) / share
-    order = np.flatnonzero(rank < 1)
-    chosen = order[np.argsort(rank[order])]
-    return [Selected._make((evaluation, *rows[i][:3], round(float(share[i]), 9))) for i in chosen]
+        if not rows:
+            return []
+        share = compute_shares(np.array([row[1] for row in rows], dtype=float), select, num_items)  # NaN: not known
+        rank = np.random.default_rng(seed % 2**64).random(len(rows)) / share
+        within = np.flatnonzero(rank < 1)
+        chosen = within[np.argsort(rank[within])]
+        found = connection.execute(names, (json.dumps([rows[place][0] for place in chosen]),)).fetchall()
+    shares = (round(float(one), 9) for one in share[chosen])
+    return [Selected._make((*name, one)) for name, one in zip(found, shares, strict=True)]
 
 
 def compute_shares(values: npt.NDArray[np.float64], select: str, num_items: int) -> npt.NDArray[np.float64]:
