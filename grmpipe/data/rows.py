@@ -63,6 +63,9 @@ class Findings:
             log.warning("%s: %s", self._file, self)
 
 
+MAY_BE_EMPTY = ("response", "completion")  # fields: a model may write nothing
+
+
 def read_rows(
     file: Path,
     used: Collection[str],
@@ -94,11 +97,17 @@ def read_rows(
     if columns:
         rows = rename_columns(list(rows), file, columns, used, findings)
     if suffix == ".csv":
-        return (
-            (number, where, {name: parse_cell(cell) if name in values else cell for name, cell in row.items()})
-            for number, where, row in rows
-        )
+        return ((number, where, dict(read_cells(row, values))) for number, where, row in rows)
     return rows
+
+
+def read_cells(row: Row, values: Collection[str]) -> Iterator[tuple[str, object]]:
+    """The fields of a row of cells: an empty one is none, but for a response, which may be empty."""
+    for name, cell in row.items():
+        if not cell and name not in MAY_BE_EMPTY:
+            yield name, None
+        else:
+            yield name, parse_cell(cell) if name in values else cell
 
 
 def rename_columns(
@@ -164,8 +173,8 @@ def jsonl_rows(file: Path, used: Collection[str], findings: Findings) -> Iterato
 
 
 def csv_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[Place]:
-    """The first line names the columns. Cells are texts, an empty one is none. Commas, semicolons or tabs separate
-    them: whichever the first line has most of.
+    """The first line names the columns. Cells are texts. Commas, semicolons or tabs separate them: whichever the first
+    line has most of.
     """
     csv.field_size_limit(2**31 - 1)  # the module's own limit, 131,072 characters, is for all readers in the process
     try:
@@ -184,7 +193,7 @@ def csv_rows(file: Path, used: Collection[str], findings: Findings) -> Iterator[
                         'with commas or line breaks in quotes ("...")'
                     )
                 if cells:
-                    yield number, where, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                    yield number, where, dict(zip(names, cells, strict=True))
                 where = f"{file}, line {reader.line_num + 1}"
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: can't be read as CSV in UTF-8 ({error}); save it as UTF-8") from error

@@ -400,3 +400,11 @@ def test_half_of_a_character_in_a_response_is_refused_with_its_place(tmp_path: P
     path.write_text(json.dumps({"prompt": "?", "responses": ["fine", "\ud83d"], "best": 0}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"some\.jsonl, line 1: response 1: half of a surrogate pair"):
         load_labelled(str(path))
+
+
+def test_an_empty_cell_of_a_response_is_an_answer_and_one_of_a_label_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "labels.csv"
+    file.write_text("question,answer,ok\n1 + 1?,2,yes\n1 + 2?,,no\n1 + 3?,4,\n", encoding="utf-8")
+    columns = {"prompt": "question", "response": "answer", "right": "ok"}
+    found = load_labelled(str(file), columns=columns)
+    assert [(item.responses, item.labels) for item in found] == [(("2",), (10,)), (("",), (1,))]
