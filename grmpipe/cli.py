@@ -164,7 +164,7 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
 
 def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
-    if config.task not in ("evaluate", "rejudge"):
+    if config.task not in ("evaluate", "calibrate", "rejudge"):
         built = build(config)
         if built.trains_policy and not built.judging.judges:
             check_typed_judges(built, list_typed_keys(typed), find_interpolated_keys(config))
@@ -174,6 +174,7 @@ def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
         return compose_rejudging(config, [one.package or one.key_or_group for one in overrides])
     reads = EvaluationReads(
         what=config.evaluate.what,
+        task=config.task,
         has_prompts=config.evaluate.prompts is not None,
         by_policy=POLICY in (config.judge.model, *(judge.model for judge in config.judges.values())),
         read_by_others=find_interpolated_keys(config),

@@ -66,7 +66,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     if config.task in SHOWN:
         return SHOWN[config.task](config)
     # They leave nothing to resume but, within a budget, answers that are paid.
-    if config.task in ("evaluate", "score") and not config.budget.bounds:
+    if config.task in ("evaluate", "calibrate", "score") and not config.budget.bounds:
         config = replace(config, resume="never")
     if config.task in ("score", "serve"):  # they have no steps; to import W&B takes longer than to start such a judge
         config = replace(config, tracking=replace(config.tracking, trackers=[]))
@@ -167,6 +167,18 @@ def evaluation() -> RunTask[PreparedEvaluation]:
     )
 
 
+def make_calibration() -> RunTask[PreparedEvaluation]:
+    from grmpipe.run.tasks.calibrate import CalibrationRun, prepare_calibration
+    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
+
+    return RunTask(
+        prepare=prepare_calibration,
+        make_run=CalibrationRun,
+        notes=PreparedEvaluation.notes,
+        continued="type the command again",
+    )
+
+
 def make_scoring() -> RunTask[PreparedScoring]:
     from grmpipe.run.tasks.score import ScoringRun, prepare_scoring
 
@@ -220,6 +232,7 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train_judge_rft": rft,
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
+    "calibrate": make_calibration,
     "score": make_scoring,
     "serve": make_serving,
     "rejudge": rejudge,

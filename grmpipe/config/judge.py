@@ -278,6 +278,9 @@ class JudgeConfig(Bounded):
     # ask a meta-RM.
     vote: str = "mean"
     votes: VotesConfig = field(default_factory=VotesConfig)
+    # calibration.json of a run of task=calibrate of this judge: its rewards are then what labels make of its scores,
+    # such as the probability that a response is right; null: what it says.
+    calibration: str | None = not_empty(None, "give calibration.json of a run of task=calibrate, or null")
     split: SplitConfig = field(default_factory=SplitConfig)
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)
     rubric: RubricConfig = field(default_factory=RubricConfig)
@@ -328,6 +331,11 @@ class JudgeConfig(Bounded):
     def protocol_kind(self) -> JudgeProtocol:
         """What other modules must know of the protocol."""
         return protocol_named(self.protocol)
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether its reward is the share of the pairs that a response wins."""
+        return self.kind == "generative" and self.protocol_kind.about == "pair"
 
     @property
     def is_simulated(self) -> bool:
@@ -626,7 +634,20 @@ def check_examples(judge: JudgeConfig) -> None:
         )
 
 
+def check_calibration(judge: JudgeConfig) -> None:
+    """Check that the judge gives one reward for a whole response, which a map can calibrate."""
+    if judge.calibration is None:
+        return
+    if judge.kind in ("env", "label"):
+        raise ValueError(f"calibration: kind={judge.kind} judges no text that has a label; type judge.calibration=null")
+    if judge.kind == "generative" and not judge.protocol_kind.is_of_whole:
+        raise ValueError(
+            f"calibration: {judge.protocol} gives a reward for each part of a response, and labels are of whole ones; "
+            "type judge.calibration=null, or judge.protocol=pointwise"
+        )
+
+
 CHECKS = (
     check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_early_stop, check_own,
-    check_scalar, check_deadline, check_examples,
+    check_scalar, check_deadline, check_examples, check_calibration,
 )  # fmt: skip

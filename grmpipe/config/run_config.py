@@ -147,7 +147,7 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def trains(self) -> bool:
         """Whether the task trains a model."""
-        return self.task not in ("evaluate", "score", "serve", "rejudge")
+        return self.task not in ("evaluate", "calibrate", "score", "serve", "rejudge")
 
     @property
     def uses_meta_rm(self) -> bool:

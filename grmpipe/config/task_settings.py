@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.models.bounds import Bounded, above, at_least, not_empty, one_of
+from grmpipe.models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
 from grmpipe.models.settings import DTYPES
 from grmpipe.scheduler.devices import DeviceSpec
 
@@ -103,6 +103,15 @@ class EvaluateConfig(Bounded):
 
 def is_ascending(numbers: list[int]) -> bool:
     return bool(numbers) and min(numbers) >= 1 and sorted(set(numbers)) == list(numbers)
+
+
+@dataclass(frozen=True)
+class CalibrateConfig(Bounded):
+    """Settings of `task=calibrate`, which fits a judge's rewards to the labels of `evaluate.path`."""
+
+    length: bool = False  # Also fit a term of the response's length, which takes the judge's bias by length out.
+    # Largest share of wrong responses that may pass, for which a threshold is sought; for labels of right and wrong.
+    false_positive_rate: float = between_0_and_1(0.05)
 
 
 @dataclass(frozen=True)

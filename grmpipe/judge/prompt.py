@@ -169,6 +169,7 @@ class JudgePrompt:
 
     shared_principles: whether the judge wrote them before any response, so that the template must show them.
     example: see find_example.
+    probe_messages: the prompt of made-up texts.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class JudgePrompt:
         self._gives_one_score = kind.gives_one_score
         self._needs = ("criteria",) * (kind.scores == "criteria") + ("principles",) * shared_principles
         check(self._label, self._template, self._shown, self._needs)
-        self._try_out()
+        self.probe_messages = self._try_out()
 
     @classmethod
     def load(
@@ -280,9 +281,9 @@ class JudgePrompt:
         assert len(shown) == len(self._shown), f"this template shows {', '.join(self._shown)}"
         return dict(zip(self._shown, shown, strict=True))
 
-    def _try_out(self) -> None:
+    def _try_out(self) -> tuple[Message, ...]:
         """Render with samples, without and with an environment, to find what only rendering shows: joined texts, an
-        include, a branch that hides the response.
+        include, a branch that hides the response. Returns the messages without one.
         """
         num_texts = 2 if self._shown[0] in ITEM_OF else len(self._shown)
         texts = [f"what the policy wrote, {part}" for part in range(num_texts)]
@@ -302,6 +303,7 @@ class JudgePrompt:
                 raise ValueError(f"{self._label}: hides the field {self._shown[0]} if has_environment")
         if self._template.markers:
             check_markers(self._label, messages, texts, self._guard)
+        return messages
 
 
 class PrinciplesPrompt:

@@ -48,6 +48,7 @@ FILES = {
     "eval_rollouts.jsonl": "every answer to held-out prompts",
     "eval_judgements.jsonl": "every judgement of them, with its critique",
     "verdicts.jsonl": "the verdicts on each row of score.path",
+    "calibration.json": "what makes the judge's rewards probabilities: judge.calibration=<this file>",
     "judged.jsonl": "every item with its responses, labels, scores and critiques",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",

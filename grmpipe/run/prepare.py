@@ -10,9 +10,11 @@ import asyncio
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from grmpipe.algorithm.made_batch import try_own_parts
 from grmpipe.config.io.key_errors import section
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations
@@ -23,6 +25,7 @@ from grmpipe.envs.fault_owner import exception_at
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.evaluation.held_out import EVAL_METRICS
+from grmpipe.judge.calibration import describe_judge, find_difference, read_calibration
 from grmpipe.judge.context_limits import check_judge, check_policy, check_scalar_judge, longest_response
 from grmpipe.judge.kinds import math_rule
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
@@ -134,6 +137,7 @@ def prepare(config: RunConfig) -> Prepared:
         demonstrations=read_demonstrations(config.algorithm.sft.path, policy.renderer, config.seed),
     )
     check_fit(prepared, data)
+    check_calibrations(prepared)
     return prepared
 
 
@@ -197,6 +201,41 @@ def check_own_judges(config: RunConfig) -> None:
                 load_custom_judge(judge)
             if judge.kind == "function":
                 FunctionJudge(judge)
+
+
+def check_calibrations(prepared: Prepared) -> None:
+    """Check that each calibration is of the judge that uses it, and that this one stays what it is."""
+    config = prepared.config
+    for judge in config.asked.judges.values():
+        if judge.calibration is None:
+            continue
+        with section(f"{judge.key}.calibration: "):
+            calibration = read_calibration(judge.calibration)
+            if difference := find_difference(calibration, describe_own_judge(prepared, judge)):
+                raise ValueError(
+                    f"{judge.calibration} is of another judge: {difference}; undo that, or calibrate this judge: "
+                    "task=calibrate"
+                )
+            changes = judge.model in config.learners or config.models[judge.model].policy_updates
+            if judge.kind == "generative" and config.trains and changes:
+                raise ValueError(
+                    f"{judge.model} changes during the run, and a calibration is of a judge as it is; type "
+                    f"{judge.key}.calibration=null"
+                )
+
+
+def describe_own_judge(prepared: Prepared, judge: JudgeConfig) -> dict[str, str]:
+    """What a judge of the run is (`describe_judge`)."""
+    if judge.kind not in ("generative", "scalar"):
+        return describe_judge(judge, None, None, None)
+    found = prepared.models.get(judge.model)
+    here = found is not None and Path(found.path).exists()  # machines of a joined cluster load by the hub name
+    return describe_judge(
+        judge,
+        prepared.config.models[judge.model].path,
+        found.path if found is not None and here else None,
+        None if found is None else found.renderer,
+    )
 
 
 def check_objective(config: RunConfig) -> None:

@@ -104,6 +104,8 @@ def input_files(config: RunConfig) -> dict[str, Path]:
     for name, judge in config.judging.judges.items():
         if name in config.judging.generative or judge.kind == "label":
             files |= {f"{judge.key}.{key}": file for key, file in find_templates(judge).items()}
+        if judge.calibration is not None:
+            files[f"{judge.key}.calibration"] = Path(judge.calibration)
     return files
 
 

@@ -14,13 +14,14 @@ OF_TRUTH = f"{JUDGE}.rule"  # says what is right, whoever judges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReads:
-    """What decides which keys task=evaluate reads; known before the configuration is checked.
+    """What decides which keys task=evaluate or task=calibrate reads; known before the configuration is checked.
 
     by_policy:      whether a judge may ask the policy.
     read_by_others: keys that other keys take their values from.
     """
 
     what: str  # evaluate.what
+    task: str = "evaluate"
     has_prompts: bool  # evaluate.prompts isn't null
     by_policy: bool = False
     read_by_others: frozenset[str] = frozenset()
@@ -32,12 +33,12 @@ def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
         section, _, name = key.partition(".")
         own = name.split(".")[0] if section == "evaluate" else ""
         if own == "every":
-            raise ConfigError(f"{key}: task=evaluate evaluates once, and would ignore this key; leave it out")
+            raise ConfigError(f"{key}: task={reads.task} evaluates once, and would ignore this key; leave it out")
         if reads.what == "judge" and (own in OF_POLICY or is_of_playing(key, reads)):
             raise ConfigError(
-                f"{key}: task=evaluate measures the judge against labels (evaluate.what=judge), and would ignore this "
-                "key; to evaluate the policy type evaluate.what=policy, or evaluate.what=both; otherwise leave the key "
-                "out"
+                f"{key}: task={reads.task} measures the judge against labels (evaluate.what=judge), and would ignore "
+                "this key; to evaluate the policy type evaluate.what=policy, or evaluate.what=both; otherwise leave "
+                "the key out"
             )
         if reads.what == "policy" and own in OF_JUDGE:
             raise ConfigError(

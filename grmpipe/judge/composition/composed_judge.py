@@ -7,6 +7,7 @@ from functools import partial
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_judges import find_main
+from grmpipe.judge.calibration import CalibratedJudge
 from grmpipe.judge.composition.cascade import Audit, Cascade, Doubt
 from grmpipe.judge.composition.combine_verdicts import MeasuredSkill, share_of_passes
 from grmpipe.judge.composition.composed_session import ComposedJudge
@@ -88,7 +89,7 @@ def compares(judge: Judge, config: JudgeConfig) -> bool:
     """Whether the judge sees siblings next to each other; a judge of the user's own may, unless it takes single
     rollouts.
     """
-    if isinstance(judge, PointwiseAdapter):
+    if isinstance(judge.judge if isinstance(judge, CalibratedJudge) else judge, PointwiseAdapter):
         return False
     return config.kind != "generative" or config.protocol_kind.compares
 

@@ -7,6 +7,7 @@ from typing import cast
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.keys.dotted_path import find_at
+from grmpipe.judge.calibration import read_for
 from grmpipe.judge.checked_judge import CheckedJudge
 from grmpipe.judge.grm import Grm, GrmClient
 from grmpipe.judge.meta_rm import MetaRm
@@ -44,6 +45,7 @@ class GenerativeJudge:
             vote=JudgeVote(config, meta_rm),
             decode=decode,
             seed=seed,
+            calibration=read_for(config) if config.compares_pairs else None,
         )
 
         self._own: Judge | None = None  # a protocol of the user's, behind its door

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.judge.calibration import Calibration
 from grmpipe.judge.grm import GrmClient, GrmPrompt
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.sampled_judgements import Noise
@@ -81,7 +82,9 @@ class Principles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """Shared parts of one judge. `decode`: the policy's tokens -> text, for steps."""
+    """Shared parts of one judge. `decode`: the policy's tokens -> text, for steps. `calibration`: of a judge of pairs,
+    whose votes on a pair it turns into the probability that a response wins it.
+    """
 
     client: GrmClient
     config: JudgeConfig
@@ -91,6 +94,7 @@ class JudgeContext:
     decode: Decode | None
     seed: int
     noise: Noise = field(default_factory=Noise)
+    calibration: Calibration | None = None
 
     @property
     def scale(self) -> Scale:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from grmpipe.judge.calibration import CALIBRATED
 from grmpipe.judge.grm import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import (
@@ -43,6 +44,10 @@ class Match:
         result = pair_result(*self.votes)
         return result if is_lower else WON - result
 
+    def share_for(self, is_lower: bool) -> float:
+        share = vote_share(self.votes)
+        return share if is_lower else WON - share
+
 
 def list_pairs(size: int, kind: str) -> list[Pair]:
     """The pairs to judge. `all`: n (n - 1) / 2. `ring`: each sibling meets the next one, n pairs (one for n = 2)."""
@@ -63,6 +68,11 @@ def read_votes(judgements: Sequence[Judgement], lower: int) -> Votes:
     first = tuple(read_vote(judgement, lower) for judgement in judgements if judgement.siblings[0] == lower)
     last = tuple(read_vote(judgement, lower) for judgement in judgements if judgement.siblings[0] != lower)
     return first, last
+
+
+def vote_share(votes: Votes) -> float:
+    """The lower sibling's share of a pair's votes: the mean within each order, then over both."""
+    return statistics.fmean(map(statistics.fmean, votes))
 
 
 class PairwiseSession(GroupSession):
@@ -154,10 +164,15 @@ class PairwiseSession(GroupSession):
         )
         if (abstained := self._context.vote.abstention(spread)) is not None:
             return abstained
+        given, breakdown = reward, {COMPONENT: reward}
+        if (calibration := self._context.calibration) is not None:
+            shares = [match.share_for(pair[0] == sibling) for pair, match in judged.items()]
+            given = statistics.fmean(calibration.to_reward(share, calibration.length_mean) for share in shares)
+            breakdown[CALIBRATED] = given
         return Verdict(
-            rewards=outcome(self._rollouts[sibling], reward),
+            rewards=outcome(self._rollouts[sibling], given),
             score=scale.to_score(reward),
-            breakdown={COMPONENT: reward},
+            breakdown=breakdown,
             score_std=spread,
             num_judgements=sum(len(match.all_votes()) for match in judged.values()),
         )

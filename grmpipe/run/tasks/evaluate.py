@@ -2,7 +2,7 @@
 
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
-from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
+from grmpipe.evaluation.judge_accuracy import JudgedItem, JudgeEvaluation
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
 from grmpipe.evaluation.policy_files import RESULTS as POLICY_RESULTS
 from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
@@ -54,14 +54,7 @@ class EvaluationRun(Run[PreparedEvaluation]):
             giver = self._config.main_judge.in_words.shown
             further = "".join(f", then {name}" for name in self._config.watchers)
             self._observers.note(f"{giver} judges {len(ready.items)} labelled items{further}")
-            self._judge = await evaluate_judge(
-                ready,
-                running,
-                self._run_dir,
-                self._counters,
-                self._observers.progress,
-                self._observers.budget.spending,
-            )
+            await self._measure_judge(running)
         if ready.prompt_sets:
             await evaluate_policy(ready, running, self._context, self._counters, self._policies, self._rows)
         metrics = {f"eval/{name}": value for name, value in self._judge_metrics.items()}
@@ -69,6 +62,14 @@ class EvaluationRun(Run[PreparedEvaluation]):
             metrics |= {f"eval/{prompts}/{name}": value for name, value in one.metrics().items()}
         self._observers.trackers.log(0, metrics)
         return "completed"
+
+    async def _measure_judge(self, running: Running) -> list[JudgedItem]:
+        """What was judged, after its figures are written and printed."""
+        observers = self._observers
+        self._judge, judged = await evaluate_judge(
+            self._prepared, running, self._run_dir, self._counters, observers.progress, observers.budget.spending
+        )
+        return judged
 
     async def close(self) -> None:
         if self._running is not None:

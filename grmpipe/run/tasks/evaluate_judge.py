@@ -31,7 +31,7 @@ from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_judge import make_meta_rm, make_named
 from grmpipe.run.build.start import Running
-from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
+from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, recounts_votes
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Judge, Labelled, Metrics, Prompt
 
@@ -47,7 +47,7 @@ async def evaluate_judge(
     counters: Counters,
     progress: Progress,
     spending: Spending,
-) -> JudgeEvaluation:
+) -> tuple[JudgeEvaluation, list[JudgedItem]]:
     """Judge all items by what makes the reward, then by each judge that nothing uses; write evaluation.json, print the
     tables. counters: get the reports. spending: of the run so far.
 
@@ -87,7 +87,7 @@ async def evaluate_judge(
     scales = {name: judge.scale for name, judge in config.judges.items()}
     write_files(run_dir, judged, result, scale, scales, config.data.labels.pass_score)
     show(result, MAX_SUBSETS, run_dir)
-    return result
+    return result, judged
 
 
 def compare_measured(
@@ -171,7 +171,7 @@ async def weigh_judgements(meta_rm: MetaRm, one: JudgedItem, priority: int) -> t
 def make_recount(config: RunConfig, judge: JudgeConfig, *, is_single: bool) -> Recount:
     """How to recount smaller votes. A composition isn't recounted: a smaller k would change only a part of it."""
     return Recount(
-        ks=tuple(config.evaluate.ks) if is_single and judge.kind == "generative" else (),
+        ks=tuple(config.evaluate.ks) if is_single and recounts_votes(config, judge) else (),
         vote=mean if judge.vote in VOTES_WITH_META_RM else vote_named(judge.vote),
         most=MAX_SUBSETS,
         seed=config.seed,

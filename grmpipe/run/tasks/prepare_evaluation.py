@@ -24,7 +24,7 @@ from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_sc
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import check_options
 from grmpipe.roles.roles import resolve_roles
-from grmpipe.run.prepare import Prepared, check_env, check_fit
+from grmpipe.run.prepare import Prepared, check_calibrations, check_env, check_fit
 from grmpipe.run.run_prompts import check_references, load_held_out, note_unknown_truths, prompts_at, select_reaching
 from grmpipe.scheduler.placement import place
 from grmpipe.types import Labelled, Prompt, ScoredResponse
@@ -143,7 +143,7 @@ def find_judges(
             weighting[META_RM] = find_meta_rm(config.meta_rm.path, grms)
     if POLICY not in models and reads_policy:
         models = {POLICY: find_model(roles.served[POLICY], config.cluster, weights=config.plays)} | models
-    return Prepared(
+    prepared = Prepared(
         config=config,
         models=models | find_scalar_models(config) | weighting,
         prompts=PromptStream(prompts),
@@ -151,6 +151,8 @@ def find_judges(
         placement=placement,
         roles=roles,
     )
+    check_calibrations(prepared)
+    return prepared
 
 
 # -- a judge -------------------------------------------------------------------------------------------------------
@@ -209,18 +211,25 @@ def leave_out_trained(config: RunConfig, items: tuple[Labelled, ...]) -> tuple[L
 
 def prepare_measurement(config: RunConfig) -> RunConfig:
     """The configuration with single judges as they are measured: with the most judgements, and all of them requested.
-    A composition is measured as it judges.
+    A composition, and a judge with a calibration, are measured as they judge.
     """
     for judge in config.asked.judges.values():
         check_measurable(judge)
     alone = {*config.watchers, *(config.judging.judges if len(config.judging.judges) == 1 else ())}
     largest, asked = max(config.evaluate.ks), dict(config.judges)
     for judge in (judge for name, judge in config.asked.generative.items() if name in alone):
+        if not recounts_votes(config, judge):
+            continue
         if judge.temperature == 0 and largest > 1:
             raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
         with section(f"evaluate.ks: {judge.key}."):
             asked[judge.name] = replace(judge, num_judgements=largest, early_stop=EarlyStopConfig())
     return replace(config, judges=asked)
+
+
+def recounts_votes(config: RunConfig, judge: JudgeConfig) -> bool:
+    """Whether smaller votes of a judge are counted: a calibration holds for one number of judgements."""
+    return judge.kind == "generative" and config.task != "calibrate" and judge.calibration is None
 
 
 def check_measurable(judge: JudgeConfig) -> None:

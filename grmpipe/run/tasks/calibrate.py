@@ -1,0 +1,152 @@
+"""task=calibrate: an evaluation of a judge against labels, half of which then make its calibration."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+
+import msgspec
+from rich.table import Table
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.evaluation.evaluation_files import show_figures, table
+from grmpipe.evaluation.fit_calibration import CalibrationResult, Reliability, Threshold, fit_calibration
+from grmpipe.evaluation.intervals import Estimate
+from grmpipe.evaluation.judge_accuracy import JudgedItem
+from grmpipe.judge.calibration import CALIBRATION
+from grmpipe.observe.plain_json import plain
+from grmpipe.run.build.start import Running
+from grmpipe.run.prepare import describe_own_judge
+from grmpipe.run.tasks.evaluate import EvaluationRun
+from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, prepare_evaluation
+from grmpipe.types import Metrics
+
+MEANING = {
+    "score": "the label's score, as a share of the scale",
+    "right": "the probability that the response is right",
+    "better": "the probability that the response is better than another one",
+}
+
+
+def prepare_calibration(config: RunConfig) -> PreparedEvaluation:
+    """Raises ConfigError for what no single map of rewards can calibrate."""
+    if config.evaluate.what != "judge":
+        raise ConfigError(f"evaluate.what: task=calibrate measures a judge, not {config.evaluate.what}; leave it out")
+    judge, *others = config.judging.judges.values()
+    if others:
+        raise ConfigError(
+            "reward.kind: task=calibrate calibrates one judge, and this reward asks "
+            f"{', '.join(config.judging.judges)}; type reward=single reward.judge=<one of them>"
+        )
+    if judge.calibration is not None:
+        raise ConfigError(f"{judge.key}.calibration: task=calibrate makes a new one; type {judge.key}.calibration=null")
+    if judge.kind == "generative" and not judge.protocol_kind.is_of_whole:
+        raise ConfigError(
+            f"{judge.key}.protocol: {judge.protocol} gives a reward for each part of a response, and labels are of "
+            f"whole ones; type {judge.key}.protocol=pointwise"
+        )
+    if config.calibrate.length and judge.compares_pairs:
+        raise ConfigError(
+            "calibrate.length: is for judges that give each response a reward, not for pairs; type "
+            "calibrate.length=false"
+        )
+    return prepare_evaluation(config)
+
+
+class CalibrationRun(EvaluationRun):
+    """Judges all items, then fits and measures."""
+
+    _result: CalibrationResult | None = None
+
+    async def _measure_judge(self, running: Running) -> list[JudgedItem]:
+        file = self._run_dir / CALIBRATION
+        file.unlink(missing_ok=True)  # of a calibration here before
+        judged = await super()._measure_judge(running)
+        judge, settings = self._config.main_judge, self._config.calibrate
+        self._result = result = fit_calibration(
+            [one for one in judged if one.outage is None],
+            judge,
+            describe_own_judge(self._prepared.prepared, judge),
+            by_length=settings.length,
+            false_positive_rate=settings.false_positive_rate,
+            seed=self._config.seed,
+        )
+        figures = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "calibration"}
+        written = msgspec.to_builtins(result.calibration) | {"measured": figures}
+        file.write_text(json.dumps(plain(written), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        notes = [*list_notes(result), f"to use it type {judge.key}.calibration={file}"]
+        show_figures(self._run_dir, make_tables(result), notes)
+        return judged
+
+    @property
+    def _judge_metrics(self) -> Metrics:
+        result = self._result
+        if result is None:
+            return super()._judge_metrics
+        found = {
+            "calibration_error_before": result.before.error.mean,
+            "calibration_error": result.after.error.mean,
+            "squared_error_before": result.before.squared_error,
+            "squared_error": result.after.squared_error,
+        }
+        if result.threshold is not None and result.threshold.reward is not None:
+            found["threshold"] = result.threshold.reward
+        return super()._judge_metrics | found
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def make_tables(result: CalibrationResult) -> list[Table]:
+    measured = {"as it says": result.before, "calibrated": result.after}
+    heads = ("expected error", "95 %", "squared error", "slope by log length")
+    rows = [(name, format_row(one)) for name, one in measured.items()]
+    figures = table("rewards", "rewards against labels, both from 0 to 1", heads, rows)
+    return [figures, *(make_curve(name, one) for name, one in measured.items())]
+
+
+def format_row(one: Reliability) -> Iterator[str]:
+    yield f"{one.error.mean:.3f}"
+    yield f"{max(0.0, one.error.low):.3f}-{one.error.high:.3f}"
+    yield f"{one.squared_error:.3f}"
+    yield "-" if one.length_slope is None else f"{one.length_slope:+.3f}"
+
+
+def make_curve(name: str, one: Reliability) -> Table:
+    rows = [(f"{found.reward:.3f}", (f"{found.label:.3f}", str(found.count))) for found in one.curve]
+    return table("mean reward", f"reliability, {name}", ("mean label", "responses"), rows)
+
+
+def list_notes(result: CalibrationResult) -> Iterator[str]:
+    calibration = result.calibration
+    yield (
+        f"a calibrated reward is {MEANING[calibration.target]}: fitted to {result.num_fitted} responses, measured on "
+        f"{result.num_measured} to other prompts"
+    )
+    if result.num_failed:
+        yield f"without a verdict: {result.num_failed} responses, which are in no figure; a failed verdict stays failed"
+    if result.num_other:
+        yield f"not fitted to: {result.num_other} responses of ranked items, beside labels of single responses"
+    if result.label_slope is not None:
+        yield (
+            f"slope by log length: what one unit adds within the responses to a prompt; of the labels "
+            f"{result.label_slope:+.3f}"
+        )
+    if calibration.length_slope:
+        yield f"length term: {-calibration.length_slope:+.3f} by log length, before the map (calibrate.length)"
+    if (found := result.threshold) is not None:
+        yield describe_threshold(found)
+
+
+def describe_threshold(found: Threshold) -> str:
+    wanted = f"at most {found.wanted:.1%} of wrong responses pass"
+    if found.reward is None:
+        return f"threshold: there is none with which {wanted}: they get the highest reward too often"
+    assert found.false_positives is not None and found.recall is not None
+    return (
+        f"threshold: from a reward of {found.reward:.4g} on {wanted}; measured {describe_share(found.false_positives)}, "
+        f"of right ones {describe_share(found.recall)}"
+    )
+
+
+def describe_share(share: Estimate) -> str:
+    return f"{share.mean:.1%} ({share.low:.1%}-{share.high:.1%})"
