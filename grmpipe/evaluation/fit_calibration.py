@@ -123,8 +123,8 @@ def fit_calibration(
         )
     if len({point.label for point in fitted}) == 1:
         raise ValueError(
-            f"evaluate.path: all {len(fitted)} labels to fit are the same, so that there is nothing to fit; label right "
-            "and wrong responses"
+            f"evaluate.path: all {len(fitted)} labels to fit are the same, so that there is nothing to fit; label "
+            "right and wrong responses"
         )
     calibration = fit_map(fitted, target, described, by_length)
     calibrated = apply_map(calibration, measured)

@@ -91,7 +91,7 @@ def describe_judge(
     usual, found = dict(_leaves(JudgeConfig())), {}
     for key, value in _leaves(judge):
         if key.split(".")[0] not in SAYS_NOTHING and value != usual.get(key):
-            found[key] = seal(value) if key.startswith("custom.options") else value
+            found[key] = seal(json.dumps(value, default=str)) if key == "custom.options" else _in_words(value)
     found["kind"], found["scale"] = judge.kind, f"{judge.scale.low} to {judge.scale.high}"
     if model is not None:
         files = "" if path is None else f" (xxh3 of its files {_hash_model(Path(path))})"
@@ -115,13 +115,19 @@ def find_difference(calibration: Calibration, judge: Mapping[str, str]) -> str:
     )
 
 
-def _leaves(judge: JudgeConfig) -> list[tuple[str, str]]:
-    def leaves(value: object, key: str) -> list[tuple[str, str]]:
+def _leaves(judge: JudgeConfig) -> list[tuple[str, object]]:
+    """Each key below its section, with its value; what is free-form stays whole."""
+
+    def leaves(value: object, key: str) -> list[tuple[str, object]]:
         if isinstance(value, Mapping) and key != "custom.options":
             return [leaf for name, inner in value.items() for leaf in leaves(inner, f"{key}.{name}".lstrip("."))]
-        return [(key, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str))]
+        return [(key, value)]
 
     return leaves(dataclasses.asdict(judge), "")
+
+
+def _in_words(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _probe_prompts(judge: JudgeConfig) -> list[tuple[Message, ...]]:

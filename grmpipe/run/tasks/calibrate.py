@@ -142,10 +142,8 @@ def describe_threshold(found: Threshold) -> str:
     if found.reward is None:
         return f"threshold: there is none with which {wanted}: they get the highest reward too often"
     assert found.false_positives is not None and found.recall is not None
-    return (
-        f"threshold: from a reward of {found.reward:.4g} on {wanted}; measured {describe_share(found.false_positives)}, "
-        f"of right ones {describe_share(found.recall)}"
-    )
+    measured = f"{describe_share(found.false_positives)}, and {describe_share(found.recall)} of right ones"
+    return f"threshold: from a reward of {found.reward:.4g} on {wanted}; measured {measured}"
 
 
 def describe_share(share: Estimate) -> str:
