@@ -12,6 +12,7 @@ Finished runs are reused. Writes benchmarks/calibration.md.
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,16 @@ CASCADE = (
 )  # fmt: skip
 BAND = (0.3, 0.7)  # conf/experiment/cascade.yaml
 HIGH, LOW = 10, 1  # the scale
+ABOUT_LABELS = """\
+`task=calibrate` on `tiny://judgements_held_out`, four judgements per response: half of the prompts are fitted, the other
+half is measured. Expected calibration error over 15 bins, with its 95 % interval over prompts; mean squared error; slope
+of the reward by log length within the responses to a prompt: before, after, and that of the labels."""
+ABOUT_CASCADE = f"""\
+`tiny://weak_grm`, asked four times, before `tiny://grm` (`+experiment=cascade models.cheap.path=tiny://weak_grm`
+`judges.cheap.max_new_tokens=128`), on {NUM_PROBLEMS} groups of {GROUP_SIZE} answers of the tiny policy. First the band
+[0.3, 0.7] of what it says; then calibrated with `calibrate.length=true` on as many answers to other problems, the band
+of probabilities as wide as escalates as many of their groups, and `reward.share` what was escalated before. Errors of
+the cascade's rewards against what is right by the rule, over all answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +68,14 @@ class Errors:
 
 
 def launch(run_dir: Path, *overrides: str) -> Path:
-    """Run launch.py, unless it has ended here. Exits if it fails."""
-    if not (run_dir / "summary.json").exists():
-        command = [sys.executable, "launch.py", *overrides, f"run_dir={run_dir}"]
-        if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-            sys.exit(f"{' '.join(command)} failed")
+    """Run launch.py, unless it is complete here. Exits if it fails."""
+    summary = run_dir / "summary.json"
+    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["status"] == "completed":
+        return run_dir
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that failed
+    command = [sys.executable, "launch.py", *overrides, "cluster=inprocess", f"run_dir={run_dir}"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        sys.exit(f"{' '.join(command)} failed")
     return run_dir
 
 
@@ -79,8 +93,8 @@ def write_rows(file: Path, rows: Sequence[object]) -> Path:
 
 def calibrate_on_labels(folder: Path, judge: str, by_length: bool) -> Mapping[str, Any]:
     run_dir = launch(
-        folder / f"{judge}{'_length' * by_length}", "task=calibrate", "+experiment=evaluate_grm", f"grm=tiny_{judge}", *VOTES,
-        f"evaluate.num_items={NUM_ITEMS}", f"calibrate.length={by_length}".lower(),
+        folder / f"{judge}{'_length' * by_length}", "task=calibrate", "+experiment=evaluate_grm",
+        f"grm=tiny_{judge}", *VOTES, f"evaluate.num_items={NUM_ITEMS}", f"calibrate.length={by_length}".lower(),
     )  # fmt: skip
     measured: Mapping[str, Any] = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))["measured"]
     return measured
@@ -215,21 +229,16 @@ def main() -> None:
         "",
         f"## {NUM_ITEMS:,} labelled items",
         "",
-        "`task=calibrate` on `tiny://judgements_held_out`, four judgements per response: half of the prompts are fitted, the",
-        "other half is measured. Expected calibration error over 15 bins, with its 95 % interval over prompts; mean squared",
-        "error; slope of the reward by log length within the responses to a prompt, before, after and of the labels.",
+        ABOUT_LABELS,
         "",
-        "| judge | expected error before | after | ratio | squared error before | after | slope before | after | labels |",
+        "| judge | expected error before | after | ratio | squared error before | after "
+        "| slope before | after | labels |",
         "|---" * 9 + "|",
         *labels,
         "",
         "## A cascade with a calibrated first judge",
         "",
-        "`tiny://weak_grm`, asked four times, before `tiny://grm` (`+experiment=cascade models.cheap.path=tiny://weak_grm`",
-        f"`judges.cheap.max_new_tokens=128`), on {NUM_PROBLEMS} groups of {GROUP_SIZE} answers of the tiny policy. Left: the band",
-        "[0.3, 0.7] of what it says. Right: calibrated with `calibrate.length=true` on as many answers to other problems; the",
-        "band of probabilities is as wide as escalates as many of their groups, and `reward.share` is the share on the left.",
-        "Errors of the cascade's rewards against what is right by the rule, over all answers.",
+        ABOUT_CASCADE,
         "",
         "| seed | escalated | calibrated | mean distance | calibrated | ratio | squared | calibrated | ratio "
         "| wrong side of 0.5 | calibrated | ratio |",
