@@ -278,8 +278,8 @@ class JudgeConfig(Bounded):
     # ask a meta-RM.
     vote: str = "mean"
     votes: VotesConfig = field(default_factory=VotesConfig)
-    # calibration.json of a run of task=calibrate of this judge: its rewards are then what labels make of its scores,
-    # such as the probability that a response is right; null: what it says.
+    # File of task=calibrate (calibration.json) for this very judge: its rewards are then what labels made of its
+    # scores, such as the probability that a response is right; null: what it says.
     calibration: str | None = not_empty(None, "give calibration.json of a run of task=calibrate, or null")
     split: SplitConfig = field(default_factory=SplitConfig)
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)

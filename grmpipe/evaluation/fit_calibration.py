@@ -305,12 +305,12 @@ def find_threshold(fitted: Sequence[Point], measured: Sequence[Point], wanted: f
     return Threshold(
         wanted=wanted,
         reward=reward,
-        false_positives=share_of_passing([point for point in measured if not point.label], reward),
-        recall=share_of_passing([point for point in measured if point.label], reward),
+        false_positives=estimate_passing([point for point in measured if not point.label], reward),
+        recall=estimate_passing([point for point in measured if point.label], reward),
     )
 
 
-def share_of_passing(points: Sequence[Point], threshold: float) -> Estimate:
+def estimate_passing(points: Sequence[Point], threshold: float) -> Estimate:
     passes: defaultdict[Hashable, list[float]] = defaultdict(list)
     for point in points:
         passes[point.asked].append(float(point.said >= threshold))

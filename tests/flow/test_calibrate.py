@@ -59,7 +59,7 @@ def test_a_judge_is_calibrated_and_its_file_used(
 
     with pytest.raises(
         ConfigError,
-        match=r"judge\.calibration: .*of another judge: scale: 1 to 10 was calibrated, and here it is 0 to 10",
+        match=r"judge\.calibration: .*of another judge: scale: .*here it is 0 to 10",
     ):
         small_run("task=evaluate", *RULE, labels, f"judge.calibration={file}", "judge.scale.low=0", run_dir="refused")
     with pytest.raises(ConfigError, match=r"judge\.calibration: .*of another judge: .*kind: rule was calibrated"):
