@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/calibration.py runs/calibration [--seeds 0 1 2]
 
-Labels: 2,048 items of tiny://judgements_held_out for each judge. Cascade: that of conf/experiment/cascade.yaml with
+Labels: 2,048 scored solutions of tiny problems, for each judge. Cascade: that of conf/experiment/cascade.yaml with
 tiny://weak_grm as its first judge. Each seed has answers of the tiny policy, to 128 problems for the labels and to 128
 others for the cascade, eight to each. The cascade judges the same answers twice: as it is, and with the first judge
 calibrated. The calibrated band is symmetric, and as wide as escalates the same share of the groups with labels.
@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from grmpipe.judge.calibration import compute_log_length, read_calibration
+from grmpipe.tiny.judgements import ScoredText, make_judgements
 from grmpipe.tiny.problems import is_right, make_problems
 from grmpipe.tiny.resolve import resolve_model
 from grmpipe.tiny.tiny_sampler import MAX_ANSWER_TOKENS, TinySampler
@@ -35,10 +36,11 @@ CASCADE = (
 )  # fmt: skip
 BAND = (0.3, 0.7)  # conf/experiment/cascade.yaml
 HIGH, LOW = 10, 1  # the scale
-ABOUT_LABELS = """\
-`task=calibrate` on `tiny://judgements_held_out`, four judgements per response: half of the prompts are fitted, the
-other half is measured. Expected calibration error over 15 bins, with its 95 % interval over prompts; mean squared
-error; slope of the reward by log length within the responses to a prompt: before, after, and that of the labels."""
+ABOUT_LABELS = f"""\
+`task=calibrate` on {NUM_ITEMS:,} scored solutions of tiny problems, each of another problem, and on the answers of the
+cascade's labels below ({NUM_PROBLEMS} problems, {GROUP_SIZE} answers each), four judgements per response: half of the
+prompts are fitted, the other half is measured. Expected calibration error over 15 bins, with its 95 % interval over
+prompts; mean squared error; slope of the reward by log length within the responses to a prompt, and that of the labels."""
 ABOUT_CASCADE = f"""\
 `tiny://weak_grm`, asked four times, before `tiny://grm` (`+experiment=cascade models.cheap.path=tiny://weak_grm`
 `judges.cheap.max_new_tokens=128`), on {NUM_PROBLEMS} groups of {GROUP_SIZE} answers of the tiny policy. First the band
@@ -91,21 +93,25 @@ def write_rows(file: Path, rows: Sequence[object]) -> Path:
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 
-def calibrate_on_labels(folder: Path, judge: str, by_length: bool) -> Mapping[str, Any]:
-    run_dir = launch(
-        folder / f"{judge}{'_length' * by_length}", "task=calibrate", "+experiment=evaluate_grm",
-        f"grm=tiny_{judge}", *VOTES, f"evaluate.num_items={NUM_ITEMS}", f"calibrate.length={by_length}".lower(),
-    )  # fmt: skip
-    measured: Mapping[str, Any] = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))["measured"]
-    return measured
+def calibrate_on_labels(folder: Path, judge: str) -> Path:
+    made = make_judgements("held_out", 2 * NUM_ITEMS, SEED_OF_PROBLEMS)  # ranked ones in turn with scored ones
+    rows = [
+        {"prompt": one.problem.question, "response": one.text, "score": one.score}
+        for one in made
+        if isinstance(one, ScoredText)
+    ]
+    labels = write_rows(folder / "labels.jsonl", rows)
+    asked = (f"grm=tiny_{judge}", *VOTES, f"evaluate.path={labels}", f"evaluate.num_items={NUM_ITEMS}")
+    return launch(folder / judge, "task=calibrate", *asked)
 
 
-def describe_labels(name: str, measured: Mapping[str, Any]) -> str:
+def describe_calibration(name: str, run_dir: Path) -> str:
+    measured = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))["measured"]
     before, after = measured["before"], measured["after"]
-    ratio = after["error"]["mean"] / before["error"]["mean"]
-    cells = [describe_error(before), describe_error(after), f"{ratio:.2f}"]
+    slopes = [before["length_slope"], after["length_slope"], measured["label_slope"]]
+    cells = [describe_error(before), describe_error(after), f"{after['error']['mean'] / before['error']['mean']:.2f}"]
     cells += [f"{one['squared_error']:.3f}" for one in (before, after)]
-    cells += [f"{slope:+.3f}" for slope in (before["length_slope"], after["length_slope"], measured["label_slope"])]
+    cells += ["-" if slope is None else f"{slope:+.3f}" for slope in slopes]
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -218,16 +224,16 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     policy = TinySampler(Path(resolve_model("tiny://policy")))
     cascades = [describe_seed(seed, *measure_seed(folder, policy, seed)) for seed in args.seeds]
-    labels = [
-        describe_labels(f"`{judge}`{', with length' * by_length}", calibrate_on_labels(folder, judge, by_length))
-        for judge, by_length in (("weak", False), ("weak", True), ("noisy", False))
+    labels = [describe_calibration(f"`{judge}_grm`", calibrate_on_labels(folder, judge)) for judge in ("weak", "noisy")]
+    labels += [
+        describe_calibration(f"`weak_grm`, with length, seed {seed}", folder / f"cheap_{seed}") for seed in args.seeds
     ]
     lines = [
         "# Calibrated judges",
         "",
         f"`python benchmarks/calibration.py runs/calibration --seeds {' '.join(map(str, args.seeds))}`",
         "",
-        f"## {NUM_ITEMS:,} labelled items",
+        "## Expected error",
         "",
         ABOUT_LABELS,
         "",

@@ -639,11 +639,11 @@ def check_calibration(judge: JudgeConfig) -> None:
     if judge.calibration is None:
         return
     if judge.kind in ("env", "label"):
-        raise ValueError(f"calibration: kind={judge.kind} judges no text that has a label; type judge.calibration=null")
+        raise ValueError(f"calibration: kind={judge.kind} judges no text that has a label; type judge.kind=generative")
     if judge.kind == "generative" and not judge.protocol_kind.is_of_whole:
         raise ValueError(
             f"calibration: {judge.protocol} gives a reward for each part of a response, and labels are of whole ones; "
-            "type judge.calibration=null, or judge.protocol=pointwise"
+            "type judge.protocol=pointwise, or judge.calibration=null"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.task_settings import CalibrateConfig
 from grmpipe.data.prompts import identify_prompt
 from grmpipe.evaluation.intervals import Estimate, estimate_clustered
 from grmpipe.evaluation.judge_accuracy import JudgedItem
@@ -72,16 +73,13 @@ class Reliability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """The lowest reward from which on at most a wanted share of wrong responses passes, where it was fitted.
-
-    reward: None: even the highest one passes more. false_positives, recall: shares of the wrong and of the right
-            responses that pass, measured on the other half.
+    """The lowest reward from which on at most a wanted share of wrong responses passes, where the map was fitted; the
+    shares of wrong and of right responses that pass on the other half.
     """
 
-    wanted: float
-    reward: float | None
-    false_positives: Estimate | None = None
-    recall: Estimate | None = None
+    reward: float
+    false_positives: Estimate
+    recall: Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +88,7 @@ class CalibrationResult:
 
     num_failed:  responses without a verdict. num_other: those whose labels are of another kind.
     label_slope: like `length_slope`, of the labels: what length is worth.
+    threshold:   None without labels of right and wrong, or if even the highest reward lets too many pass.
     """
 
     calibration: Calibration
@@ -104,29 +103,18 @@ class CalibrationResult:
 
 
 def fit_calibration(
-    judged: Sequence[JudgedItem],
-    judge: JudgeConfig,
-    described: Mapping[str, str],
-    *,
-    by_length: bool,
-    false_positive_rate: float,
-    seed: int,
+    judged: Sequence[JudgedItem], judge: JudgeConfig, described: Mapping[str, str], settings: CalibrateConfig, seed: int
 ) -> CalibrationResult:
     """Fit half of the prompts, measure the other. described: the judge (`describe_judge`). Raises ValueError."""
     target, points = collect_points(judged, judge)
     fit, measure = split_by_prompt(points, seed)
     fitted, measured = ([point for point in half if point.is_fitted] for half in (fit, measure))
-    if min(len(fitted), len(measured)) < FEWEST:
+    if min(len(fitted), len(measured)) < FEWEST or len({point.label for point in fitted}) == 1:
         raise ValueError(
-            f"evaluate.path: {len(fitted)} responses with a label and a verdict to fit and {len(measured)} to measure "
-            f"are too few for a calibration, which needs {FEWEST} of each, on different prompts; label more"
+            f"evaluate.path: of responses with a label and a verdict {len(fitted)} are to fit and {len(measured)}, to "
+            f"other prompts, to measure; a calibration needs {FEWEST} of each, and different labels; label more"
         )
-    if len({point.label for point in fitted}) == 1:
-        raise ValueError(
-            f"evaluate.path: all {len(fitted)} labels to fit are the same, so that there is nothing to fit; label "
-            "right and wrong responses"
-        )
-    calibration = fit_map(fitted, target, described, by_length)
+    calibration = fit_map(fitted, target, described, settings.length)
     calibrated = apply_map(calibration, measured)
     return CalibrationResult(
         calibration=calibration,
@@ -137,9 +125,7 @@ def fit_calibration(
         before=measure_reliability(measured, measure),
         after=measure_reliability(calibrated, apply_map(calibration, measure)),
         label_slope=find_slope((point.asked, point.log_length, point.label) for point in measure),
-        threshold=find_threshold(apply_map(calibration, fitted), calibrated, false_positive_rate)
-        if target == "right"
-        else None,
+        threshold=find_threshold(apply_map(calibration, fitted), calibrated, settings.false_positive_rate),
     )
 
 
@@ -292,26 +278,24 @@ def find_slope(responses: Iterable[tuple[Hashable, float, float]]) -> float | No
     return product / square if square > 0 else None
 
 
-def find_threshold(fitted: Sequence[Point], measured: Sequence[Point], wanted: float) -> Threshold:
-    """Both with calibrated rewards."""
+def find_threshold(fitted: Sequence[Point], measured: Sequence[Point], rate: float) -> Threshold | None:
+    """Both with calibrated rewards. rate: the largest share of wrong responses that may pass."""
+    if not {point.label for point in fitted} <= {WON, LOST}:
+        return None
     wrong = [point.said for point in fitted if not point.label]
-    passing = (
-        reward
-        for reward in sorted({point.said for point in fitted})
-        if sum(said >= reward for said in wrong) <= wanted * len(wrong)
-    )
-    if (reward := next(passing, None)) is None:
-        return Threshold(wanted=wanted, reward=None)
-    return Threshold(
-        wanted=wanted,
-        reward=reward,
-        false_positives=estimate_passing([point for point in measured if not point.label], reward),
-        recall=estimate_passing([point for point in measured if point.label], reward),
-    )
+    for reward in sorted({point.said for point in fitted}):
+        if sum(said >= reward for said in wrong) <= rate * len(wrong):
+            return Threshold(
+                reward=reward,
+                false_positives=estimate_passing(measured, reward, LOST),
+                recall=estimate_passing(measured, reward, WON),
+            )
+    return None
 
 
-def estimate_passing(points: Sequence[Point], threshold: float) -> Estimate:
+def estimate_passing(points: Sequence[Point], threshold: float, label: float) -> Estimate:
     passes: defaultdict[Hashable, list[float]] = defaultdict(list)
     for point in points:
-        passes[point.asked].append(float(point.said >= threshold))
+        if point.label == label:
+            passes[point.asked].append(float(point.said >= threshold))
     return estimate_clustered(passes)

@@ -3,7 +3,6 @@ the judge that gives its rewards by it.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,13 @@ import msgspec
 import numpy as np
 import xxhash
 
+from grmpipe.config.io.resume_rules import list_leaves
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.secrets import seal
 from grmpipe.judge.prompt import PROBE, JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.verdict import make_failure, report_failures
 from grmpipe.models.chat.renderer import Renderer
+from grmpipe.models.stored_files import compute_checksum
 from grmpipe.models.types import Message
 from grmpipe.types import (
     Failed,
@@ -33,6 +34,7 @@ CALIBRATION = "calibration.json"
 CALIBRATED = "calibrated"  # name of the calibrated reward in a verdict's breakdown
 # Keys that don't change what a judge says: they decide what fails, or name it. `model` is a role: its files count.
 SAYS_NOTHING = ("name", "key", "model", "calibration", "max_failure_rate", "limits")
+FILES = ("rubric.path", "examples.path")
 SAMPLE_BYTES = 1 << 20
 
 
@@ -88,10 +90,10 @@ def describe_judge(
 
     model: as typed; None: it asks none. path: the local files; None: an endpoint has them. renderer: of its prompts.
     """
-    usual, found = dict(_leaves(JudgeConfig())), {}
-    for key, value in _leaves(judge):
+    usual, found = dict(list_leaves(dataclasses.asdict(JudgeConfig()))), {}
+    for key, value in list_leaves(dataclasses.asdict(judge)):
         if key.split(".")[0] not in SAYS_NOTHING and value != usual.get(key):
-            found[key] = seal(json.dumps(value, default=str)) if key == "custom.options" else _in_words(value)
+            found[key] = _in_words(key, value)
     found["kind"], found["scale"] = judge.kind, f"{judge.scale.low} to {judge.scale.high}"
     if model is not None:
         files = "" if path is None else f" (xxh3 of its files {_hash_model(Path(path))})"
@@ -115,18 +117,12 @@ def find_difference(calibration: Calibration, judge: Mapping[str, str]) -> str:
     )
 
 
-def _leaves(judge: JudgeConfig) -> list[tuple[str, object]]:
-    """Each key below its section, with its value; what is free-form stays whole."""
-
-    def leaves(value: object, key: str) -> list[tuple[str, object]]:
-        if isinstance(value, Mapping) and key != "custom.options":
-            return [leaf for name, inner in value.items() for leaf in leaves(inner, f"{key}.{name}".lstrip("."))]
-        return [(key, value)]
-
-    return leaves(dataclasses.asdict(judge), "")
-
-
-def _in_words(value: object) -> str:
+def _in_words(key: str, value: object) -> str:
+    """Files and free-form options, which may hold a secret, as hashes."""
+    if key.startswith("custom.options."):
+        return seal(str(value))
+    if key in FILES and Path(str(value)).is_file():
+        return f"{Path(str(value)).name} (xxh3 {compute_checksum(Path(str(value)))})"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -144,7 +140,8 @@ def _hash(value: object) -> str:
 def _hash_model(path: Path) -> str:
     """A hash of a model's weights by samples: sizes, and both ends of each file, which every training changes."""
     hashed = xxhash.xxh3_64()
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+    found = [*path.glob("*.safetensors"), *path.glob("*.bin")] if path.is_dir() else [path]
+    for file in sorted(found):
         with file.open("rb") as stream:
             size = file.stat().st_size
             hashed.update(f"{file.name} {size} ".encode())

@@ -72,8 +72,8 @@ def test_a_judge_is_calibrated_and_its_file_used(
     ("overrides", "told"),
     [
         (("evaluate.what=policy",), "evaluate.what: task=calibrate measures a judge"),
-        (("judge=turns",), "judge.protocol: turns gives a reward for each part of a response"),
-        (("judge=pairwise", "calibrate.length=true"), "calibrate.length: is for judges that give each response"),
+        (("judge=turns",), "judge.calibration: turns gives a reward for each part of a response"),
+        (("judge=pairwise", "calibrate.length=true"), "calibrate.length: is for rewards of single responses"),
         (
             ("+judge@judges.b=rule", "reward=mix", "reward.mix={judge: 1, b: 1}"),
             "reward.kind: task=calibrate calibrates one judge, and this reward asks judge, b",

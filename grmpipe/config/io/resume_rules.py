@@ -54,8 +54,8 @@ def find_changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     A secret may differ: a rotated API key doesn't change the model.
     """
     typed = fill_sections(old), fill_sections(new)
-    before, after = (dict(_leaves(dataclasses.asdict(sections))) for sections in typed)
-    was, now = (dict(_leaves(without_secrets(sections, free_on_resume))) for sections in typed)
+    before, after = (dict(list_leaves(dataclasses.asdict(sections))) for sections in typed)
+    was, now = (dict(list_leaves(without_secrets(sections, free_on_resume))) for sections in typed)
     return [
         f"{key}: {was.get(key)} -> {_sealed_alike(was.get(key), now.get(key))}"
         for key in sorted(before.keys() | after.keys())
@@ -66,7 +66,7 @@ def find_changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...]:
     """Keys that differ and may differ."""
-    was, now = (dict(_leaves(without_secrets(fill_sections(config), free_on_resume))) for config in (old, new))
+    was, now = (dict(list_leaves(without_secrets(fill_sections(config), free_on_resume))) for config in (old, new))
     return tuple(
         ConfigChange(key=key, old=str(was.get(key)), new=str(_sealed_alike(was.get(key), now.get(key))))
         for key in sorted(was.keys() | now.keys())
@@ -97,9 +97,10 @@ def as_first(key: str) -> str:
     return f"{FIRST[section]}.{rest.partition('.')[2]}" if section in FIRST else key
 
 
-def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+def list_leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """(key with its sections, value)."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
+            yield from list_leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value

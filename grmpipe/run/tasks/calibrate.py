@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgspec
 from rich.table import Table
 
+from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.evaluation.evaluation_files import show_figures, table
-from grmpipe.evaluation.fit_calibration import CalibrationResult, Reliability, Threshold, fit_calibration
-from grmpipe.evaluation.intervals import Estimate
+from grmpipe.evaluation.fit_calibration import CalibrationResult, Reliability, fit_calibration
 from grmpipe.evaluation.judge_accuracy import JudgedItem
 from grmpipe.judge.calibration import CALIBRATION
 from grmpipe.observe.plain_json import plain
@@ -39,16 +39,10 @@ def prepare_calibration(config: RunConfig) -> PreparedEvaluation:
         )
     if judge.calibration is not None:
         raise ConfigError(f"{judge.key}.calibration: task=calibrate makes a new one; type {judge.key}.calibration=null")
-    if judge.kind == "generative" and not judge.protocol_kind.is_of_whole:
-        raise ConfigError(
-            f"{judge.key}.protocol: {judge.protocol} gives a reward for each part of a response, and labels are of "
-            f"whole ones; type {judge.key}.protocol=pointwise"
-        )
     if config.calibrate.length and judge.compares_pairs:
-        raise ConfigError(
-            "calibrate.length: is for judges that give each response a reward, not for pairs; type "
-            "calibrate.length=false"
-        )
+        raise ConfigError("calibrate.length: is for rewards of single responses, not of pairs; leave it out")
+    with section(f"{judge.key}."):
+        replace(judge, calibration=CALIBRATION)  # whether it could have one
     return prepare_evaluation(config)
 
 
@@ -62,18 +56,13 @@ class CalibrationRun(EvaluationRun):
         file.unlink(missing_ok=True)  # of a calibration here before
         judged = await super()._measure_judge(running)
         judge, settings = self._config.main_judge, self._config.calibrate
-        self._result = result = fit_calibration(
-            [one for one in judged if one.outage is None],
-            judge,
-            describe_own_judge(self._prepared.prepared, judge),
-            by_length=settings.length,
-            false_positive_rate=settings.false_positive_rate,
-            seed=self._config.seed,
-        )
+        known = [one for one in judged if one.outage is None]
+        described = describe_own_judge(self._prepared.prepared, judge)
+        self._result = result = fit_calibration(known, judge, described, settings, self._config.seed)
         figures = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "calibration"}
         written = msgspec.to_builtins(result.calibration) | {"measured": figures}
         file.write_text(json.dumps(plain(written), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        notes = [*list_notes(result), f"to use it type {judge.key}.calibration={file}"]
+        notes = [*list_notes(result, settings.false_positive_rate), f"to use it type {judge.key}.calibration={file}"]
         show_figures(self._run_dir, make_tables(result), notes)
         return judged
 
@@ -88,8 +77,6 @@ class CalibrationRun(EvaluationRun):
             "squared_error_before": result.before.squared_error,
             "squared_error": result.after.squared_error,
         }
-        if result.threshold is not None and result.threshold.reward is not None:
-            found["threshold"] = result.threshold.reward
         return super()._judge_metrics | found
 
 
@@ -100,8 +87,14 @@ def make_tables(result: CalibrationResult) -> list[Table]:
     measured = {"as it says": result.before, "calibrated": result.after}
     heads = ("expected error", "95 %", "squared error", "slope by log length")
     rows = [(name, format_row(one)) for name, one in measured.items()]
-    figures = table("rewards", "rewards against labels, both from 0 to 1", heads, rows)
-    return [figures, *(make_curve(name, one) for name, one in measured.items())]
+    curves = [
+        table(
+            "mean reward", f"reliability, {name}", ("mean label", "responses"),
+            [(f"{found.reward:.3f}", (f"{found.label:.3f}", str(found.count))) for found in one.curve],
+        )
+        for name, one in measured.items()
+    ]  # fmt: skip
+    return [table("rewards", "rewards against labels, both from 0 to 1", heads, rows), *curves]
 
 
 def format_row(one: Reliability) -> Iterator[str]:
@@ -111,12 +104,7 @@ def format_row(one: Reliability) -> Iterator[str]:
     yield "-" if one.length_slope is None else f"{one.length_slope:+.3f}"
 
 
-def make_curve(name: str, one: Reliability) -> Table:
-    rows = [(f"{found.reward:.3f}", (f"{found.label:.3f}", str(found.count))) for found in one.curve]
-    return table("mean reward", f"reliability, {name}", ("mean label", "responses"), rows)
-
-
-def list_notes(result: CalibrationResult) -> Iterator[str]:
+def list_notes(result: CalibrationResult, false_positive_rate: float) -> Iterator[str]:
     calibration = result.calibration
     yield (
         f"a calibrated reward is {MEANING[calibration.target]}: fitted to {result.num_fitted} responses, measured on "
@@ -125,26 +113,15 @@ def list_notes(result: CalibrationResult) -> Iterator[str]:
     if result.num_failed:
         yield f"without a verdict: {result.num_failed} responses, which are in no figure; a failed verdict stays failed"
     if result.num_other:
-        yield f"not fitted to: {result.num_other} responses of ranked items, beside labels of single responses"
+        yield f"not fitted to: {result.num_other} ranked responses, beside labels of single ones"
     if result.label_slope is not None:
-        yield (
-            f"slope by log length: what one unit adds within the responses to a prompt; of the labels "
-            f"{result.label_slope:+.3f}"
-        )
-    if calibration.length_slope:
-        yield f"length term: {-calibration.length_slope:+.3f} by log length, before the map (calibrate.length)"
+        slope = "slope by log length: what one unit adds within the responses to a prompt"
+        yield f"{slope}; of the labels {result.label_slope:+.3f}, by the length term {-calibration.length_slope:+.3f}"
     if (found := result.threshold) is not None:
-        yield describe_threshold(found)
-
-
-def describe_threshold(found: Threshold) -> str:
-    wanted = f"at most {found.wanted:.1%} of wrong responses pass"
-    if found.reward is None:
-        return f"threshold: there is none with which {wanted}: they get the highest reward too often"
-    assert found.false_positives is not None and found.recall is not None
-    measured = f"{describe_share(found.false_positives)}, and {describe_share(found.recall)} of right ones"
-    return f"threshold: from a reward of {found.reward:.4g} on {wanted}; measured {measured}"
-
-
-def describe_share(share: Estimate) -> str:
-    return f"{share.mean:.1%} ({share.low:.1%}-{share.high:.1%})"
+        shares = [f"{one.mean:.1%} ({one.low:.1%}-{one.high:.1%})" for one in (found.false_positives, found.recall)]
+        yield (
+            f"threshold: from a reward of {found.reward:.4g} on at most {false_positive_rate:.1%} of wrong responses "
+            f"pass; measured {shares[0]}, of right ones {shares[1]}"
+        )
+    elif calibration.target == "right":
+        yield f"threshold: none; more than {false_positive_rate:.1%} of wrong responses get the highest reward"

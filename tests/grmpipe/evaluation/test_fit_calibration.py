@@ -11,6 +11,7 @@ import pytest
 from configs import judge_config
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.task_settings import CalibrateConfig
 from grmpipe.evaluation.fit_calibration import (
     CalibrationResult,
     Point,
@@ -57,9 +58,7 @@ def judge_item(item: Labelled, *scores: float | None) -> JudgedItem:
 
 
 def fit(judged: Sequence[JudgedItem], *, by_length: bool = False, seed: int = 0) -> CalibrationResult:
-    return fit_calibration(
-        judged, POINTWISE, {"kind": "generative"}, by_length=by_length, false_positive_rate=0.1, seed=seed
-    )
+    return fit_calibration(judged, POINTWISE, {"kind": "generative"}, CalibrateConfig(length=by_length), seed)
 
 
 def overconfident(count: int, seed: int = 0) -> list[JudgedItem]:
@@ -146,9 +145,9 @@ def test_the_threshold_keeps_to_the_wanted_share_of_wrong_responses() -> None:
     labels = [0.0, 0, 0, 0, 0, 1, 1, 1]
     points = [Point(asked=n, said=s, label=y) for n, (s, y) in enumerate(zip(said, labels, strict=True))]
     found = find_threshold(points, points, 0.2)
-    assert found.reward == 0.6 and found.false_positives is not None and found.recall is not None
+    assert found is not None and found.reward == 0.6
     assert (found.false_positives.mean, found.recall.mean) == (0.2, 1.0)
-    assert find_threshold(points, points, 0.1).reward is None
+    assert find_threshold(points, points, 0.1) is None
 
 
 def test_what_labels_say_decides_what_is_fitted() -> None:
@@ -180,7 +179,7 @@ def test_a_judge_of_pairs_is_fitted_to_its_votes_in_both_orders() -> None:
 
 
 def test_too_few_labels_and_equal_ones_are_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"evaluate\.path: 15 responses .* to fit and 15 to measure are too few"):
+    with pytest.raises(ValueError, match=r"evaluate\.path: .* 15 are to fit and 15, to other prompts, to measure"):
         fit(overconfident(30))
-    with pytest.raises(ValueError, match=r"evaluate\.path: all 40 labels to fit are the same"):
+    with pytest.raises(ValueError, match=r"evaluate\.path: .* needs 20 of each, and different labels"):
         fit([judge_item(score_item(number, 10), 5.0 + number % 5) for number in range(80)])
