@@ -37,10 +37,10 @@ CASCADE = (
 BAND = (0.3, 0.7)  # conf/experiment/cascade.yaml
 HIGH, LOW = 10, 1  # the scale
 ABOUT_LABELS = f"""\
-`task=calibrate` on {NUM_ITEMS:,} scored solutions of tiny problems, each of another problem, and on the answers of the
-cascade's labels below ({NUM_PROBLEMS} problems, {GROUP_SIZE} answers each), four judgements per response: half of the
-prompts are fitted, the other half is measured. Expected calibration error over 15 bins, with its 95 % interval over
-prompts; mean squared error; slope of the reward by log length within the responses to a prompt, and that of the labels."""
+`task=calibrate` on {NUM_ITEMS:,} scored solutions of as many tiny problems, one judgement each; and on the labels of the
+cascade below, {NUM_PROBLEMS} problems with {GROUP_SIZE} answers, four judgements each. Half of the prompts are fitted,
+the other half is measured. Expected calibration error over 15 bins, with its 95 % interval over prompts; mean squared
+error; slope of the reward by log length within the responses to a prompt, and that of the labels."""
 ABOUT_CASCADE = f"""\
 `tiny://weak_grm`, asked four times, before `tiny://grm` (`+experiment=cascade models.cheap.path=tiny://weak_grm`
 `judges.cheap.max_new_tokens=128`), on {NUM_PROBLEMS} groups of {GROUP_SIZE} answers of the tiny policy. First the band
@@ -101,7 +101,7 @@ def calibrate_on_labels(folder: Path, judge: str) -> Path:
         if isinstance(one, ScoredText)
     ]
     labels = write_rows(folder / "labels.jsonl", rows)
-    asked = (f"grm=tiny_{judge}", *VOTES, f"evaluate.path={labels}", f"evaluate.num_items={NUM_ITEMS}")
+    asked = (f"grm=tiny_{judge}", f"evaluate.path={labels}", f"evaluate.num_items={NUM_ITEMS}")
     return launch(folder / judge, "task=calibrate", *asked)
 
 
@@ -224,7 +224,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     policy = TinySampler(Path(resolve_model("tiny://policy")))
     cascades = [describe_seed(seed, *measure_seed(folder, policy, seed)) for seed in args.seeds]
-    labels = [describe_calibration(f"`{judge}_grm`", calibrate_on_labels(folder, judge)) for judge in ("weak", "noisy")]
+    labels = [
+        describe_calibration(f"`{name}`", calibrate_on_labels(folder, judge))
+        for judge, name in (("weak", "weak_grm"), ("noisy", "grm_noisy"))
+    ]
     labels += [
         describe_calibration(f"`weak_grm`, with length, seed {seed}", folder / f"cheap_{seed}") for seed in args.seeds
     ]
