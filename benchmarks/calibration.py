@@ -37,10 +37,10 @@ CASCADE = (
 BAND = (0.3, 0.7)  # conf/experiment/cascade.yaml
 HIGH, LOW = 10, 1  # the scale
 ABOUT_LABELS = f"""\
-`task=calibrate` on {NUM_ITEMS:,} scored solutions of as many tiny problems, one judgement each; and on the labels of the
-cascade below, {NUM_PROBLEMS} problems with {GROUP_SIZE} answers, four judgements each. Half of the prompts are fitted,
-the other half is measured. Expected calibration error over 15 bins, with its 95 % interval over prompts; mean squared
-error; slope of the reward by log length within the responses to a prompt, and that of the labels."""
+`task=calibrate` on {NUM_ITEMS:,} scored solutions of as many tiny problems, one judgement each; and on the labels of
+the cascade below, {NUM_PROBLEMS} problems with {GROUP_SIZE} answers, four judgements each. Half of the prompts are
+fitted, the other half is measured. Expected calibration error over 15 bins, with its 95 % interval over prompts; mean
+squared error; slope of the reward by log length within the responses to a prompt, and that of the labels."""
 ABOUT_CASCADE = f"""\
 `tiny://weak_grm`, asked four times, before `tiny://grm` (`+experiment=cascade models.cheap.path=tiny://weak_grm`
 `judges.cheap.max_new_tokens=128`), on {NUM_PROBLEMS} groups of {GROUP_SIZE} answers of the tiny policy. First the band
