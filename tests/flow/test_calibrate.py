@@ -16,11 +16,11 @@ NOTHING = ("task=calibrate", "evaluate.num_items=8")
 
 @pytest.fixture
 def labels(tmp_path: Path) -> str:
-    """Right and wrong, on which the rule errs in one of four."""
+    """Right and wrong; one of four that the rule passes is wrong."""
     rows = [
         {
             "prompt": f"What is 6 x {number}?", "reference": str(6 * number), "response": f"{6 * number + number % 2}",
-            "score": 10 if (number % 2 == 0) != (number % 4 == 0) else 1,
+            "right": number % 2 == 0 and number % 8 != 0,
         }
         for number in range(96)
     ]  # fmt: skip
@@ -35,12 +35,13 @@ def test_a_judge_is_calibrated_and_its_file_used(
     files = small_run("task=calibrate", *RULE, labels, run_dir="calibrated")
     final, file = files.summary["eval"]["final"], files.run_dir / "calibration.json"
     written = json.loads(file.read_text())
-    assert written["judge"]["kind"] == "rule" and written["target"] == "score"
+    assert written["judge"]["kind"] == "rule" and written["target"] == "right"
     assert written["measured"]["after"]["error"]["mean"] == pytest.approx(final["calibration_error"])
     assert final["calibration_error"] < final["calibration_error_before"] / 2
-    assert "calibration_error" in files.lines("metrics")[-1].keys().__str__()
+    assert files.lines("metrics")[-1]["eval/calibration_error"] == final["calibration_error"]
     shown = capsys.readouterr().out
     assert "reliability, calibrated" in shown and f"judge.calibration={file}" in shown
+    assert "threshold: none; more than 5.0% of wrong responses get the highest reward" in shown
 
     used = small_run("task=evaluate", *RULE, labels, f"judge.calibration={file}", run_dir="used")
     wrong, right = written["rewards"][0], written["rewards"][-1]
