@@ -1,7 +1,6 @@
 """Fits the calibration of a judge to labels, and measures it on prompts that it was not fitted to. Pure.
 
-Isotonic regression by pooling adjacent violators (Ayer et al. 1955; as a calibration: Zadrozny and Elkan 2002), read in
-scikit-learn 1.5's sklearn/isotonic.py: equal scores are averaged first, and between its knots the map is linear.
+Isotonic regression, as a calibration: Zadrozny and Elkan 2002; it was read in scikit-learn 1.5's sklearn/isotonic.py.
 Against Platt's sigmoid on simulated judges it is about as good from 100 responses on, and better where the curve isn't
 a sigmoid.
 """
@@ -19,6 +18,7 @@ import numpy as np
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.task_settings import CalibrateConfig
 from grmpipe.data.prompts import identify_prompt
+from grmpipe.evaluation.agreement import fit_isotonic
 from grmpipe.evaluation.intervals import Estimate, estimate_clustered
 from grmpipe.evaluation.judge_accuracy import JudgedItem
 from grmpipe.judge.calibration import Calibration, compute_log_length
@@ -216,21 +216,6 @@ def fit_map(points: Sequence[Point], target: Target, described: Mapping[str, str
         length_slope=best[1],
         length_mean=mean,
     )
-
-
-def fit_isotonic(xs: np.ndarray, ys: np.ndarray) -> tuple[list[float], list[float]]:
-    """The knots of the rising function of x with the smallest squared error, linear between them."""
-    places, inverse = np.unique(xs, return_inverse=True)
-    counts = np.bincount(inverse)
-    blocks: list[tuple[float, float, float, float]] = []  # first and last x, sum of y, number
-    for x, total, count in zip(places.tolist(), np.bincount(inverse, ys).tolist(), counts.tolist(), strict=True):
-        block = (x, x, total, float(count))
-        while blocks and blocks[-1][2] * block[3] >= block[2] * blocks[-1][3]:  # its mean isn't below this one's
-            first, _, before, number = blocks.pop()
-            block = (first, block[1], before + block[2], number + block[3])
-        blocks.append(block)
-    ends = [(x, total / count) for first, last, total, count in blocks for x in dict.fromkeys((first, last))]
-    return [x for x, _ in ends], [y for _, y in ends]
 
 
 def apply_map(calibration: Calibration, points: Sequence[Point]) -> list[Point]:

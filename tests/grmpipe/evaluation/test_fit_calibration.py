@@ -19,7 +19,6 @@ from grmpipe.evaluation.fit_calibration import (
     find_slope,
     find_threshold,
     fit_calibration,
-    fit_isotonic,
     measure_reliability,
 )
 from grmpipe.evaluation.judge_accuracy import JudgedItem
@@ -71,19 +70,6 @@ def overconfident(count: int, seed: int = 0) -> list[JudgedItem]:
         score = rng.choice((8.0, 9.0, 10.0) if passes else (1.0, 2.0, 3.0))
         judged.append(judge_item(score_item(number, 10 if right else 1), score))
     return judged
-
-
-def test_the_isotonic_map_pools_what_falls_and_averages_equal_scores_first() -> None:
-    xs, ys = np.array([1.0, 2, 3, 4, 4, 5]), np.array([1.0, 3, 2, 0, 4, 5])
-    knots, rewards = fit_isotonic(xs, ys)
-    assert (knots, rewards) == ([1.0, 2.0, 4.0, 5.0], [1.0, 2.25, 2.25, 5.0])
-    rng = np.random.default_rng(3)
-    xs, ys = rng.random(200), rng.random(200)
-    fitted = np.interp(xs, *fit_isotonic(xs, ys))
-    assert np.all(np.diff(fitted[np.argsort(xs)]) >= -1e-12)
-    # The conditions of the optimum: residuals sum to 0, and to at most 0 over any first part in the order of x.
-    sums = np.cumsum((ys - fitted)[np.argsort(xs)])
-    assert sums[-1] == pytest.approx(0, abs=1e-9) and np.all(sums >= -1e-9)
 
 
 def test_the_expected_error_is_the_mean_distance_of_each_bin() -> None:
