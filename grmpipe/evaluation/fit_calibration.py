@@ -20,7 +20,7 @@ from grmpipe.config.task_settings import CalibrateConfig
 from grmpipe.data.prompts import identify_prompt
 from grmpipe.evaluation.agreement import fit_isotonic
 from grmpipe.evaluation.intervals import Estimate, estimate_clustered
-from grmpipe.evaluation.judge_accuracy import JudgedItem
+from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.judge.calibration import Calibration, compute_log_length
 from grmpipe.judge.protocols.pairwise import read_votes, vote_share
 from grmpipe.judge.votes import LOST, TIED, WON

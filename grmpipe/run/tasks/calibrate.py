@@ -11,7 +11,7 @@ from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.evaluation.evaluation_files import show_figures, table
 from grmpipe.evaluation.fit_calibration import CalibrationResult, Reliability, fit_calibration
-from grmpipe.evaluation.judge_accuracy import JudgedItem
+from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.judge.calibration import CALIBRATION
 from grmpipe.observe.plain_json import plain
 from grmpipe.run.build.start import Running

@@ -21,7 +21,7 @@ from grmpipe.evaluation.fit_calibration import (
     fit_calibration,
     measure_reliability,
 )
-from grmpipe.evaluation.judge_accuracy import JudgedItem
+from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import mean, voted
