@@ -16,8 +16,8 @@ kept or recomputed. The pause lasts from when the last engine stops until all co
 
 Writes benchmarks/engines.md.
 
-`--model DIR` instead measures the embedded engine on a real model: tokens per CPU second with 16 requests in flight,
-which ask for stories of which 64 tokens are sampled. To compare commits, run both by turns.
+`--model DIR` instead measures the embedded engine on a real model, and vLLM beside it: tokens per CPU second with 16
+requests in flight, which ask for stories of which 64 tokens are sampled. To compare commits, run both by turns.
 
 `--judge runs/quickstart/latest` instead replays the judge's requests of a finished quickstart, with and without drafts
 by n-grams, at several numbers of requests in flight, and prints tokens per CPU second.
@@ -394,21 +394,35 @@ def speculation_row(
 
 
 def measure_model(path: str, repeats: int, loop: asyncio.AbstractEventLoop) -> str:
-    """Tokens per CPU second: the median of some turns, after one that warms up."""
+    """Tokens per CPU second of the embedded engine, and tokens per second beside vLLM where it is installed: medians of
+    some turns, after one that warms up. vLLM has a process of its own: only its wall time is known here.
+    """
     renderer = Renderer.load(path)
     subjects = [one.answer for one in make_short_questions("train")[:MODEL_IN_FLIGHT]]
     prompts = [renderer.render([Message(role="user", content=f"Tell a story about {one}.")]) for one in subjects]
-    engine = EmbeddedEngine(EngineSpec(path=path, role="policy"), EmbeddedConfig(max_batch_rows=MODEL_IN_FLIGHT))
     workload = Workload(prompts=tuple(prompts), lengths=(MODEL_TOKENS,) * len(prompts))
-    speeds = []
-    for _ in range(repeats + 1):
-        cpu_s = time.process_time()
-        num_tokens = loop.run_until_complete(answered(engine, workload))
-        speeds.append(num_tokens / (time.process_time() - cpu_s))
-    engine.close()
-    return (
-        f"{statistics.median(speeds[1:]):.1f} tokens per CPU second; turns: {', '.join(f'{one:.1f}' for one in speeds)}"
-    )
+    spec = EngineSpec(path=path, role="policy")
+    engines: dict[str, Engine] = {"embedded": EmbeddedEngine(spec, EmbeddedConfig(max_batch_rows=MODEL_IN_FLIGHT))}
+    if not vllm_missing():
+        engines["vllm"] = VllmEngine(spec, VllmConfig(max_batch_rows=MODEL_IN_FLIGHT))
+    speeds: dict[str, list[Speed]] = {name: [] for name in engines}
+    for turn in range(repeats + 1):
+        for name in engines if turn % 2 else reversed(engines):
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            num_tokens = loop.run_until_complete(answered(engines[name], workload))
+            wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+            speeds[name].append(Speed(wall=num_tokens / wall_s, cpu=num_tokens / cpu_s))
+    for engine in engines.values():
+        engine.close()
+    turns = speeds["embedded"]
+    lines = [
+        f"{statistics.median(one.cpu for one in turns[1:]):.1f} tokens per CPU second; "
+        f"turns: {', '.join(f'{one.cpu:.1f}' for one in turns)}"
+    ]
+    if "vllm" in speeds:
+        embedded, vllm = (statistics.median(one.wall for one in speeds[name][1:]) for name in ("embedded", "vllm"))
+        lines.append(f"tokens/s: embedded {embedded:.1f}, vLLM {vllm:.1f}; embedded / vLLM {embedded / vllm:.2f}")
+    return "\n".join(lines)
 
 
 def table(names: Sequence[str], rounds_by_label: dict[str, list[Round]]) -> list[str]:
