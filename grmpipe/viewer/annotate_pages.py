@@ -18,7 +18,7 @@ from grmpipe.types import Criterion
 from grmpipe.viewer import figures, queries
 from grmpipe.viewer.annotations import ANNOTATIONS, Annotation, append, make_label, make_line, read_annotations
 from grmpipe.viewer.details import Sibling, read_siblings
-from grmpipe.viewer.queries import Filter, RolloutRow
+from grmpipe.viewer.queries import HIGH, Filter, RolloutRow
 from grmpipe.viewer.runs import ViewedRun, flat_config, read_stamp
 from grmpipe.viewer.selection import GROWS_WITH, Selected, select_answers
 from grmpipe.viewer.word_diff import diff_words
@@ -58,7 +58,8 @@ class Rater:
     def select(self, run: ViewedRun, evaluation: str, select: str) -> Sequence[Selected]:
         """The queue. Raises ValueError."""
         state = run.index.progress()
-        return select_answers(run.index, state, evaluation, select, self.settings.num_items, self.seed)
+        passes = read_threshold(run)
+        return select_answers(run.index, state, evaluation, select, self.settings.num_items, self.seed, passes)
 
     def find_next(self, run: ViewedRun, queue: Sequence[Selected], after: tuple[object, ...] = ()) -> Selected | None:
         """The first answer of the queue behind a place, else the first of all, that isn't annotated."""
@@ -149,8 +150,10 @@ def annotate(run: ViewedRun, query: Query, form: Query, rater: Rater) -> tuple[s
     at = next(one.row.place for one in siblings if one.row.sibling == sibling)
     select = query.get("queue", "")
     queue = rater.select(run, at[0], select) if select else []
-    share = next(({"share": one.share} for one in queue if one.place == at), {})
-    append(path, make_line(rater.name, run=run.name, **label, **share))
+    shares = [one.share for one in queue if one.place == at]
+    # A correction keeps the share of what it replaces.
+    shares += [one.share for one in rater.read_own(run) if one.place == at and one.share is not None]
+    append(path, make_line(rater.name, run=run.name, **label, **({"share": shares[0]} if shares else {})))
     if not select or not any(form.get(name) for name in DECIDES):
         return "group", back
     following = rater.find_next(run, queue, at)
@@ -248,3 +251,11 @@ def read_scale(run: ViewedRun) -> tuple[float, float] | None:
         if run.judge.score != "reward":
             return float(values[f"{section}.scale.low"]), float(values[f"{section}.scale.high"])
     return None
+
+
+def read_threshold(run: ViewedRun) -> tuple[float, float]:
+    """The score from which an answer passes, and the width of the scale."""
+    low, high = read_scale(run) or (0.0, 1.0)
+    with contextlib.suppress(KeyError, ValueError):
+        return float(flat_config(run)["data.labels.pass_score"]), high - low
+    return low + HIGH * (high - low), high - low

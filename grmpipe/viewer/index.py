@@ -24,7 +24,7 @@ from grmpipe.observe.run_files import JUDGED
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.viewer.ingest import Ingest
 
-FORMAT = "6"  # the index's; one of another format is made again
+FORMAT = "7"  # the index's; one of another format is made again
 # What a line refers to was written before it. So the sizes are taken from the end of this list to its beginning.
 JOURNALS = (ROLLOUTS, EVAL_ROLLOUTS, JUDGEMENTS, EVAL_JUDGEMENTS, TRAINED, GROUPS, JUDGED)
 PIECE_BYTES = 32_000_000  # between two commits

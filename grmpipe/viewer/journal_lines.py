@@ -7,6 +7,7 @@ together are of one length. What uses a line needs no check of its own.
 
 import functools
 import re
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Annotated, TypeVar
 
@@ -240,10 +241,17 @@ class ItemLine(ScoresLine, frozen=True, kw_only=True):
             "source": self.subset,
             "outcome": self.outcome,
             "truth": self.labels[sibling],
-            "votes": sum(sibling in said.siblings for said in self.judgements),
+            "votes": len(votes := self.votes(sibling)),
+            "spread": statistics.pstdev(votes) if len(votes) > 1 else None,
             "faults": "",
             **self.describe(sibling),
         }
+
+    def votes(self, sibling: int) -> list[Number]:
+        """The scores that the first judge's judgements give to a response."""
+        about = [said for said in self.judgements if sibling in said.siblings]
+        about = [said for said in about if said.judge == about[0].judge]
+        return [said.scores[place] for said in about if (place := said.siblings.index(sibling)) < len(said.scores)]
 
     def snippets(self, sibling: int) -> dict[str, object]:
         question = self.prompt.messages[-1].content if self.prompt.messages else ""

@@ -26,12 +26,12 @@ GROWS_WITH = {
     "disagreement": "(SELECT max(coalesce(reward, score)) - min(coalesce(reward, score)) FROM opinions o "
     "WHERE o.id = r.id)",
     "split": "r.spread",
-    "threshold": f"abs(r.reward - {HIGH})",
+    "threshold": f"abs(coalesce(r.reward - {HIGH}, (r.score - :passes) / :span))",
 }
 WAYS_OUT = {
     "disagreement": "no two judges differ on an answer here",
     "split": "no votes of a judge differ here",
-    "threshold": "no answer has a reward here",
+    "threshold": "no answer has a reward or a score here",
 }
 
 
@@ -49,13 +49,21 @@ class Selected(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def select_answers(
-    index: RunIndex, state: IndexProgress, evaluation: str, select: str, num_items: int, seed: int
+    index: RunIndex,
+    state: IndexProgress,
+    evaluation: str,
+    select: str,
+    num_items: int,
+    seed: int,
+    passes: tuple[float, float] = (HIGH, 1.0),
 ) -> Sequence[Selected]:
-    """The queue. state: of the index, to select again once it grew. Raises ValueError, sqlite3.Error."""
+    """The queue. state: of the index, to select again once it grew. passes: the score from which an answer passes where
+    it has no reward, and the width of the scale. Raises ValueError, sqlite3.Error.
+    """
     if select not in GROWS_WITH:
         raise ValueError(f"select: unknown value {select!r}; known: {', '.join(GROWS_WITH)}")
     query = (
-        f"SELECT r.id, {GROWS_WITH[select]} FROM rollouts r WHERE +r.evaluation = ? AND r.line IS NOT NULL "
+        f"SELECT r.id, {GROWS_WITH[select]} FROM rollouts r WHERE +r.evaluation = :evaluation AND r.line IS NOT NULL "
         "ORDER BY r.id"  # the order of the journal, in any index of it
     )
     names = (
@@ -64,7 +72,8 @@ def select_answers(
     )
     with contextlib.closing(index.read()) as connection:
         connection.row_factory = None  # plain tuples: there is one for each answer
-        rows = connection.execute(query, (evaluation,)).fetchall()
+        given = {"evaluation": evaluation, "passes": passes[0], "span": passes[1]}
+        rows = connection.execute(query, given).fetchall()
         if not rows:
             return []
         share = compute_shares(np.array([row[1] for row in rows], dtype=float), select, num_items)  # NaN: not known

@@ -18,7 +18,9 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.models.types import Message
 from grmpipe.observe.recorder import Recorder
 from grmpipe.types import Criterion, Judgement, Prompt, ScoredResponse
+from grmpipe.viewer.annotate_pages import read_threshold
 from grmpipe.viewer.annotations import make_line
+from grmpipe.viewer.runs import find_runs
 
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient  # noqa: E402
@@ -198,9 +200,10 @@ def test_the_queue_leads_through_its_answers_and_writes_their_shares(tmp_path: P
             data={"form_token": viewer.form_token, "undoes": last["id"]},
         )
         assert (undone.url.query["group"], undone.url.query["queue"]) == (last["group"], "random")
+        await send(client, viewer, "/annotate/run?group=g1&about=0", right="true")  # a correction, outside of the queue
 
     act(run_dir, do)
-    assert [line.get("share") for line in read_lines(run_dir)] == [1.0] * 6 + [None]
+    assert [line.get("share") for line in read_lines(run_dir)] == [1.0] * 6 + [None, 1.0]
 
 
 def test_many_annotations_have_several_pages_the_newest_first(tmp_path: Path) -> None:
@@ -234,6 +237,19 @@ def test_next_and_previous_follow_the_table_that_led_to_an_answer(tmp_path: Path
     ]  # fmt: skip
     assert around(filtered) == []
     assert around(whole) == ["/group/run?group=g2"]
+
+
+def test_near_the_threshold_is_near_the_score_that_passes(tmp_path: Path) -> None:
+    run_dir = judge_labelled_work(tmp_path / "run")
+    (run_dir / "config.yaml").write_text("data: {labels: {pass_score: 8}}\njudge: {scale: {low: 0, high: 10}}\n")
+
+    async def do(client: TestClient, viewer: Viewer) -> None:
+        assert read_threshold(find_runs(run_dir)["run"]) == (8.0, 10.0)
+        await send(client, viewer, "/annotate/run", rater="anna")
+        asked = await client.get("/next/run?select=threshold")
+        assert asked.status == 200, await asked.text()
+
+    act(run_dir, do)
 
 
 def test_a_labelled_item_is_annotated_like_an_answer(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
-from viewed_run import write_run
+from viewed_run import judge_labelled_work, write_run
 
 from grmpipe.viewer.index import RunIndex
+from grmpipe.viewer.ingest import LABELLED
 from grmpipe.viewer.selection import GROWS_WITH, Selected, select_answers
 
 NUM = 3000
@@ -83,3 +85,23 @@ def test_a_run_without_what_is_asked_for_says_what_to_choose(index: RunIndex) ->
             select(index, how)
     with pytest.raises(ValueError, match="unknown value 'best'; known: random, disagreement"):
         select(index, "best")
+
+
+@pytest.mark.parametrize(("how", "likeliest"), [("split", 0), ("threshold", 1)])
+def test_of_labelled_answers_votes_that_part_and_scores_near_the_passing_one_come_first(
+    how: str, likeliest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run_dir = judge_labelled_work(tmp_path / "run")  # its scores are 3 and 8
+    first, *others = [json.loads(line) for line in (run_dir / "judged.jsonl").read_text().splitlines()]
+    first["judgements"].append({**first["judgements"][0], "scores": [9.0]})  # the votes on the first answer are 3 and 9
+    (run_dir / "judged.jsonl").write_text("".join(json.dumps(item) + "\n" for item in (first, *others)))
+    index = RunIndex(run_dir)
+    assert list(index.follow())
+    shares = {
+        one.sibling: one.share
+        for seed in range(50)
+        for one in select_answers(index, index.progress(), LABELLED, how, 1, seed, (8.0, 10.0))
+        if one.group == "i1"
+    }
+    assert shares[likeliest] > shares[1 - likeliest]
