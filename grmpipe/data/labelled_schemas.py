@@ -175,7 +175,7 @@ def read_right(field: str, response: str = "response") -> Read:
 
     def read(row: LabelledRow) -> Sequence[Labelled]:
         if (word := row.read_word(field)) not in (*YES, *NO):
-            raise row.wrong(field, "true or false, 1 or 0, yes or no", row.fields[field])
+            raise row.wrong(field, "true or false, 1 or 0, yes or no, good or bad, pass or fail", row.fields[field])
         text = row.messages(response)[-1]["content"] if is_chat(row.fields[response]) else row.text(response)
         prompt, score = row.own_prompt(), row.scale[word in YES]
         return [
@@ -463,7 +463,12 @@ def read_labels(row: LabelledRow, columns: Mapping[str, str]) -> Sequence[Labell
     guesses = {name: guess_columns(fields, known) for name, fields, _ in SCHEMAS}
     places = {name: place for place, name in enumerate(USUAL)}
     by_likeness = sorted(
-        SCHEMAS, key=lambda one: (-len(guesses[one[0]]) / len(one[1]), places.get(one[0], len(USUAL)), -len(one[1]))
+        SCHEMAS,
+        key=lambda one: (
+            -len(guesses[one[0]].keys() - {"prompt"}) / len(one[1] - {"prompt"}),  # which nearly all have
+            places.get(one[0], len(USUAL)),
+            -len(one[1]),
+        ),
     )
     lacking = [f"to be read as {name} it lacks {', '.join(sorted(one - known))}" for name, one, _ in by_likeness[:2]]
     fields = by_likeness[0][1]

@@ -16,17 +16,19 @@ MAX_NAMED = 6  # raters in a line of the console
 
 def drop_undone(rows: Sequence[Place], findings: Findings) -> list[Place]:
     """The rows without those that a later row undoes. An undoing can be undone."""
-    undone, kept = set[str](), list[Place]()
+    undone, kept, gone = set[str](), list[Place](), list[str]()
     for place in reversed(rows):
         _, where, row = place
         line, earlier = row.get("id"), row.get("undoes")
         if line is not None and str(line) in undone:
             if earlier is None:
-                findings.add("annotations are undone by a later one", where)
+                gone.append(where)
         elif earlier is not None:
             undone.add(str(earlier))
         else:
             kept.append(place)
+    for where in reversed(gone):
+        findings.add("annotations are undone by a later one", where)
     return kept[::-1]
 
 

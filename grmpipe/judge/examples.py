@@ -59,7 +59,7 @@ def write_verdict(judge: JudgeConfig, score: float, example: str) -> str:
     """
     parse, scale, shown = parser_named(judge.parser, judge.pattern), judge.scale, f"{score:g}"
     before, _, after = example.rpartition(f"{scale.high:g}")
-    for text in (f"{before}{shown}{after}", shown):
+    for text in (f"{before}{shown}{after}", shown, f"Score: {shown}"):
         if parse(text, 1, scale) == (score,):
             return text
     word, end = ("Yes", scale.high) if score > (scale.low + scale.high) / 2 else ("No", scale.low)

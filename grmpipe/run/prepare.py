@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -61,6 +62,8 @@ from grmpipe.run.run_prompts import load_stored_tasks, read_data, read_demonstra
 from grmpipe.scheduler.placement import Placement
 from grmpipe.types import Prompt
 from grmpipe.workflows.play_workflow import workflow_player
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +219,13 @@ def check_calibrations(prepared: Prepared) -> None:
                     f"{judge.calibration} is of another judge: {difference}; undo that, or calibrate this judge: "
                     "task=calibrate"
                 )
+            passes = judge.scale.to_reward(config.data.labels.pass_score)
+            if max(calibration.rewards) < passes:
+                log.warning(
+                    "%s.calibration: no calibrated reward is above %.2f, and data.labels.pass_score=%d means %.2f: "
+                    "nothing passes; type a lower data.labels.pass_score",
+                    judge.key, max(calibration.rewards), config.data.labels.pass_score, passes,
+                )  # fmt: skip
             changes = judge.model in config.learners or config.models[judge.model].policy_updates
             if judge.kind == "generative" and config.trains and changes:
                 raise ValueError(

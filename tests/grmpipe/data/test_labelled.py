@@ -301,7 +301,7 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ({"prompt": "?", "response": "a", "score": 11}, "score: expected a number from 1 to 10, got 11"),
         ({"prompt": "?", "response": "a", "score": "many"}, "score: expected a number from 1 to 10, got 'many'"),
         ({"prompt": "?", "response": "a", "score": float("inf")}, "score: expected a number"),
-        ({"prompt": "?", "response": "a", "label": 2}, "label: expected true or false, 1 or 0, yes or no, got 2"),
+        ({"prompt": "?", "response": "a", "label": 2}, "yes or no, good or bad, pass or fail, got 2"),
         ({"prompt": "?", "responses": ["a", "b"], "grades": [1]}, "grades: expected 2 numbers, one per response, got"),
         ({"prompt": "?", "responses": ["a", "b"], "ranking": [1, 0]}, "ranking: expected the rank of each response, 1"),
         ({"prompt": "?", "response_a": "a", "response_b": "b", "preference": 0}, "preference: expected A, B or tie"),
@@ -326,8 +326,13 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ),
         (
             {"query": "?", "output": "a", "stars": 3},
-            "to be read as scores it lacks response, score; to be read as HelpSteer it lacks helpfulness, prompt, "
-            "response; type 'data.columns={prompt: query, response: output, score: stars}' with the names",
+            "to be read as scores it lacks response, score; to be read as yes or no it lacks response, right; type "
+            "'data.columns={prompt: query, response: output, score: stars}' with the names",
+        ),
+        (
+            {"prompt": "?", "response": "a", "verdict": "good"},
+            "to be read as yes or no it lacks right; to be read as scores it lacks score; type "
+            "'data.columns={right: verdict}'",
         ),
         (
             {"prompt": "?", "Response_A": "a", "response_b": "b"},
