@@ -182,10 +182,11 @@ def make_figures_table(result: JudgeEvaluation) -> Table:
 def make_comparison_table(comparisons: Sequence[JudgeComparison]) -> Table:
     """Paired by item: how much better a judge is than another one, and at what price."""
     heads = ["items", "right", "95 %", "p"]
+    heads += ["false positives", "95 %", "p"] if any(one.false_positives is not None for one in comparisons) else []
     heads += ["error", "95 %", "p"] if any(one.score_error is not None for one in comparisons) else []
     heads += ["tokens", "seconds", *(["USD"] if any(one.cost_usd is not None for one in comparisons) else [])]
     rows = [(f"{one.judge} - {one.against}", format_comparison_cells(one, heads)) for one in comparisons]
-    return table("difference", "paired by item; right: in points, costs: of both, per item", heads, rows)
+    return table("difference", "paired by item; shares in points, costs: of both, per item", heads, rows)
 
 
 def by_subset(
@@ -243,6 +244,8 @@ def format_estimate(name: str, estimate: Estimate | None) -> tuple[str, str]:
 def format_comparison_cells(one: JudgeComparison, heads: Sequence[str]) -> Iterator[str]:
     yield str(one.num_items)
     yield from format_difference(one.accuracy, 100, 1)
+    if "false positives" in heads:
+        yield from ("", "", "") if one.false_positives is None else format_difference(one.false_positives, 100, 1)
     if "error" in heads:
         yield from ("", "", "") if one.score_error is None else format_difference(one.score_error, 1, 2)
     costs = [(one.tokens, one.against_tokens), (one.seconds, one.against_seconds), (one.cost_usd, one.against_cost_usd)]

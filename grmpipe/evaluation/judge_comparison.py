@@ -20,11 +20,12 @@ QUESTION_CHARS = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemVerdict:
     """What one judge made of an item. error: the distance of its score from the label; None: it has no score, or the
-    label is no score.
+    label is no score. is_no: whether the label is that the response is wrong, so that a wrong verdict lets it pass.
     """
 
     outcome: Outcome
     error: float | None = None
+    is_no: bool = False
 
 
 Verdicts = Mapping[str, ItemVerdict]  # by the item's id; without those that the judge's service failed
@@ -46,6 +47,7 @@ class JudgeComparison:
 
     against:   the other judge's name, or the run that it was measured in.
     accuracy:  the difference of right items, which is paired: an item's difference is 1, 0 or -1.
+    false_positives: that of the wrong responses that pass, over those labelled no; None without any.
     score_error: that of the distances from the label, over scored responses; None without any.
     tokens, seconds, cost_usd: sampled, taken, paid for an item, on average; None: not known.
     parted:    all items that only one of them has right, in the order of the data.
@@ -55,6 +57,7 @@ class JudgeComparison:
     against: str
     num_items: int
     accuracy: Difference
+    false_positives: Difference | None
     score_error: Difference | None
     tokens: float | None
     against_tokens: float | None
@@ -85,17 +88,21 @@ def tabulate(judged: Sequence[JudgedItem], scale: Scale, pass_score: float) -> V
 def describe(one: JudgedItem, scale: Scale, pass_score: float) -> ItemVerdict:
     scores = one.verdict_scores(scale)
     error = abs(scores[0] - one.item.labels[0]) if is_scored(one.item) and 0 in scores else None
-    return ItemVerdict(outcome=decide_outcome(one.item, scores, pass_score), error=error)
+    is_no = isinstance(one.item, ScoredResponse) and one.item.is_yes_no and one.item.score < pass_score
+    return ItemVerdict(outcome=decide_outcome(one.item, scores, pass_score), error=error, is_no=is_no)
 
 
 def compare_judges(judge: MeasuredJudge, against: MeasuredJudge, items: Sequence[Labelled]) -> JudgeComparison:
     shared = [item for item in items if item.item_id in judge.verdicts and item.item_id in against.verdicts]
     pairs = [(item, judge.verdicts[item.item_id], against.verdicts[item.item_id]) for item in shared]
     rights: dict[Hashable, list[float]] = {}
+    passes: dict[Hashable, list[float]] = {}
     errors: dict[Hashable, list[float]] = {}
     for item, one, other in pairs:
         name = identify_prompt(item.prompt)
         rights.setdefault(name, []).append(float(one.outcome == "right") - float(other.outcome == "right"))
+        if one.is_no:
+            passes.setdefault(name, []).append(float(one.outcome == "wrong") - float(other.outcome == "wrong"))
         if one.error is not None and other.error is not None:
             errors.setdefault(name, []).append(one.error - other.error)
     return JudgeComparison(
@@ -103,6 +110,7 @@ def compare_judges(judge: MeasuredJudge, against: MeasuredJudge, items: Sequence
         against=against.name,
         num_items=len(pairs),
         accuracy=estimate_difference(rights, are_shares=True),
+        false_positives=estimate_difference(passes, are_shares=True) if passes else None,
         score_error=estimate_difference(errors, are_shares=False) if errors else None,
         tokens=judge.tokens,
         against_tokens=against.tokens,

@@ -66,6 +66,18 @@ def test_a_comparison_pairs_items_and_lists_those_that_only_one_has_right() -> N
     assert found.score_error is not None and found.score_error.mean == pytest.approx((0 - 4 + 1 - 2) / 4)
 
 
+def test_of_yes_and_no_the_wrong_responses_that_pass_are_compared() -> None:
+    items = [replace(scored(number), score=score, is_yes_no=True) for number, score in enumerate([1, 1, 1, 10, 10])]
+    lenient, strict = (
+        measure(name, judge_items(items, scores))
+        for name, scores in (("lenient", [9, 9, 2, 9, 9]), ("strict", [9, 2, 2, 9, 2]))
+    )
+    found = compare_judges(lenient, strict, items)
+    assert found.false_positives is not None
+    assert (found.false_positives.mean, found.false_positives.num_values) == (pytest.approx(1 / 3), 3)
+    assert found.accuracy.mean == 0, "one more wrong answer passes, and one more right one"
+
+
 def test_items_of_one_prompt_count_as_one_in_the_interval() -> None:
     shared = [scored(number, prompt=f"{number // 10}?") for number in range(40)]
     alone = [scored(number) for number in range(40)]
