@@ -401,8 +401,9 @@ def test_a_training_stops_at_its_budget_with_a_checkpoint_and_goes_on_once_it_is
     assert spending["tokens"] == bill.used["prompt"] + bill.used["sampled"]
     paid = 2 * (bill.used["prompt"] - bill.used["cached"]) + 0.5 * bill.used["cached"] + 10 * bill.used["sampled"]
     assert spending["cost_usd"] == pytest.approx(paid / 1e6)
-    again = {bill.first[key] for key, times in bill.keys.items() if times > 1}
-    assert again <= {1, 2, 3, 4, 30}, "only the first question is asked again on purpose, and the one that was busy"
+    again = {bill.first[key] for key, times in bill.keys.items() if times > 1} - {30}  # that one was busy
+    # Only the first question is asked again on purpose. Its four requests come first, together with others.
+    assert len(again) <= 4 and max(again) <= 8
 
 
 @pytest.mark.parametrize(
