@@ -404,7 +404,7 @@ def measure_model(path: str, repeats: int, loop: asyncio.AbstractEventLoop) -> s
     spec = EngineSpec(path=path, role="policy")
     engines: dict[str, Engine] = {"embedded": EmbeddedEngine(spec, EmbeddedConfig(max_batch_rows=MODEL_IN_FLIGHT))}
     if not vllm_missing():
-        engines["vllm"] = VllmEngine(spec, VllmConfig(max_batch_rows=MODEL_IN_FLIGHT))
+        engines["vllm"] = VllmEngine(spec, VllmConfig(max_batch_rows=MODEL_IN_FLIGHT, kv_cache_mb=1024))
     speeds: dict[str, list[Speed]] = {name: [] for name in engines}
     for turn in range(repeats + 1):
         for name in engines if turn % 2 else reversed(engines):
