@@ -4,7 +4,6 @@ prompt and responses -> a group -> the judge of a run, with its engines, votes a
 """
 
 import asyncio
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,20 +168,20 @@ class ScoringRun(Run[PreparedScoring]):
     async def run(self) -> Status:
         self._running = running = await self._start()
         with refuse_denied():
-            return await run_until(self._work(running), **running.background())
+            return await run_until(self._work(), **running.background())
 
     async def _start(self) -> Running:
         running = await start(self._prepared.prepared, self._observers, self._run_dir, plays=False)
         running.maintenance.stops(self._clock)
         return running
 
-    async def _work(self, running: Running) -> Status:
+    async def _work(self) -> Status:
         if self._prepared.groups:
-            await self._judge_file(running)
-        await self._context.watcher.serve(functools.partial(self._judge_call, running))
+            await self._judge_file()
+        await self._context.watcher.serve(self._judge_call)
         return "completed"
 
-    async def _judge_file(self, running: Running) -> None:
+    async def _judge_file(self) -> None:
         """Judge all groups, ITEMS_AT_ONCE at a time. Raises Unfit in an outage of the judge, and BudgetSpent."""
         for name in (ROLLOUTS, JUDGEMENTS):  # of a process that a budget ended; paid_answers.jsonl has what it paid for
             (self._run_dir / name).unlink(missing_ok=True)
@@ -193,7 +192,7 @@ class ScoringRun(Run[PreparedScoring]):
         async def judge(place: int, group: Responses) -> None:
             async with places:
                 await breaker.until_fit()
-                done[place] = judged = await self._judge(running, REWARD, group, place, place)
+                done[place] = judged = await self._judge(REWARD, group, place, place)
                 for one in judged:
                     breaker.record(one.report.verdict)
 
@@ -214,9 +213,7 @@ class ScoringRun(Run[PreparedScoring]):
         for text in describe_verdicts([one for _, judged in self._judged for one in judged]):
             self._observers.note(text)
 
-    async def _judge_call(
-        self, running: Running, row: Row, name: str = REWARD, priority: int | None = None
-    ) -> list[JudgedSibling]:
+    async def _judge_call(self, row: Row, name: str = REWARD, priority: int | None = None) -> list[JudgedSibling]:
         """Judge the responses of a row. name: of the judge. priority: the lowest goes first; None: the first asked.
         Raises ValueError for what can't be judged.
         """
@@ -228,11 +225,9 @@ class ScoringRun(Run[PreparedScoring]):
         if said:
             group = replace(group, rollouts=tuple(replace(one, group_id=said) for one in group.rollouts))
         rank = number if priority is None else priority
-        return await self._open.ask([name, row], said, lambda: self._judge(running, name, group, number, rank))
+        return await self._open.ask([name, row], said, lambda: self._judge(name, group, number, rank))
 
-    async def _judge(
-        self, running: Running, name: str, group: Responses, number: int, priority: int
-    ) -> list[JudgedSibling]:
+    async def _judge(self, name: str, group: Responses, number: int, priority: int) -> list[JudgedSibling]:
         """The verdicts or failures, in the order of the responses, within the deadline of a group in a run. number: of
         the group in the order of the file, or of the calls.
         """
@@ -241,7 +236,8 @@ class ScoringRun(Run[PreparedScoring]):
             recorder.rollout(number, group.prompt, rollout)
         try:
             with set_purpose("evaluation"):  # here: who asks from another thread has another context
-                judge = running.find_judge(name)
+                assert self._running is not None
+                judge = self._running.find_judge(name)
                 reports = await judge_in_time(judge, group.prompt, group.rollouts, limit, priority)
             reports = tuple(with_version(report, self._version) for report in reports)
             for rollout, report in zip(group.rollouts, reports, strict=True):

@@ -13,7 +13,7 @@ from grmpipe.config.task_settings import ServeConfig
 from grmpipe.observe.journal import read_what_can_be
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import Status, Summary
-from grmpipe.run.build.start import Running, refuse_denied
+from grmpipe.run.build.start import refuse_denied
 from grmpipe.run.run_context import RunContext
 from grmpipe.run.signals import stop_by_signals
 from grmpipe.run.tasks.score import PreparedScoring, Responses, ScoringRun, prepare_scoring
@@ -66,7 +66,7 @@ class ServingRun(ScoringRun):
     async def run(self) -> Status:
         listening = bind(self._config.serve)
         try:
-            self._running = running = await self._start()
+            self._running = await self._start()
         except BaseException:
             listening.close()
             raise
@@ -75,7 +75,7 @@ class ServingRun(ScoringRun):
         service = JudgeService(
             self._config.serve,
             find_served_judges(self._config),
-            lambda row, name, priority: self._judge_call(running, row, name, priority),
+            self._judge_call,
             self._call_log,
             longest_s,
             self._observers.budget.spending,
@@ -146,6 +146,7 @@ class ServingRun(ScoringRun):
         await self._running.close()
         problem, before = "", (self._prepared, self._config)
         try:
+            # Again: another change may have been made since this one was asked for.
             self._prepared = await asyncio.to_thread(self._prepare, change.judge, change.path)
             self._config = self._prepared.config
             self._running = await self._start()
@@ -156,12 +157,9 @@ class ServingRun(ScoringRun):
             self._running = await self._start()
         await self._changes.end(problem)
 
-    async def _judge(
-        self, running: Running, name: str, group: Responses, number: int, priority: int
-    ) -> list[JudgedSibling]:
+    async def _judge(self, name: str, group: Responses, number: int, priority: int) -> list[JudgedSibling]:
         async with self._changes.begin_group():
-            assert self._running is not None
-            return await super()._judge(self._running, name, group, number, priority)
+            return await super()._judge(name, group, number, priority)
 
     @property
     def _version(self) -> int:
