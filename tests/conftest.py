@@ -18,6 +18,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from grmpipe.envs.sandbox.bubblewrap import bubblewrap_missing
 from grmpipe.models.engines.installed import vllm_missing
@@ -29,6 +30,9 @@ sys.path.append(str(Path(__file__).parent))  # a fork imports forks.py by its na
 import forks
 
 # The same examples on every machine, every time, however busy it is; `--hypothesis-profile=explore` tries new ones.
+# Hypothesis also tries the texts that stand in the modules imported so far: which these are depends on the tests that
+# a worker ran before, so none is.
+providers._get_local_constants = lambda: providers.Constants()
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile("repeatable")
