@@ -26,6 +26,21 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.fixture(
+    scope="session",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Of an engine under a test that means as much on either."""
+    return str(request.param)
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte: any text round-trips."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

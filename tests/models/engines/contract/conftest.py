@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from torch import nn
 
 from grmpipe.models.chat.renderer import Renderer
@@ -34,6 +35,7 @@ _replay.loader.exec_module(sglang_replay)
 T = TypeVar("T")
 UnderContract = EmbeddedEngine | VllmEngine | SglangEngine
 MAX_ROWS = 4
+BFLOAT16_NATS = 0.25
 SGLANG_PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")  # runs the contract on a real server
 ONLY_REAL = ("gloo", "sender_that_hangs", "more_urgent")  # a replayed server joins no group and has no queue
 SGLANG_RECORD = bool(os.environ.get("GRMPIPE_SGLANG_RECORD"))  # also records its answers
@@ -48,6 +50,7 @@ class Kind:
     hashes_broadcasts: bool = True
     reads_models: bool = False  # from files
     one_for_both: bool = False  # whether an engine that runs may be told to compute kept requests again
+    tolerance: float = 1e-4  # of log-probs beside transformers' in float32, nats
 
 
 def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
@@ -59,6 +62,17 @@ def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
 def make_vllm(path: str, recompute: bool) -> VllmEngine:
     config = VllmConfig(max_batch_rows=MAX_ROWS, kv_cache_mb=16, recompute_kv_on_sync=recompute)
     return VllmEngine(EngineSpec(path=path, role="policy"), config)
+
+
+def make_embedded_on_gpu(path: str, recompute: bool) -> EmbeddedEngine:
+    config = EmbeddedConfig(max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute)
+    return EmbeddedEngine(EngineSpec(path=path, role="policy", dtype="bfloat16", device="cuda"), config)
+
+
+def make_vllm_on_gpu(path: str, recompute: bool) -> VllmEngine:
+    """As a run starts it: in bfloat16, with graphs."""
+    config = VllmConfig(max_batch_rows=MAX_ROWS, kv_cache_mb=256, recompute_kv_on_sync=recompute)
+    return VllmEngine(EngineSpec(path=path, role="policy", dtype="bfloat16", device="cuda"), config)
 
 
 def make_sglang(path: str, recompute: bool) -> SglangEngine:
@@ -83,9 +97,20 @@ RECORDER, REPLAY = sglang_replay.Recorder(), sglang_replay.ReplayServer()
 KINDS = {
     "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens, reads_models=True),
     "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, reads_models=True, one_for_both=True),
+    "embedded_gpu": Kind(
+        make_embedded_on_gpu, lambda engine: engine.stats().prefilled_tokens, reads_models=True, tolerance=BFLOAT16_NATS
+    ),
+    "vllm_gpu": Kind(
+        make_vllm_on_gpu,
+        lambda engine: engine.prefilled_tokens,
+        reads_models=True,
+        one_for_both=True,
+        tolerance=BFLOAT16_NATS,
+    ),
     "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, hashes_broadcasts=False),
     "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens),
 }
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="GRMPIPE_SGLANG_PYTHON names no interpreter with SGLang")
 
 
@@ -94,12 +119,19 @@ needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="GRMPIPE_SGLANG_PYTH
     params=[
         "embedded",
         pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("embedded_gpu", marks=[needs_gpu, pytest.mark.gpu]),
+        pytest.param("vllm_gpu", marks=[needs_gpu, pytest.mark.gpu, pytest.mark.vllm]),
         pytest.param("sglang", marks=[needs_sglang, pytest.mark.sglang]),
         "sglang_replayed",
     ],
 )
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
+
+
+@pytest.fixture
+def tolerance(kind: Kind) -> float:
+    return kind.tolerance
 
 
 @pytest.fixture(scope="session")

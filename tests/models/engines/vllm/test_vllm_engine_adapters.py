@@ -58,12 +58,20 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def engine(model_path: str, runner: asyncio.Runner) -> Iterator[VllmEngine]:
+def engine(device: str, model_path: str, runner: asyncio.Runner) -> Iterator[VllmEngine]:
+    dtype, kv_cache_mb = ("float32", 16) if device == "cpu" else ("bfloat16", 256)
     engine = VllmEngine(
-        EngineSpec(path=model_path, role="policy", lora=LORA), VllmConfig(max_batch_rows=4, kv_cache_mb=16)
+        EngineSpec(path=model_path, role="policy", dtype=dtype, device=device, lora=LORA),
+        VllmConfig(max_batch_rows=4, kv_cache_mb=kv_cache_mb),
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def tolerance(device: str) -> float:
+    """Beside float32."""
+    return 1e-4 if device == "cpu" else 0.25
 
 
 @pytest.fixture
@@ -82,12 +90,12 @@ async def push(engine: VllmEngine, buckets: list[WeightBucket], version: int) ->
 
 
 def test_log_probs_are_those_of_the_base_then_of_each_pushed_adapter(
-    engine: VllmEngine, run: Any, ask: Any, prompt_of: Any, plain: Any, model_path: str
+    engine: VllmEngine, run: Any, ask: Any, prompt_of: Any, plain: Any, model_path: str, tolerance: float
 ) -> None:
     ids = prompt_of(40)
     base = plain.logits(ids)[:-1].log_softmax(-1)
     assert run(engine.score(ids)) == pytest.approx(
-        [float(logprobs_V[token]) for logprobs_V, token in zip(base, ids[1:], strict=True)], abs=1e-4
+        [float(logprobs_V[token]) for logprobs_V, token in zip(base, ids[1:], strict=True)], abs=tolerance
     )
     for version in (1, 2):
         trained = Trained(model_path, version)
@@ -95,15 +103,15 @@ def test_log_probs_are_those_of_the_base_then_of_each_pushed_adapter(
         receipt = run(push(engine, sent, version))
         assert receipt.checksums == {tensor.name: tensor.checksum for bucket in sent for tensor in bucket.tensors}
         assert (len(receipt.checksums), receipt.unapplied) == (TENSORS, ())
-        assert run(engine.score(ids)) == pytest.approx(trained.score(ids), abs=1e-4)
+        assert run(engine.score(ids)) == pytest.approx(trained.score(ids), abs=tolerance)
         completion = run(ask(engine, ids, f"after {version}", max_new_tokens=20))
         whole = trained.score((*ids, *completion.token_ids))
-        assert completion.logprobs == pytest.approx(whole[len(ids) - 1 :], abs=1e-4)
+        assert completion.logprobs == pytest.approx(whole[len(ids) - 1 :], abs=tolerance)
         assert completion.oldest_version == version
 
 
 def test_kept_request_continues_with_the_new_adapter(
-    engine: VllmEngine, run: Any, ask: Any, prompt_of: Any, model_path: str
+    engine: VllmEngine, run: Any, ask: Any, prompt_of: Any, model_path: str, tolerance: float
 ) -> None:
     ids, trained = prompt_of(20), Trained(model_path, 5)
 
@@ -119,12 +127,12 @@ def test_kept_request_continues_with_the_new_adapter(
     before, after = completion.versions
     assert (before.start, after.version, after.end) == (0, 7, completion.num_tokens)
     whole = trained.score((*ids, *completion.token_ids))
-    assert completion.logprobs[after.start :] == pytest.approx(whole[len(ids) - 1 + after.start :], abs=1e-4)
+    assert completion.logprobs[after.start :] == pytest.approx(whole[len(ids) - 1 + after.start :], abs=tolerance)
     assert isinstance(before, VersionSpan) and before.end == after.start > 0
 
 
 def test_a_push_of_nothing_and_one_that_broke_off_leave_the_adapter(
-    engine: VllmEngine, run: Any, prompt_of: Any, model_path: str
+    engine: VllmEngine, run: Any, prompt_of: Any, model_path: str, tolerance: float
 ) -> None:
     ids, trained, other = prompt_of(30), Trained(model_path, 3), Trained(model_path, 4)
 
@@ -136,13 +144,13 @@ def test_a_push_of_nothing_and_one_that_broke_off_leave_the_adapter(
 
     run(push(engine, trained.buckets(), 3))
     run(break_off())
-    assert run(engine.score(ids)) == pytest.approx(trained.score(ids), abs=1e-4)
+    assert run(engine.score(ids)) == pytest.approx(trained.score(ids), abs=tolerance)
     assert run(push(engine, [], 4)).checksums == {}
-    assert run(engine.score(ids)) == pytest.approx(trained.score(ids), abs=1e-4)
+    assert run(engine.score(ids)) == pytest.approx(trained.score(ids), abs=tolerance)
 
 
 def test_only_some_buckets_change_only_their_layers(
-    engine: VllmEngine, run: Any, prompt_of: Any, model_path: str
+    engine: VllmEngine, run: Any, prompt_of: Any, model_path: str, tolerance: float
 ) -> None:
     ids, one, other = prompt_of(30), Trained(model_path, 3), Trained(model_path, 4)
     run(push(engine, one.buckets(), 3))
@@ -152,11 +160,11 @@ def test_only_some_buckets_change_only_their_layers(
     for name in sent:
         parameters[name].data = newer[name].data
     assert 0 < len(sent) < TENSORS
-    assert run(engine.score(ids)) == pytest.approx(one.score(ids), abs=1e-4)
+    assert run(engine.score(ids)) == pytest.approx(one.score(ids), abs=tolerance)
 
 
 def test_a_tensor_that_is_no_adapter_of_this_model_is_refused_by_name(
-    engine: VllmEngine, run: Any, prompt_of: Any, model_path: str
+    engine: VllmEngine, run: Any, prompt_of: Any, model_path: str, tolerance: float
 ) -> None:
     trained = Trained(model_path, 3)
     run(push(engine, trained.buckets(), 3))
@@ -181,7 +189,7 @@ def test_a_tensor_that_is_no_adapter_of_this_model_is_refused_by_name(
             run(send(replace(first, tensors=tuple(tensors))))
     with pytest.raises(ValueError, match=r"lora\.sync=merged"):
         run(send(WeightBucket(tensors=(), payload=ModelFiles(path=model_path))))
-    assert run(engine.score(prompt_of(30))) == pytest.approx(trained.score(prompt_of(30)), abs=1e-4)
+    assert run(engine.score(prompt_of(30))) == pytest.approx(trained.score(prompt_of(30)), abs=tolerance)
 
 
 def save_mixture(path: Path, tokenizer_of: str) -> str:

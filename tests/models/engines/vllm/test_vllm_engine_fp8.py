@@ -1,4 +1,4 @@
-"""Weights that vLLM rounds to fp8 itself, with its kernels for CPUs: at its start, and again at every push."""
+"""Weights that vLLM rounds to fp8 itself, with its kernels for CPUs, or on a GPU: at its start, and at every push."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
-    model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
+    device: str, model_path: str, next_version_path: str, prompt_of: Any, plain: Any, next_plain: Any
 ) -> None:
-    ids = prompt_of(100)
+    ids, kv_cache_mb = prompt_of(100), 16 if device == "cpu" else 256
     engine = VllmEngine(
-        EngineSpec(path=model_path, role="policy", dtype="bfloat16"), VllmConfig(kv_cache_mb=16, quantization="fp8")
+        EngineSpec(path=model_path, role="policy", dtype="bfloat16", device=device),
+        VllmConfig(kv_cache_mb=kv_cache_mb, quantization="fp8"),
     )
 
     def expected(whole: Any) -> list[float]:

@@ -1,4 +1,6 @@
-"""What only a GPU can show of vLLM: memory that is really freed, weights that stay on the device."""
+"""What only a GPU can show of vLLM: memory that is really freed, weights that stay on the device. In bfloat16 and with
+graphs, as a run starts it (FlashAttention takes no float32).
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 KV_CACHE_MB = 512
+BFLOAT16_NATS = 0.25  # beside transformers in float32
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
 def test_vllm_sleeps_wakes_and_takes_weights(
     model_path: str, next_version_path: str, prompt_of: Any, next_plain: Any, tmp_path: Path, transport: str
 ) -> None:
-    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, options={"enforce_eager": True})
-    engine = VllmEngine(EngineSpec(path=model_path, role="policy", device="cuda", sleeps=True), config)
+    spec = EngineSpec(path=model_path, role="policy", dtype="bfloat16", device="cuda", sleeps=True)
+    engine = VllmEngine(spec, VllmConfig(kv_cache_mb=KV_CACHE_MB))
     device = torch.device("cuda:0")
-    stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "float32", bucket_bytes=1 << 15)
-    sender = open_transport(transport, "float32", device, str(tmp_path))
+    stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "bfloat16", bucket_bytes=1 << 15)
+    sender = open_transport(transport, "bfloat16", device, str(tmp_path))
 
     async def use() -> tuple[int, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         before = await engine.score(prompt_of(40))
@@ -63,14 +66,15 @@ def test_vllm_sleeps_wakes_and_takes_weights(
     ids = prompt_of(40)
     logprobs_TV = next_plain.logits(ids)[:-1].log_softmax(-1)
     expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
-    assert float(np.abs(np.subtract(after_push, expected)).max()) < 1e-3
+    assert float(np.abs(np.subtract(after_push, expected)).max()) < BFLOAT16_NATS
 
 
 def test_vllm_reads_the_files_of_another_model_into_the_same_memory(
     model_path: str, next_version_path: str, ask: Any, prompt_of: Any, next_plain: Any
 ) -> None:
     """Its graphs were captured with the first model: they read the weights at the same addresses."""
-    engine = VllmEngine(EngineSpec(path=model_path, role="grm", device="cuda"), VllmConfig(kv_cache_mb=KV_CACHE_MB))
+    spec = EngineSpec(path=model_path, role="grm", dtype="bfloat16", device="cuda")
+    engine = VllmEngine(spec, VllmConfig(kv_cache_mb=KV_CACHE_MB))
 
     async def read(path: str, version: int) -> None:
         await engine.pause()
@@ -91,8 +95,10 @@ def test_vllm_reads_the_files_of_another_model_into_the_same_memory(
         first, completion, again, num_grown = asyncio.run(use())
     finally:
         engine.close()
-    assert np.abs(np.subtract(completion.logprobs, next_plain.logprobs(prompt_of(40), completion))).max() < 1e-3
-    assert np.abs(np.subtract(again, first)).max() < 1e-4
+    assert (
+        np.abs(np.subtract(completion.logprobs, next_plain.logprobs(prompt_of(40), completion))).max() < BFLOAT16_NATS
+    )
+    assert again == first
     assert num_grown < 64 << 20
 
 
@@ -108,10 +114,8 @@ def test_vllm_reports_the_experts_that_the_model_itself_would_choose(
     )  # fmt: skip
     Qwen3MoeForCausalLM(shape).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
-    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, options={"enforce_eager": True})
-    engine = VllmEngine(
-        EngineSpec(path=str(tmp_path), role="policy", device="cuda", return_routed_experts=True), config
-    )
+    spec = EngineSpec(path=str(tmp_path), role="policy", dtype="bfloat16", device="cuda", return_routed_experts=True)
+    engine = VllmEngine(spec, VllmConfig(kv_cache_mb=KV_CACHE_MB))
     try:
         completion = asyncio.run(ask(engine, prompt_of(20), max_new_tokens=40))
     finally:
@@ -122,4 +126,4 @@ def test_vllm_reports_the_experts_that_the_model_itself_would_choose(
         model(torch.tensor([fed]))
     assert completion.experts_TLK is not None and completion.experts_TLK.shape == (len(fed), 2, 2)
     own = np.sort(recording.experts_TLK.numpy(), -1)
-    assert (np.sort(completion.experts_TLK, -1) == own).mean() > 0.98
+    assert (np.sort(completion.experts_TLK, -1) == own).mean() > 0.95
