@@ -217,9 +217,12 @@ def start_async_llm(start: VllmStart, sockets: str) -> AsyncLLM:
     check_vllm_options(start.config)
     with _environment(make_environment(start, sockets)):
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        vllm_config = AsyncEngineArgs(**make_arguments(start)).create_engine_config()
+        # As `vllm serve`: on an H100 prompts are read 8,192 tokens a step; without a context 2,048, and judges read much.
+        usage = None if start.on_cpu else UsageContext.OPENAI_API_SERVER
+        vllm_config = AsyncEngineArgs(**make_arguments(start)).create_engine_config(usage)
         if start.on_cpu and start.adapters is not None and vllm_config.model_config.is_moe:
             raise ValueError(
                 "lora.sync: vLLM on a CPU can't run a mixture of experts with adapters (it takes kernels for GPUs); "

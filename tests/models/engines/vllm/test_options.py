@@ -21,6 +21,7 @@ from grmpipe.models.engines.vllm.options import (
     make_arguments,
     make_environment,
     make_socket_folder,
+    start_async_llm,
 )
 from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
 from grmpipe.models.settings import VLLM_QUANTIZATIONS, VllmConfig
@@ -112,6 +113,23 @@ def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (256 << 20, True)
     assert (on_gpu["kv_cache_memory_bytes"], on_gpu["enforce_eager"]) == (None, False)
     assert (on_gpu["distributed_executor_backend"], on_gpu["enable_sleep_mode"]) == ("mp", True)
+
+
+def test_a_gpu_reads_as_many_tokens_of_prompts_in_a_step_as_vllms_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    class Asked(Exception):
+        """Ends the start."""
+
+    def ask(arguments: AsyncEngineArgs, usage: object = None) -> None:
+        raise Asked(usage)
+
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", ask)
+    monkeypatch.setattr(AsyncEngineArgs, "__post_init__", lambda arguments: None)
+    for device, expected in (("cpu", None), ("cuda", "OPENAI_API_SERVER")):
+        with pytest.raises(Asked) as found:
+            start_async_llm(start_of(VllmConfig(), device), "/sockets")
+        assert found.value.args[0] == expected
 
 
 def test_a_cpu_engine_has_the_threads_of_its_process_and_chooses_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
