@@ -220,7 +220,7 @@ def start_async_llm(start: VllmStart, sockets: str) -> AsyncLLM:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # As `vllm serve`: on an H100 prompts are read 8,192 tokens a step; without a context 2,048, and judges read much.
+        # As `vllm serve`: an H100 reads 8,192 tokens of prompts a step, without a context 2,048; judges read much.
         usage = None if start.on_cpu else UsageContext.OPENAI_API_SERVER
         vllm_config = AsyncEngineArgs(**make_arguments(start)).create_engine_config(usage)
         if start.on_cpu and start.adapters is not None and vllm_config.model_config.is_moe:
