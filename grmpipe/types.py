@@ -15,6 +15,8 @@ INFRA_CAUSES: tuple[InfraCause, ...] = get_args(InfraCause)
 DataCause = Literal["unparseable", "truncated", "too_long", "undecided", "abstained", "out_of_range"]
 EnvCause = Literal["boot", "unreachable", "died", "timeout", "capacity", "protocol", "broken"]
 Cause = InfraCause | DataCause | EnvCause
+CriterionKind = Literal["graded", "yes_no"]
+CRITERION_KINDS: tuple[CriterionKind, ...] = get_args(CriterionKind)
 FailureStage = Literal["rollout", "judge", "env", "teacher"]
 TruncationReason = Literal["", "tokens", "turns", "context", "time"]
 Metrics = dict[str, float]  # name -> value of one step; names are `area/what_unit`
@@ -26,12 +28,25 @@ class Criterion:
 
     weight:    among the others; below 0: a fault, which costs what a merit of this weight earns.
     essential: a response that doesn't meet it earns at most `judge.rubric.essential_cap`.
+    name:      by which metrics and the viewer name it, unique within a rubric; empty: made from its text.
+    kind:      how it is scored: on the judge's scale, or by its levels if it has any (graded), or met or not (yes_no).
+    levels:    what single scores mean, from the lowest to the highest: (score, description).
+    evidence:  whether the judge must quote the response where it is met.
     """
 
     text: str
     weight: float = 1.0
     essential: bool = False
     tags: tuple[str, ...] = ()
+    name: str = ""
+    kind: CriterionKind = "graded"
+    levels: tuple[tuple[int, str], ...] = ()
+    evidence: bool = False
+
+    @property
+    def whole_text(self) -> str:
+        """The text and its levels, as a judge reads them."""
+        return "\n".join([self.text, *(f"{score}: {meaning}" for score, meaning in self.levels)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

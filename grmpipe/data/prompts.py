@@ -119,7 +119,8 @@ def list_texts(prompt: Prompt) -> Iterator[tuple[str, str]]:
     yield "source", prompt.source
     yield "reference", prompt.reference or ""
     yield from ((f"messages[{index}]", message.content) for index, message in enumerate(prompt.messages))
-    yield from ((f"rubric[{index}]", criterion.text) for index, criterion in enumerate(prompt.rubric))
+    for index, criterion in enumerate(prompt.rubric):
+        yield f"rubric[{index}]", f"{criterion.whole_text}{criterion.name}"
 
 
 def refuse_half_characters(texts: Iterable[tuple[str, str]], where: str) -> None:

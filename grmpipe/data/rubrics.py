@@ -1,26 +1,33 @@
 """The rubric of a row, as people and published sets write it: criteria with their weights, faults and conditions.
 
-ours         ["It rhymes.", {"text": "It is short.", "weight": 3, "essential": true, "tags": ["form"]}]
-HealthBench  rubrics: [{"criterion": .., "points": -5, "tags": [..]}]  (simple-evals, healthbench_eval.py)
-RaR          rubric: [{"title": .., "description": .., "weight": 5}]  (arXiv 2507.17746)
+ours         ["It rhymes.", {"text": "It is short.", "name": "short", "weight": 3, "essential": true, "tags": ["form"]}]
+HealthBench  rubrics: [{"criterion": .., "points": -5, "tags": [..]}]  (simple-evals, healthbench_eval.py of 9e2fafd)
+RaR          rubric: [{"title": .., "description": .., "weight": 5}]  (arXiv 2507.17746, card of RaR-Science)
 Prometheus   rubric: {"criteria": .., "score1_description": .., "score2_description": ..}  (prometheus-eval)
+OpenRubrics  rubric: "1. The response .. [Hard Rule]\\n2. The response .. [Principle]"  (arXiv 2510.07743), as the
+             rubric models of RubricRM write it too (the prompt in the card of RubricRM-4B-Rubric)
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grmpipe.config.keys.user_code import format_value, to_number
 from grmpipe.data.rows import Findings, Row, parse_json
-from grmpipe.types import Criterion, Prompt
+from grmpipe.types import CRITERION_KINDS, Criterion, Prompt
 
 RUBRICS = ("rubric", "rubrics")  # fields of a row, of which it has one
 TEXTS = ("text", "criterion", "description", "criteria")  # fields of a criterion, of which it has one
 WEIGHTS = ("weight", "points")
+NAMES = ("name", "title")
 LEVEL = "score{}_description"
 MOST_LEVELS = 10
 DEFAULT = "default"  # of a shared rubric: for the sources that aren't named
+LISTED = re.compile(r"^[ \t]*\d+[.)][ \t]+", re.MULTILINE)  # where an item of a list begins
+MARKED = re.compile(r"[ \t\n]*\[(Hard Rule|Principle)\][ \t.*]*$", re.IGNORECASE)  # how an item of OpenRubrics ends
+WORDS_OF_NAME = 6  # of a text, for a criterion without a name
 
 
 def parse_rubric(row: Row, where: str) -> tuple[Criterion, ...]:
@@ -31,18 +38,44 @@ def parse_rubric(row: Row, where: str) -> tuple[Criterion, ...]:
     if not given:
         return ()
     field, found = given[0], row[given[0]]
+    if isinstance(found, str):
+        found = split_list(found) or found
     if isinstance(found, Mapping):  # one criterion with levels
         found = [found]
     if not isinstance(found, list):
         raise ValueError(
-            f"{where}: {field}: expected a list of texts or of {{text, weight}}, got {format_value(found)}"
+            f"{where}: {field}: expected a list of texts or of {{text, weight}}, or a text with a numbered list whose "
+            f"items end with [Hard Rule] or [Principle], got {format_value(found)}"
         )
     rubric = tuple(parse_criterion(one, f"{where}: {field}[{index}]") for index, one in enumerate(found))
     if rubric and not any(criterion.weight > 0 for criterion in rubric):
         raise ValueError(
             f"{where}: {field}: no criterion has a weight above 0, so that no response could earn anything"
         )
-    return rubric
+    return tuple(check_name(rubric, index, found[index], f"{where}: {field}") for index in range(len(rubric)))
+
+
+def check_name(rubric: Sequence[Criterion], index: int, found: object, where: str) -> Criterion:
+    """The criterion, whose name no earlier one has. Titles of published sets repeat: a repeated one is no name."""
+    criterion, before = rubric[index], [one.name for one in rubric[:index]]
+    if not criterion.name or criterion.name not in before:
+        return criterion
+    if isinstance(found, Mapping) and found.get("name") is not None:
+        raise ValueError(
+            f"{where}[{index}].name: {criterion.name!r} is also the name of [{before.index(criterion.name)}]; give "
+            "each criterion a name of its own, or none"
+        )
+    return replace(criterion, name="")
+
+
+def split_list(text: str) -> list[dict[str, object]]:
+    """The criteria of a text of OpenRubrics, tagged as rules or principles; none for any other text."""
+    items = LISTED.split(text)[1:]
+    marks = [MARKED.search(item) for item in items]
+    found = [(item, mark) for item, mark in zip(items, marks, strict=True) if mark is not None]
+    if len(found) < len(items):
+        return []
+    return [{"text": item[: mark.start()].strip(), "tags": [mark[1].lower()]} for item, mark in found]
 
 
 def parse_criterion(found: object, where: str) -> Criterion:
@@ -56,26 +89,65 @@ def parse_criterion(found: object, where: str) -> Criterion:
         raise ValueError(
             f"{where}.weight: expected a number above 0, or below 0 for a fault, got {format_value(weight)}"
         )
-    essential, tags = fields.get("essential", False), fields.get("tags", [])
-    if not isinstance(essential, bool):
-        raise ValueError(f"{where}.essential: expected true or false, got {format_value(essential)}")
+    essential, evidence, tags = fields.get("essential", False), fields.get("evidence", False), fields.get("tags", [])
+    for name, value in {"essential": essential, "evidence": evidence}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}.{name}: expected true or false, got {format_value(value)}")
     if essential and number < 0:
         raise ValueError(
             f"{where}.essential: a fault (weight {number:g}) can't be essential; word it the other way round"
         )
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise ValueError(f"{where}.tags: expected a list of texts, got {format_value(tags)}")
-    levels = [
-        f"{level}: {require_text(fields[name], f'{where}.{name}')}"
-        for level in range(MOST_LEVELS + 1)
-        if (name := LEVEL.format(level)) in fields
-    ]
+    kind, levels = fields.get("kind", "graded"), parse_levels(fields, where)
+    if kind not in CRITERION_KINDS:
+        raise ValueError(
+            f"{where}.kind: expected {' or '.join(CRITERION_KINDS)}, got {format_value(kind)}; a count is graded, by "
+            'levels such as {"0": "None.", "1": "One.", "2": "Two or more."}'
+        )
+    if kind == "yes_no" and levels:
+        raise ValueError(f"{where}.kind: yes_no has no levels, and this has {len(levels)}; leave out one of them")
     return Criterion(
-        text="\n".join([require_text(text, f"{where}.text"), *levels]),
+        text=require_text(text, f"{where}.text"),
         weight=number,
-        essential=essential,
+        essential=bool(essential),
         tags=tuple(tags),
+        name=next((require_text(fields[one], f"{where}.{one}").strip() for one in NAMES if one in fields), ""),
+        kind=kind,
+        levels=levels,
+        evidence=bool(evidence),
     )
+
+
+def parse_levels(fields: Mapping[str, object], where: str) -> tuple[tuple[int, str], ...]:
+    """The levels of a criterion, ours or those of Prometheus; none: it has none."""
+    own = fields.get("levels", {})
+    if not isinstance(own, Mapping) or not all(isinstance(key, str) and key.isdecimal() for key in own):
+        raise ValueError(
+            f'{where}.levels: expected texts by score, as {{"1": "No.", "5": "Yes."}}, got {format_value(own)}'
+        )
+    given = {int(key): (f"levels.{key}", text) for key, text in own.items() if text is not None}
+    for score in range(MOST_LEVELS + 1):
+        if (name := LEVEL.format(score)) in fields:
+            given[score] = (name, fields[name])
+    if len(given) == 1:
+        raise ValueError(f"{where}.levels: a single level tells nothing apart; give at least two, or none")
+    return tuple((score, require_text(text, f"{where}.{name}")) for score, (name, text) in sorted(given.items()))
+
+
+def name_criteria(rubric: Sequence[Criterion]) -> tuple[str, ...]:
+    """A name for each criterion, all different: its own, or the first words of its text."""
+    taken, names = {criterion.name for criterion in rubric}, list[str]()
+    for criterion in rubric:
+        words = " ".join(criterion.text.split()[:WORDS_OF_NAME]).strip(" .,:;*") or "criterion"
+        name = criterion.name or next(
+            one
+            for number in range(1, len(rubric) + 2)
+            if (one := words if number == 1 else f"{words} ({number})") not in taken
+        )
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
 
 
 def pick(fields: Mapping[str, object], names: tuple[str, ...], where: str, default: object = None) -> object:
@@ -100,10 +172,10 @@ class SharedRubric:
     default: tuple[Criterion, ...] = ()
 
     def join(self, prompt: Prompt) -> tuple[Criterion, ...]:
-        """All criteria for a prompt; one that it has itself counts as it has it."""
-        own = {criterion.text for criterion in prompt.rubric}
+        """All criteria for a prompt; one that it has itself, by text or name, counts as it has it."""
+        own = {known for criterion in prompt.rubric for known in (criterion.text, criterion.name) if known}
         shared = self.by_source.get(prompt.source, self.default)
-        return (*prompt.rubric, *(criterion for criterion in shared if criterion.text not in own))
+        return (*prompt.rubric, *(one for one in shared if own.isdisjoint((one.text, one.name))))
 
 
 def load_shared_rubric(path: str | None) -> SharedRubric:

@@ -251,7 +251,7 @@ class JudgePrompt:
         self, prompt: Prompt, responses: Sequence[Trajectory | str], principles: str | None
     ) -> tuple[Message, ...]:
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
-        rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in self.find_rubric(prompt)]
+        rubric = show_criteria(self.find_rubric(prompt))
         fields = make_fields(self._template, self._guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
@@ -331,13 +331,18 @@ class PrinciplesPrompt:
         """The messages that ask for principles. ValueError if the template needs something that this prompt doesn't
         have.
         """
-        known = {"reference": prompt.reference, "criteria": self._rubric.join(prompt) or None}
+        known = {"reference": prompt.reference, "criteria": show_criteria(self._rubric.join(prompt)) or None}
         fields = make_fields(self._template, self._guard, prompt)
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
             return self._template.render(fields, self._guard.messages(prompt.messages))
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
+
+
+def show_criteria(rubric: Sequence[Criterion]) -> list[dict[str, object]]:
+    """The criteria as templates see them."""
+    return [{"text": one.whole_text, "weight": one.weight} for one in rubric]
 
 
 def load_rubric(config: JudgeConfig) -> SharedRubric:

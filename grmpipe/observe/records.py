@@ -25,6 +25,7 @@ from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.models.types import UNKNOWN_ID, Completion, Message, TokenScores
 from grmpipe.types import (
     CascadeEvent,
+    Criterion,
     Failed,
     FailedJudgement,
     Judgement,
@@ -125,6 +126,7 @@ RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inser
 RARE: Mapping[type, tuple[str, ...]] = {
     Message: ("tool_calls", "name", "tool_call_id"),
     Prompt: ("rubric", "info"),
+    Criterion: ("essential", "tags", "name", "levels", "evidence"),
     Verdict: ("absent", "normalised", "teacher"),
 }
 PLAIN = frozenset({str, int, float, bool, type(None)})  # written as they are

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from grmpipe.data.prompts import load_prompts
-from grmpipe.data.rubrics import load_shared_rubric
+from grmpipe.data.rubrics import load_shared_rubric, name_criteria
+from grmpipe.observe.records import decode, encode
 from grmpipe.types import Criterion, Prompt
 
 
@@ -47,7 +48,21 @@ def test_a_prompt_without_a_rubric_has_no_criteria(tmp_path: Path) -> None:
         ([{"text": "a", "tags": "form"}], r"rubric\[0\].tags: expected a list"),
         ([{"text": "a", "criterion": "b"}], r"rubric\[0\]: has text and criterion; give one"),
         ([{"text": "a", "weight": 1, "points": 2}], r"rubric\[0\]: has weight and points; give one"),
-        ({"criteria": "a", "score1_description": " "}, r"score1_description: expected a text"),
+        (
+            {"criteria": "a", "score1_description": " ", "score2_description": "b"},
+            r"score1_description: expected a text",
+        ),
+        ("1. It rhymes.\n2. It is short. [Principle]", r"line 1: rubric: expected a list .* end with \[Hard Rule\]"),
+        ([{"text": "a", "name": "n"}, {"text": "b", "name": "n"}], r"rubric\[1\].name: 'n' is also the name of \[0\]"),
+        ([{"text": "a", "name": ""}], r"rubric\[0\].name: expected a text"),
+        ([{"text": "a", "kind": "count"}], r"rubric\[0\].kind: expected graded or yes_no, .*; a count is graded, by"),
+        ([{"text": "a", "kind": ["yes_no"]}], r"rubric\[0\].kind: expected graded"),
+        ([{"text": "a", "kind": "yes_no", "levels": {"0": "b", "1": "c"}}], r"rubric\[0\].kind: yes_no has no levels"),
+        ([{"text": "a", "levels": ["b"]}], r"rubric\[0\].levels: expected texts by score"),
+        ([{"text": "a", "levels": {"low": "b"}}], r"rubric\[0\].levels: expected texts by score"),
+        ([{"text": "a", "levels": {"1": "b"}}], r"rubric\[0\].levels: a single level tells nothing apart"),
+        ([{"text": "a", "levels": {"1": "b", "2": 3}}], r"rubric\[0\].levels.2: expected a text"),
+        ([{"text": "a", "evidence": "yes"}], r"rubric\[0\].evidence: expected true or false"),
     ],
 )
 def test_a_bad_rubric_names_its_place(tmp_path: Path, rubric: object, said: str) -> None:
@@ -67,11 +82,50 @@ def test_published_rubrics_are_read_as_they_are(tmp_path: Path) -> None:
     )
     as_rewards = [{"title": "Dose", "description": "Essential Criteria: Names the dose.", "weight": 5}]
     (prompt,) = load_prompts(write(tmp_path, as_rewards))
-    assert prompt.rubric == (Criterion(text="Essential Criteria: Names the dose.", weight=5),)
+    assert prompt.rubric == (Criterion(name="Dose", text="Essential Criteria: Names the dose.", weight=5),)
     levels = {f"score{level}_description": f"It rhymes {level} times." for level in range(1, 6)}
     (prompt,) = load_prompts(write(tmp_path, {"criteria": "Does it rhyme?"} | levels))
     (criterion,) = prompt.rubric
-    assert criterion.text.splitlines()[::5] == ["Does it rhyme?", "5: It rhymes 5 times."] and criterion.weight == 1
+    assert criterion.text == "Does it rhyme?" and criterion.levels[4] == (5, "It rhymes 5 times.")
+    assert criterion.whole_text.splitlines()[::5] == ["Does it rhyme?", "5: It rhymes 5 times."]
+    assert criterion.weight == 1
+    text = "1. The response has two\n   paragraphs. [Hard Rule]\n2. The response is clear. [Principle]\n"
+    (prompt,) = load_prompts(write(tmp_path, text))
+    assert prompt.rubric == (
+        Criterion(text="The response has two\n   paragraphs.", tags=("hard rule",)),
+        Criterion(text="The response is clear.", tags=("principle",)),
+    )
+
+
+def test_a_criterion_has_a_name_a_kind_levels_and_evidence(tmp_path: Path) -> None:
+    rubric = [
+        {"text": "It is short.", "name": "short", "kind": "yes_no", "evidence": True},
+        {"text": "How many rhymes?", "levels": {"2": "Two or more.", "0": "None.", "1": None}},
+    ]
+    (prompt,) = load_prompts(write(tmp_path, rubric))
+    assert prompt.rubric == (
+        Criterion(text="It is short.", name="short", kind="yes_no", evidence=True),
+        Criterion(text="How many rhymes?", levels=((0, "None."), (2, "Two or more."))),
+    )
+    assert decode(json.loads(json.dumps(encode(prompt))), Prompt) == prompt
+
+
+def test_every_criterion_is_named_and_no_two_alike() -> None:
+    texts = ["It rhymes.", "It rhymes.", "It is short, and it says all that is asked.", "..."]
+    rubric = [Criterion(text=text) for text in texts] + [Criterion(text="x", name="It rhymes")]
+    assert name_criteria(rubric) == (
+        "It rhymes (2)",
+        "It rhymes (3)",
+        "It is short, and it says",
+        "criterion",
+        "It rhymes",
+    )
+
+
+def test_titles_of_published_sets_may_repeat(tmp_path: Path) -> None:
+    titled = [{"title": "Dose", "description": text, "weight": 1} for text in ("Names it.", "Explains it.")]
+    (prompt,) = load_prompts(write(tmp_path, titled))
+    assert [one.name for one in prompt.rubric] == ["Dose", ""]
 
 
 def test_a_row_has_one_rubric(tmp_path: Path) -> None:
@@ -89,8 +143,11 @@ def test_a_file_adds_criteria_by_source_to_those_of_a_prompt(tmp_path: Path) -> 
     assert rubric.join(prompt) == (*prompt.rubric, Criterion(text="It is short.", weight=2))
     assert rubric.join(replace(prompt, source="math")) == (*prompt.rubric, Criterion(text="It is right."))
     assert rubric.join(replace(prompt, rubric=(own,))) == (own,), "a prompt's own counts"
-    file.write_text(json.dumps({"criteria": "Is it short?", "score1_description": "No."}))
-    assert load_shared_rubric(str(file)).default == (Criterion(text="Is it short?\n1: No."),)
+    file.write_text(json.dumps([{"text": "It is short.", "name": "short"}]))
+    named = replace(own, text="Short it is.", name="short")
+    assert load_shared_rubric(str(file)).join(replace(prompt, rubric=(named,))) == (named,), "by its name, too"
+    file.write_text(json.dumps({"criteria": "Is it short?", "score1_description": "No.", "score2_description": "Yes."}))
+    assert load_shared_rubric(str(file)).default == (Criterion(text="Is it short?", levels=((1, "No."), (2, "Yes."))),)
     assert load_shared_rubric(None).join(prompt) == prompt.rubric
 
 
