@@ -196,7 +196,9 @@ class BegunRollout:
 class Judgement:
     """One sample of the GRM that could be parsed. `siblings` and `scores` are in the order shown, on the judge's scale.
 
-    turn: the turn of the rollout that it is about; None: all of it.
+    turn:     the turn of the rollout that it is about; None: all of it.
+    criteria: the names of those that `scores` are of, where it has only some of a rubric.
+    unread:   criteria without a score although the judgement was asked for it, and why.
     """
 
     group_id: str
@@ -207,6 +209,8 @@ class Judgement:
     grm: str
     version: int
     turn: int | None = None
+    criteria: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_forced(self) -> bool:
@@ -331,6 +335,22 @@ class CascadeEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedCriterion:
+    """What became of a criterion of a rubric.
+
+    met:      how far, from 0 to 1, by the vote; None: its judgement failed.
+    shared:   whether it is one for all prompts, of `judge.rubric.path`.
+    left_out: whether no sibling of the group is judged by it.
+    """
+
+    name: str
+    met: float | None
+    tags: tuple[str, ...] = ()
+    shared: bool = False
+    left_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
     """The result of judging a rollout: the verdict or its failure, and the judgements behind it for the journal.
 
@@ -342,6 +362,7 @@ class JudgeReport:
     by_judge:     each judge's own report by name, where there are several; the fields above then cover all of them.
     cascades:     what cascades did, one entry for each decision and each audit.
     taught:       what the rollout's teacher gave, or why it gave nothing; None: none was asked.
+    criteria:     what became of each criterion, for a judge by a rubric; also where the verdict failed.
     """
 
     verdict: Verdict | Failed
@@ -353,6 +374,7 @@ class JudgeReport:
     by_judge: Mapping[str, JudgeReport] = field(default_factory=dict)
     cascades: tuple[CascadeEvent, ...] = ()
     taught: TeacherScores | Failed | None = field(default=None, compare=False)
+    criteria: tuple[JudgedCriterion, ...] = ()
 
     @property
     def own_reports(self) -> Mapping[str, JudgeReport]:

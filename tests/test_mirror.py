@@ -37,7 +37,7 @@ OTHERS = {
     "grmpipe/judge/test_thoughts.py": "thoughts of policy and judge, from the prompt to the verdict",
     "grmpipe/judge/monitor/test_monitors.py": "canaries and adversarial replies, alone and with composed judges",
     "grmpipe/judge/protocols/test_comparing.py": "listwise and pairwise judging",
-    "grmpipe/judge/protocols/test_protocols.py": "rubrics, steps, principles, votes and cuts, on one GRM",
+    "grmpipe/judge/protocols/test_protocols.py": "steps, principles, votes and cuts, on one GRM",
     "models/engines/test_http_time_limits.py": "time limits of every HTTP client",
     "models/engines/contract/test_generate.py": "what every engine samples and reports",
     "models/engines/contract/test_weights.py": "how every engine takes new weights",

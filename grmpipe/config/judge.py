@@ -16,7 +16,7 @@ from grmpipe.config.judge_protocols import (
     JudgeProtocol,
     protocol_named,
 )
-from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES
+from grmpipe.config.judge_tables import ONE_SCORE, PARSERS, RULES, TWO_SCORES, VOTES, VOTES_WITH_META_RM
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.config.raw_scores import EnvRewardConfig, ScalarConfig
 from grmpipe.models.bounds import Bounded, above_0_to_1, at_least, from_0_to_1, not_empty, one_of, positive
@@ -216,6 +216,11 @@ class RubricConfig(Bounded):
     path: str | None = not_empty(None, "give a .json file, or null")
     # [reward] Most that a response earns that doesn't meet an essential criterion (a score below the middle).
     essential_cap: float = from_0_to_1(0.0)
+    # [criteria] Criteria in one call of the judge; 0: all of them. Fewer where they don't fit the judge's window.
+    criteria_per_call: int = at_least(0, 0)
+    # [share] Least share of the weight above 0 by which a group may be judged: criteria whose judgement failed for one
+    # sibling are left out for all, but never an essential one or a fault. 1: none is, and the verdict fails.
+    min_share: float = above_0_to_1(1.0)
 
 
 @dataclass(frozen=True)
@@ -259,9 +264,9 @@ class JudgeConfig(Bounded):
     max_new_tokens: int = at_least(1, 160)  # Most tokens of a judgement.
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     temperature: float = at_least(0, 1.0)  # Sampling temperature of judgements; 0: greedy.
-    # Prompt of the judge: tiny, pointwise, short, yes_no, boxed, reference, listwise, pairwise, rubric, steps,
-    # turns, shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the path of
-    # a Jinja file.
+    # Prompt of the judge: tiny, pointwise, short, yes_no, boxed, reference, listwise, pairwise, rubric, rubric_yes_no,
+    # steps, turns, shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the
+    # path of a Jinja file.
     template: str = "tiny"
     # How the end of a judgement is read: as a form of "Score: N" (score_line), the same or N alone (score), a form of
     # "\boxed{N, ...}" (boxed), as "Yes" or "No" (yes_no), as a public GRM writes it (docs/judging.md), or the dotted
@@ -360,6 +365,12 @@ class JudgeConfig(Bounded):
         """Whether its rewards are from 0 to 1. Those of an environment are brought there by their weights."""
         return self.kind != "function" or self.function_call.score_range is not None
 
+    @property
+    def waits_for_siblings(self) -> bool:
+        """Whether a verdict may depend on what became of the siblings' judgements."""
+        by_criteria = self.protocol_kind.scores == "criteria" and self.rubric.min_share < 1
+        return self.kind == "generative" and (self.protocol_kind.compares or by_criteria)
+
     def responses_shown(self, size: int) -> int:
         """The number of responses in one judgement, for a group of `size` siblings."""
         return self.protocol_kind.responses_shown(size)
@@ -445,7 +456,13 @@ def check_template(judge: JudgeConfig) -> None:
         raise ValueError(
             f"parser: {judge.parser} can't read the format of template {judge.template}; type judge.parser={parser}"
         )
-    if not judge.protocol_kind.gives_one_score and judge.parser in ONE_SCORE:
+    by_criterion = judge.protocol_kind.scores == "criteria" and judge.rubric.criteria_per_call == 1
+    if not judge.protocol_kind.gives_one_score and judge.parser in ONE_SCORE and not by_criterion:
+        if judge.protocol_kind.scores == "criteria":
+            raise ValueError(
+                f"rubric.criteria_per_call: {judge.parser} reads one score; type judge.rubric.criteria_per_call=1, or "
+                "judge=rubric"
+            )
         raise ValueError(
             f"parser: {judge.parser} reads one score, and a {judge.protocol} judgement holds several; "
             "type judge.parser=boxed"
@@ -586,6 +603,26 @@ def check_early_stop(judge: JudgeConfig) -> None:
         )
 
 
+def check_rubric(judge: JudgeConfig) -> None:
+    rubric = judge.rubric
+    if judge.protocol_kind.scores != "criteria" and (rubric.criteria_per_call or rubric.min_share < 1):
+        key, usual = ("criteria_per_call", 0) if rubric.criteria_per_call else ("min_share", 1)
+        raise ValueError(
+            f"rubric.{key}: is for judges by a rubric, and {judge.protocol} is none; type judge=rubric, or "
+            f"judge.rubric.{key}={usual}"
+        )
+    if rubric.criteria_per_call and judge.vote in VOTES_WITH_META_RM:
+        raise ValueError(
+            f"vote: {judge.vote} weighs judgements of the whole rubric, and judge.rubric.criteria_per_call splits it; "
+            "type judge.vote=mean, or judge.rubric.criteria_per_call=0"
+        )
+    if rubric.criteria_per_call and judge.early_stop.kind != "none":
+        raise ValueError(
+            "early_stop.kind: relaxed compares scores of the whole rubric, and judge.rubric.criteria_per_call splits "
+            "it; type judge.early_stop.kind=none, or judge.rubric.criteria_per_call=0"
+        )
+
+
 def check_own(judge: JudgeConfig) -> None:
     if judge.kind == "custom" and not judge.custom.target:
         raise ValueError(
@@ -648,6 +685,6 @@ def check_calibration(judge: JudgeConfig) -> None:
 
 
 CHECKS = (
-    check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_early_stop, check_own,
-    check_scalar, check_deadline, check_examples, check_calibration,
+    check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_early_stop, check_rubric,
+    check_own, check_scalar, check_deadline, check_examples, check_calibration,
 )  # fmt: skip

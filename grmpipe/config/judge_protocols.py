@@ -117,9 +117,9 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         both_orders=True,
     ),
     "rubric": JudgeProtocol(
-        session="grmpipe.judge.protocols.pointwise.RubricSession",
+        session="grmpipe.judge.protocols.rubric.RubricSession",
         scores="criteria",
-        templates={"rubric": "boxed"},
+        templates={"rubric": "boxed", "rubric_yes_no": "yes_no"},
         early_stops=("relaxed",),
     ),
     "steps": JudgeProtocol(

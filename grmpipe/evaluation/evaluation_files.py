@@ -83,7 +83,13 @@ def to_line(one: JudgedItem, scale: Scale, scales: Mapping[str, Scale], pass_sco
         **describe_verdicts(one, scale, scale, pass_score),
         **({"by_judge": by_judge} if by_judge else {}),
         "judgements": [
-            {**of_judge(name), "siblings": said.siblings, "scores": said.scores, "text": said.completion.text}
+            {
+                **of_judge(name),
+                "siblings": said.siblings,
+                "scores": said.scores,
+                "text": said.completion.text,
+                **({"criteria": said.criteria} if said.criteria else {}),
+            }
             for _, name, own in reports
             for said in own.judgements
         ],

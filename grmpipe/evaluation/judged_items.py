@@ -30,7 +30,8 @@ class JudgedItem:
 
     @property
     def judgements(self) -> tuple[Judgement, ...]:
-        return tuple(judgement for report in self.reports for judgement in report.judgements)
+        """Those that vote by themselves: without those that have only some criteria of a rubric."""
+        return tuple(one for report in self.reports for one in report.judgements if not one.criteria)
 
     def verdict_scores(self, scale: Scale) -> dict[int, float]:
         """The verdicts, as scores on a scale."""

@@ -11,6 +11,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
+from grmpipe.data.rubrics import name_criteria
 from grmpipe.judge.expectation import check_expectation
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern, scores_in
@@ -102,14 +103,16 @@ def check_judge(
     """
     prompts = (*data.train, *data.held_out)
     template = check_template(judge, prompts)
-    ahead = judge.principles.kind == "shared"
+    ahead, by_criteria = judge.principles.kind == "shared", judge.protocol_kind.scores == "criteria"
     num_shown = judge.responses_shown(group_size)
     shown_tokens = 0 if judge.format.truncation == "middle" else num_shown * response_tokens
     extra_tokens = shown_tokens + (judge.principles.max_new_tokens if ahead else 0)
 
-    def length(prompt: Prompt) -> int:
-        empty = ("",) * max(num_shown, len(template.blanks))
-        messages = template.render(prompt, *empty, principles="" if ahead else None)
+    def length(prompt: Prompt, *, whole: bool = False) -> int:
+        """With the longest of its criteria, if it has any: a judgement is about one at least; whole: with all."""
+        empty, rubric = ("",) * max(num_shown, len(template.blanks)), template.find_rubric(prompt)
+        longest = [max(rubric, key=lambda one: len(one.whole_text))] if by_criteria and not whole else None
+        messages = template.render(prompt, *empty, principles="" if ahead else None, criteria=longest)
         if grm is not None:
             return len(grm.renderer.render(messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
@@ -122,9 +125,18 @@ def check_judge(
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
             length(prompt)
+    window = grm.context_tokens if grm else role.resolve_context_limit(0)
+    if by_criteria and window and not judge.rubric.criteria_per_call:
+        long = [one for one in prompts if length(one, whole=True) + judge.max_new_tokens > window]
+        if long:
+            log.warning(
+                "%s.rubric.criteria_per_call: the rubrics of %d of %d prompts (first: %s) don't fit the window of %d "
+                "tokens with a full response; where they don't, they are judged in several calls",
+                judge.key, len(long), len(prompts), long[0].prompt_id, window,
+            )  # fmt: skip
     check_context_limit(
         name=role.name,
-        context_tokens=grm.context_tokens if grm else role.resolve_context_limit(0),
+        context_tokens=window,
         key=f"{judge.key}.max_new_tokens",
         new_tokens=judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
@@ -190,7 +202,7 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
         template = JudgePrompt.of(judge)
         principles = PrinciplesPrompt.of(judge)
         if judge.protocol_kind.scores == "criteria":
-            check_rubrics(judge.protocol, template, prompts)
+            check_rubrics(judge, template, prompts)
         without_reference = [prompt for prompt in prompts if prompt.reference is None][:1]
         for prompt in (*without_reference, *one_of_each_kind(prompts)):
             template.render(prompt, *template.blanks, principles=None if principles is None else "")
@@ -210,12 +222,26 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
     return template
 
 
-def check_rubrics(protocol: str, template: JudgePrompt, prompts: Sequence[Prompt]) -> None:
+def check_rubrics(judge: JudgeConfig, template: JudgePrompt, prompts: Sequence[Prompt]) -> None:
+    """Check that each prompt has criteria, and that the judge can answer them."""
+    low, high, words = judge.scale.low, judge.scale.high, judge.parser == "yes_no"
     for prompt in prompts:
-        if not template.find_rubric(prompt):
+        rubric = template.find_rubric(prompt)
+        for name, one in zip(name_criteria(rubric), rubric, strict=True):
+            where = f"criterion {name!r} of prompt {prompt.prompt_id}"
+            if words and (one.levels or one.evidence):
+                what = "has levels" if one.levels else "asks for evidence"
+                raise ValueError(f"parser: {where} {what}, and yes_no reads one word; type judge=rubric")
+            levels = [level for level, _ in one.levels] or [low]
+            if not low <= levels[0] <= levels[-1] <= high:
+                raise ValueError(
+                    f"scale: {where} has levels from {levels[0]} to {levels[-1]}, and the judge gives {low} to {high}; "
+                    f"type judge.scale.low={min(low, levels[0])} judge.scale.high={max(high, levels[-1])}"
+                )
+        if not rubric:
             raise ValueError(
-                f"protocol: {protocol} judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add "
-                "the field rubric (a list of texts), type judge.rubric.path=<file of criteria for all prompts>, or "
+                f"protocol: {judge.protocol} judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; "
+                "add the field rubric (a list of texts), type judge.rubric.path=<file of criteria for all prompts>, or "
                 "judge=pointwise"
             )
 

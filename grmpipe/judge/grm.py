@@ -5,10 +5,10 @@ protocol or vote; never invents a score.
 import asyncio
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar, get_args
 
 from grmpipe.config.judge import JudgeConfig
@@ -321,12 +321,28 @@ def estimate_tokens(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedScores:
+    """The scores of a judgement that count. criteria: whose they are; empty: as asked. unread: the criteria without
+    one, and why.
+    """
+
+    scores: tuple[float, ...]
+    criteria: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+
+CheckScores = Callable[[Scores, Scores, str], CheckedScores]  # as written, as they count, the answer -> those to keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrmQuestion:
     """The question for one judgement. Its request ids are `<name>/j<index>.<attempt>`, with `@<judge>` at the end if
     another judge than the first one asks.
 
     siblings:   in the order shown.
     num_scores: scores that the judgement must give: one per sibling, or several of one sibling.
+    criteria:   the names of those asked about; empty: all of the rubric, or there is none.
+    check:      looks at the scores one by one; None: they count as they are.
     """
 
     group_id: str
@@ -334,6 +350,8 @@ class GrmQuestion:
     siblings: tuple[int, ...]
     num_scores: int
     prompt: GrmPrompt
+    criteria: tuple[str, ...] = ()
+    check: CheckScores | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -524,15 +542,24 @@ class GrmClient:
             what = "it ends with" if scores == "truncated" else "no clear verdict in its last line,"
             detail = f"{what} {last_line(completion)!r}"
             return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
+        written = scores
         if self._config.score_from == "expectation":
             scores = self._expect(sampled, asked)
             if isinstance(scores, str):
                 detail = "the endpoint's log-probs aren't those of its text"
                 return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
+        found = CheckedScores(scores=scores)
+        if question.check is not None:
+            found = question.check(written, scores, completion.answer)
+        if not found.scores:
+            detail = next(f"criterion {name}: {why}" for name, why in found.unread.items())
+            return make_failed_judgement("unparseable", attempts, detail, question.prompt, completion)
         return Judgement(
             group_id=question.group_id,
             siblings=question.siblings,
-            scores=tuple(float(score) for score in scores),
+            scores=tuple(float(score) for score in found.scores),
+            criteria=found.criteria or question.criteria,
+            unread=found.unread,
             prompt_ids=question.prompt.token_ids,
             completion=completion,
             grm=self.grm.name,

@@ -230,14 +230,20 @@ class JudgePrompt:
         return self._rubric.join(prompt)
 
     def render(
-        self, prompt: Prompt, *responses: Trajectory | str, principles: str | None = None
+        self,
+        prompt: Prompt,
+        *responses: Trajectory | str,
+        principles: str | None = None,
+        criteria: Sequence[Criterion] | None = None,
     ) -> tuple[Message, ...]:
         """The messages for one response, or for several in the order shown: trajectories, or texts of the policy.
         Before them the judge's examples, each as a question and its answer.
 
+        criteria: those of the rubric that are asked about; None: all.
+
         ValueError if the template needs something that this prompt doesn't have.
         """
-        asked = self._render(prompt, responses, principles)
+        asked = self._render(prompt, responses, principles, criteria)
         if self._examples is None:
             return asked
         system = [message for message in asked if message.role == "system"]
@@ -248,10 +254,14 @@ class JudgePrompt:
         return (*system, *before, *(message for message in asked if message.role != "system"))
 
     def _render(
-        self, prompt: Prompt, responses: Sequence[Trajectory | str], principles: str | None
+        self,
+        prompt: Prompt,
+        responses: Sequence[Trajectory | str],
+        principles: str | None,
+        criteria: Sequence[Criterion] | None = None,
     ) -> tuple[Message, ...]:
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
-        rubric = show_criteria(self.find_rubric(prompt))
+        rubric = show_criteria(self.find_rubric(prompt) if criteria is None else criteria)
         fields = make_fields(self._template, self._guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
@@ -342,7 +352,16 @@ class PrinciplesPrompt:
 
 def show_criteria(rubric: Sequence[Criterion]) -> list[dict[str, object]]:
     """The criteria as templates see them."""
-    return [{"text": one.whole_text, "weight": one.weight} for one in rubric]
+    return [
+        {
+            "text": one.whole_text,
+            "weight": one.weight,
+            "kind": one.kind,
+            "levels": [score for score, _ in one.levels],
+            "evidence": one.evidence,
+        }
+        for one in rubric
+    ]
 
 
 def load_rubric(config: JudgeConfig) -> SharedRubric:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
+from grmpipe.types import Cause, Failed, JudgedCriterion, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # the name of a GRM's reward in a breakdown
 
@@ -35,6 +35,14 @@ def describe_verdict(verdict: Verdict | Failed) -> str:
     if isinstance(verdict, Failed):
         return f"failed: {verdict.cause}"
     return f"reward {verdict.outcome:.4g}" if verdict.rewards else "no reward"
+
+
+def describe_criteria(criteria: Iterable[JudgedCriterion]) -> str:
+    """The criteria of a rubric by name, each with how far it is met."""
+    return "criteria: " + "; ".join(
+        f"{one.name} {'failed' if one.met is None else f'{one.met:.2g}'}{' (left out)' if one.left_out else ''}"
+        for one in criteria
+    )
 
 
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:

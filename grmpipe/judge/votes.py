@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
@@ -118,11 +118,15 @@ class Weights:
     cap: float = 0.0
 
     @staticmethod
-    def of_rubric(rubric: Sequence[Criterion], cap: float) -> Weights:
-        earned = math.fsum(criterion.weight for criterion in rubric if criterion.weight > 0)
+    def of_rubric(rubric: Sequence[Criterion], cap: float, kept: Collection[Criterion] | None = None) -> Weights:
+        """kept: without those that are left out, which are none with a weight below 0; None: all. The others bear their
+        points, so that a fault costs what it costs with all of them.
+        """
+        kept = rubric if kept is None else kept
+        whole, earned = (math.fsum(one.weight for one in some if one.weight > 0) for some in (rubric, kept))
         return Weights(
-            parts=tuple(criterion.weight / earned for criterion in rubric),
-            essential=tuple(index for index, criterion in enumerate(rubric) if criterion.essential),
+            parts=tuple(one.weight / (earned if one.weight > 0 else whole) for one in kept),
+            essential=tuple(index for index, one in enumerate(kept) if one.essential),
             cap=cap,
         )
 
@@ -152,7 +156,7 @@ ONE_PART = Weights((1.0,))
 
 def count_votes(
     name: str,
-    scores: Sequence[Sequence[float]],
+    scores: Sequence[Sequence[float | None]],
     vote: Vote,
     scale: Scale,
     weights: Weights,
@@ -160,11 +164,12 @@ def count_votes(
 ) -> Verdict:
     """The verdict of a judge called `name` over the judgements in the vote (at least one).
 
-    scores: one per judgement and part. places: the tokens that get the rewards, one place per part or one for all;
-    their values are ignored. Each part is voted on by itself: a judgement that is an outlier on one step still counts
-    on the others.
+    scores: one per judgement and part; None where a judgement has none of a part, which others then have. places: the
+    tokens that get the rewards, one place per part or one for all; their values are ignored. Each part is voted on by
+    itself: a judgement that is an outlier on one step still counts on the others.
     """
-    votes = [vote(given) for given in zip(*scores, strict=True)]
+    votes = [vote([score for score in given if score is not None]) for given in zip(*scores, strict=True)]
+    whole = [cast(Sequence[float], given) for given in scores if None not in given]
     rewards = [scale.to_reward(score) for score in votes]
     reward = weights.to_reward(rewards)
     shares = [weight * value for weight, value in zip(weights.parts, rewards, strict=True)]
@@ -173,7 +178,7 @@ def count_votes(
         rewards=tuple(replace(place, value=value) for place, value in zip(places, values, strict=True)),
         score=weights.to_score(votes, scale),
         breakdown={name: reward},
-        score_std=score_std([weights.to_score(given, scale) for given in scores]),
+        score_std=score_std([weights.to_score(given, scale) for given in whole]) if whole else 0.0,
         num_judgements=len(scores),
     )
 
@@ -221,7 +226,7 @@ class JudgeVote:
 
     def make_verdict(
         self,
-        scores: Sequence[Sequence[float]],
+        scores: Sequence[Sequence[float | None]],
         vote: Vote,
         weights: Weights,
         places: Sequence[RewardSpan],

@@ -28,6 +28,7 @@ from grmpipe.types import (
     Criterion,
     Failed,
     FailedJudgement,
+    JudgedCriterion,
     Judgement,
     JudgeReport,
     Prompt,
@@ -126,6 +127,8 @@ RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inser
 RARE: Mapping[type, tuple[str, ...]] = {
     Message: ("tool_calls", "name", "tool_call_id"),
     Prompt: ("rubric", "info"),
+    Judgement: ("criteria", "unread"),
+    JudgedCriterion: ("tags", "shared", "left_out"),
     Criterion: ("essential", "tags", "name", "levels", "evidence"),
     Verdict: ("absent", "normalised", "teacher"),
 }
@@ -323,6 +326,7 @@ def encode_own(report: JudgeReport) -> Record:
         **({} if report.principles is None else {"principles": encode(report.principles)}),
         **({"saved_tokens": report.saved_tokens} if report.saved_tokens else {}),
         **({} if report.audit is None else {"audit": encode(report.audit)}),
+        **({"criteria": encode(report.criteria)} if report.criteria else {}),
     }
 
 
@@ -341,6 +345,7 @@ def decode_report(record: Record) -> JudgeReport:
             principles=decode(own["principles"], Completion) if "principles" in own else None,
             saved_tokens=msgspec.convert(own.get("saved_tokens", 0), int),
             audit=decode(own["audit"], StopAudit) if "audit" in own else None,
+            criteria=msgspec.convert(own.get("criteria", ()), tuple[JudgedCriterion, ...]),
         )
 
     whole = decode_own(record, None)

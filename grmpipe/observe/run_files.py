@@ -22,7 +22,7 @@ import yaml
 
 from grmpipe.config.judge import KINDS, JudgeKind
 from grmpipe.config.keys.secrets import REDACTED, environment_secrets, looks_secret, mask
-from grmpipe.judge.verdict import get_shown_score
+from grmpipe.judge.verdict import describe_criteria, get_shown_score
 from grmpipe.models.types import Message
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
@@ -61,6 +61,7 @@ by_score = attrgetter("score")
 class Critique:
     """A judgement, or the cause of a failed verdict. judge: whose it is, if there are several. turn: which it is
     about, from 1; None: all of the rollout. scores: all of a judgement of one response, as by the criteria of a rubric.
+    criteria: whose these are, where they are those of some criteria only.
     """
 
     text: str
@@ -68,6 +69,7 @@ class Critique:
     judge: str = ""
     turn: int | None = None
     scores: Sequence[float] = ()
+    criteria: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +360,8 @@ class ShownRollout:
             if isinstance(failed := own.verdict, Failed):
                 yield Critique(text=f"{failed.stage} failed: {failed.cause} {failed.detail}", score=None, judge=name)
         for name, own in self.report.own_reports.items():
+            if own.criteria:
+                yield Critique(text=describe_criteria(own.criteria), score=None, judge=name)
             for one in own.judgements:
                 score = get_score(one.siblings, one.scores, self.rollout.sibling)
                 turn = None if one.turn is None else one.turn + 1

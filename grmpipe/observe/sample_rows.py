@@ -2,7 +2,7 @@
 
 from grmpipe.judge.prompt_injection import plain
 from grmpipe.judge.trajectory import make_trajectory
-from grmpipe.judge.verdict import get_shown_score
+from grmpipe.judge.verdict import describe_criteria, get_shown_score
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 
@@ -21,12 +21,15 @@ def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: flo
 
 def join_critiques(report: JudgeReport) -> str:
     """The judgements' texts, with the judge's name if there are several, and with the turn, from 1, if each is of one;
-    for a failed verdict, the cause first.
+    for a failed verdict, the cause first. Before them how far each criterion of a rubric is met.
     """
     texts = [
         mark_text(judgement.completion.text, name, "" if judgement.turn is None else f"turn {judgement.turn + 1}")
         for name, own in report.own_reports.items()
         for judgement in own.judgements
+    ]
+    texts[:0] = [
+        mark_text(describe_criteria(own.criteria), name) for name, own in report.own_reports.items() if own.criteria
     ]
     if isinstance(report.verdict, Failed):
         failed = report.verdict

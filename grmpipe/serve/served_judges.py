@@ -29,7 +29,7 @@ class ServedJudges:
     def compares(self, name: str) -> bool:
         """Whether a reward depends on siblings."""
         waits = name in self.rewards.entries and self.rewards.below(name).waits_for_siblings()
-        return waits or any(judge.kind == "generative" and judge.protocol_kind.compares for judge in self._asked(name))
+        return waits or any(judge.waits_for_siblings for judge in self._asked(name))
 
     def describe(self) -> Mapping[str, object]:
         judges = {

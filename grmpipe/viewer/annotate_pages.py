@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, PROTOCOLS
 from grmpipe.config.task_settings import AnnotateConfig
-from grmpipe.data.rubrics import load_shared_rubric
+from grmpipe.data.rubrics import load_shared_rubric, name_criteria
 from grmpipe.observe.charts import short
 from grmpipe.observe.run_files import Critique, find_judge_section
 from grmpipe.types import Criterion
@@ -237,10 +237,12 @@ def name_scores(run: ViewedRun, sibling: Sibling, one: Critique) -> list[tuple[s
     name = values.get(f"{find_judge_section(values, one.judge)}.protocol", DEFAULT_PROTOCOL)
     if not one.scores or name not in PROTOCOLS or PROTOCOLS[name].scores != "criteria":
         return []
-    rubric = find_rubric(run, [sibling], one.judge)
-    if len(rubric) != len(one.scores):  # rubric.path holds others by now
+    found = find_rubric(run, [sibling], one.judge)
+    rubric = dict(zip(name_criteria(found), found, strict=True))
+    names = one.criteria or list(rubric)
+    if len(names) != len(one.scores) or not rubric.keys() >= set(names):  # rubric.path holds others by now
         return []
-    return [(each.text, score) for each, score in zip(rubric, one.scores, strict=True)]
+    return [(rubric[name].name or rubric[name].text, score) for name, score in zip(names, one.scores, strict=True)]
 
 
 def read_scale(run: ViewedRun) -> tuple[float, float] | None:

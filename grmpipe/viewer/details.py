@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from grmpipe.judge.verdict import describe_criteria
 from grmpipe.models.types import Completion
 from grmpipe.observe.journal import UNREADABLE, decode_line
 from grmpipe.observe.records import TEXT, THINNED, decode, decode_report, decode_rollout
@@ -126,7 +127,7 @@ def critiques_of_response(item: ItemLine, sibling: int) -> Iterator[Critique]:
         if sibling in said.siblings:
             score = get_score(said.siblings, said.scores, sibling)
             scores = said.scores if len(said.siblings) == 1 else ()
-            yield Critique(text=said.text, score=score, judge=said.judge, scores=scores)
+            yield Critique(text=said.text, score=score, judge=said.judge, scores=scores, criteria=said.criteria)
     for failed in item.failures:
         if failed.sibling == sibling:
             yield Critique(text=f"failed: {words(failed)}", score=None, judge=failed.judge)
@@ -160,6 +161,8 @@ def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]
         for name, part in {"": own, **own.by_judge}.items():
             if isinstance(part.verdict, Failed):
                 yield Critique(text=f"no verdict: {words(part.verdict)}", score=None, judge=name)
+            if part.criteria:
+                yield Critique(text=describe_criteria(part.criteria), score=None, judge=name)
         if own.principles is not None:
             yield Critique(text=own.principles.text, score=None, judge="principles of the group")
     for other, report in reports.items():
@@ -173,7 +176,8 @@ def show_judgement(one: Judgement, sibling: int, judge: str) -> Critique:
     turn = None if one.turn is None else one.turn + 1
     score = get_score(one.siblings, one.scores, sibling)
     scores = one.scores if len(one.siblings) == 1 else ()
-    return Critique(text=one.completion.text, score=score, judge=judge, turn=turn, scores=scores)
+    text, criteria = one.completion.text, one.criteria
+    return Critique(text=text, score=score, judge=judge, turn=turn, scores=scores, criteria=criteria)
 
 
 def show_failure(failure: Failed, judge: str) -> Critique:

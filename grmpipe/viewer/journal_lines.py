@@ -210,10 +210,13 @@ class ScoresLine(Line, frozen=True):
 
 
 class SaidLine(msgspec.Struct, frozen=True):
-    """A judgement of a labelled item. siblings: the responses that it is about, in the order of the scores."""
+    """A judgement of a labelled item. siblings: the responses that it is about, in the order of the scores. criteria:
+    of a rubric, where the scores are those of some only.
+    """
 
     siblings: list[Whole] = []
     scores: list[Number] = []
+    criteria: list[str] = []
     text: str = ""
     judge: str = ""
 

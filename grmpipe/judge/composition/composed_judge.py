@@ -86,12 +86,12 @@ def get_members(judge: Judge) -> Mapping[str, Judge]:
 
 
 def compares(judge: Judge, config: JudgeConfig) -> bool:
-    """Whether the judge sees siblings next to each other; a judge of the user's own may, unless it takes single
-    rollouts.
+    """Whether the judge sees siblings next to each other, or waits for all of them; a judge of the user's own may,
+    unless it takes single rollouts.
     """
     if isinstance(judge.judge if isinstance(judge, CalibratedJudge) else judge, PointwiseAdapter):
         return False
-    return config.kind != "generative" or config.protocol_kind.compares
+    return config.kind != "generative" or config.waits_for_siblings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from grmpipe.judge.verdict import make_failure
 from grmpipe.judge.votes import JudgeVote
 from grmpipe.models.chat.chat_template import off_loop_if_long
 from grmpipe.models.types import Completion
-from grmpipe.types import Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt, Rollout
+from grmpipe.types import Criterion, Failed, FailedJudgement, JudgeReport, JudgeTask, Prompt, Rollout
 
 Decode = Callable[[Sequence[int]], str]  # tokens -> their text
 
@@ -106,20 +106,30 @@ class JudgeContext:
         return note_truncation(shown, rollout) if self.config.format.show_truncation else shown
 
     async def prompt(
-        self, prompt: Prompt, responses: Sequence[Trajectory], principles: str | None
+        self,
+        prompt: Prompt,
+        responses: Sequence[Trajectory],
+        principles: str | None,
+        criteria: Sequence[Criterion] | None = None,
+        *,
+        shorten: bool = True,
     ) -> GrmPrompt | Failed:
-        """The GRM's prompt for some responses, or a failure: refused or too_long."""
+        """The GRM's prompt for some responses, or a failure: refused or too_long.
 
+        criteria: those that it is asked about; None: all of the rubric. shorten: whether `judge.format.truncation`
+        holds; else a long response is too long.
+        """
+        truncation = self.config.format.truncation if shorten else "error"
         asked = with_texts(prompt, self.client.grm.escape_text)
 
         def render(shown: Sequence[Trajectory]) -> GrmPrompt:
             spelt = [trajectory.change_texts(self.client.grm.escape_text) for trajectory in shown]
-            return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles))
+            return self.client.grm.prompt(self.template.render(asked, *spelt, principles=principles, criteria=criteria))
 
         try:
             made = await off_loop_if_long(
                 sum(len(passage.text) for response in responses for passage in response.passages),
-                partial(truncate_to_fit, render, responses, self.client.room, self.config.format.truncation),
+                partial(truncate_to_fit, render, responses, self.client.room, truncation),
             )
         except ValueError as error:
             return make_failure("refused", str(error))

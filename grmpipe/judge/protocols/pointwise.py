@@ -1,9 +1,9 @@
-"""The judge session of single rollouts, each judged as a whole, or by the criteria of a rubric."""
+"""The judge session of single rollouts, each judged as a whole."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.grm import GrmPrompt, GrmQuestion
+from grmpipe.judge.grm import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import (
     IN_FULL,
@@ -14,9 +14,10 @@ from grmpipe.judge.protocols.sampled_judgements import (
     sample_judgements,
 )
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import make_failure, outcome_place, report_failures
+from grmpipe.judge.verdict import outcome_place, report_failures
 from grmpipe.judge.votes import ONE_PART, Weights, mean
 from grmpipe.models.seeds import first_name, is_drawn
+from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit
 
 
@@ -73,7 +74,14 @@ class PointwiseSession(GroupSession):
         asked_for = await self._context.prompt(self._prompt, parts.shown, principles)
         if isinstance(asked_for, Failed):
             return report_failures(asked_for)
-        sampled = await self._sample(rollout, parts, asked_for, priority, mark)
+        question = GrmQuestion(
+            group_id=rollout.group_id,
+            name=f"{rollout.group_id}/{rollout.sibling}{mark}",
+            siblings=(rollout.sibling,),
+            num_scores=len(parts.weights.parts),
+            prompt=asked_for,
+        )
+        sampled = await self._sample(rollout, parts, [question], priority)
         if not sampled.judgements:
             return report_failures(*sampled.failures)
         verdict = await self._context.vote.count(sampled.judgements, parts.weights, parts.places, priority)
@@ -86,22 +94,22 @@ class PointwiseSession(GroupSession):
         )
 
     async def _sample(
-        self, rollout: Rollout, parts: ScoredParts, asked_for: GrmPrompt, priority: int, mark: str
+        self, rollout: Rollout, parts: ScoredParts, questions: Sequence[GrmQuestion], priority: int
     ) -> SampledJudgements:
-        question = GrmQuestion(
-            group_id=rollout.group_id,
-            name=f"{rollout.group_id}/{rollout.sibling}{mark}",
-            siblings=(rollout.sibling,),
-            num_scores=len(parts.weights.parts),
-            prompt=asked_for,
-        )
+        """The judgements of a rollout. questions: those that together ask for one."""
+        client, config = self._context.client, self._context.config
 
         async def ask(index: int) -> Results:
-            return await self._context.client.judgement(question, index, priority)
+            if len(questions) == 1:
+                return await client.judgement(questions[0], index, priority)
+            async with raise_first_failure() as calls:
+                asked = [calls.create_task(client.judgement(one, index, priority)) for one in questions]
+            return [result for call in asked for result in call.result()]
 
-        sampled = await sample_judgements(ask, self._context.config.num_judgements, self._stop(rollout, parts))
-        if self._context.config.early_stop.kind == "relaxed":
-            self._context.noise.add([self._score(parts, judgement) for judgement in sampled.judgements])
+        stop = self._stop(rollout, parts) if len(questions) == 1 else IN_FULL
+        sampled = await sample_judgements(ask, config.num_judgements, stop)
+        if config.early_stop.kind == "relaxed":
+            self._context.noise.add(self._score_each(parts, sampled.judgements))
         return sampled
 
     def _stop(self, rollout: Rollout, parts: ScoredParts) -> Stop:
@@ -111,7 +119,7 @@ class PointwiseSession(GroupSession):
             return IN_FULL
 
         def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
-            scores = [self._score(parts, judgement) for judgement in judgements]
+            scores = self._score_each(parts, judgements)
             if not scores:
                 return False
             self._means[rollout.sibling] = mean(scores)
@@ -119,8 +127,10 @@ class PointwiseSession(GroupSession):
 
         return Stop(first=rules.first, enough=enough, auditing=self._is_audited(rollout))
 
-    def _score(self, parts: ScoredParts, judgement: Judgement) -> float:
-        return parts.weights.to_score(judgement.scores, self._context.config.scale)
+    def _score_each(self, parts: ScoredParts, judgements: Sequence[Judgement]) -> list[float]:
+        """The scores of judgements, without those that lack a part."""
+        whole = [one.scores for one in judgements if not one.criteria]
+        return [parts.weights.to_score(scores, self._context.config.scale) for scores in whole]
 
     def _is_audited(self, rollout: Rollout) -> bool:
         name = first_name(f"audit {rollout.group_id}/{rollout.sibling}")
@@ -129,20 +139,11 @@ class PointwiseSession(GroupSession):
     def _audit(self, rollout: Rollout, parts: ScoredParts, sampled: SampledJudgements) -> StopAudit | None:
         if self._context.config.early_stop.kind != "relaxed" or not self._is_audited(rollout):
             return None
+        enough, full = (self._score_each(parts, some) for some in (sampled.enough, sampled.judgements))
+        if not enough:
+            return None
         return StopAudit(
             stopped_after=sampled.stopped_after or self._context.config.num_judgements,
-            stopped_score=mean([self._score(parts, judgement) for judgement in sampled.enough]),
-            full_score=mean([self._score(parts, judgement) for judgement in sampled.judgements]),
+            stopped_score=mean(enough),
+            full_score=mean(full),
         )
-
-
-class RubricSession(PointwiseSession):
-    """Like pointwise, with a score per criterion."""
-
-    def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
-        rubric = self._context.template.find_rubric(self._prompt)
-        if not rubric:
-            return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
-        weights = Weights.of_rubric(rubric, self._context.config.rubric.essential_cap)
-        shown = self._context.show_rollout(self._prompt, rollout)
-        return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))

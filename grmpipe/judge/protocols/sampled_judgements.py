@@ -125,6 +125,7 @@ class SampledJudgements:
 
     stopped_after: how many of the first indices were enough; None if all were needed.
     enough:        the judgements among them.
+    by_index:      the judgements of each index: several where it takes several calls.
     saved_tokens:  tokens of judgements that were never requested, at the mean length of the answers; requests cancelled
                    in flight count as spent.
     """
@@ -132,6 +133,7 @@ class SampledJudgements:
     judgements: tuple[Judgement, ...] = ()
     failures: tuple[Failed, ...] = ()
     enough: tuple[Judgement, ...] = ()
+    by_index: tuple[tuple[Judgement, ...], ...] = ()
     stopped_after: int | None = None
     saved_tokens: int = 0
 
@@ -176,6 +178,7 @@ def gather_results(
         judgements=judgements,
         failures=tuple(result for some in results for result in some if isinstance(result, Failed)),
         enough=list_judgements(results[:stopped_after]),
+        by_index=tuple(list_judgements([some]) for some in results),
         stopped_after=stopped_after,
         saved_tokens=round(num_unasked * statistics.fmean(lengths)) if lengths else 0,
     )

@@ -62,13 +62,13 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
     assert "What is 6 x 2?" in text
     assert "\n> It's 12.\n> Score: 10" in text
     assert ("twelve" in text) == (name != "tiny")
-    assert ("It is right." in text) == (name == "rubric")
+    assert ("It is right." in text) == name.startswith("rubric")
     assert ("Be strict." in text) == ("shared_principles" in name)
     if name != "reference":
         assert "None" not in shown(template.render(replace(prompt, reference=None), *around, "12", principles="P"))
 
 
-@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny", "short", "yes_no"}))
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny", "short", "yes_no", "rubric_yes_no"}))
 def test_shipped_templates_end_with_the_line_that_their_parser_reads(bench: Any, name: str) -> None:
     """Not `tiny`, on which the tiny GRMs were trained, nor `short`, whose models would copy it."""
     template, protocol = shipped(name)
@@ -82,11 +82,12 @@ def test_shipped_templates_end_with_the_line_that_their_parser_reads(bench: Any,
     assert "End with one line, and nothing after it" in text
 
 
-def test_the_template_of_yes_or_no_asks_for_a_word_that_its_parser_reads(bench: Any) -> None:
-    template, _ = shipped("yes_no")
-    asked = shown(template.render(bench.prompt(), "12"))
+@pytest.mark.parametrize("name", ["yes_no", "rubric_yes_no"])
+def test_the_template_of_yes_or_no_asks_for_a_word_that_its_parser_reads(bench: Any, name: str) -> None:
+    template, _ = shipped(name)
+    asked = shown(template.render(replace(bench.prompt(), rubric=(Criterion(text="It is right."),)), "12"))
     assert asked.endswith("Answer with one word, Yes or No, and nothing else.")
-    read = parser_named(SHIPPED_TEMPLATES["yes_no"][0])
+    read = parser_named(SHIPPED_TEMPLATES[name][0])
     words = {"Yes": 10, "**No**": 1, "It adds up.\nyes.": 10, "Yes, it is.": None, "> Yes": None, "Maybe": None}
     for word, score in words.items():
         assert read(word, 1, Scale()) == ("unparseable" if score is None else (score,))
@@ -220,11 +221,11 @@ OF_ONE_MESSAGE = {
     "nemotron_genrm": "f8b4a0fdd4f1", "nemotron_genrm_json": "f8b4a0fdd4f1", "pairwise": "9cb56000f236",
     "pointwise": "2dd617140d63", "prometheus2": "220bd32381b5", "prometheus2_pairwise": "8e59714f40f0",
     "reference": "ea369613b5df", "rewardbench": "2570a0763d1b", "rm_r1": "c1c38b705942",
-    "rm_r1_distilled": "47d3c6e820d8", "rubric": "1a2bd38dfa8d", "selene": "082273d4e23d",
+    "rm_r1_distilled": "47d3c6e820d8", "rubric": "cc9e98246c17", "selene": "082273d4e23d",
     "selene_pairwise": "b5e95ea3a406", "shared_principles": "c1d682c72b99", "short": "1554f5ac1f11",
     "skywork_critic": "c294cba9c253",
     "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b",
-    "yes_no": "563e2f2d236e",
+    "yes_no": "563e2f2d236e", "rubric_yes_no": "69291598a1e5",
 }  # fmt: skip
 
 

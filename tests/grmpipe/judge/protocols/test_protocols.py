@@ -1,9 +1,8 @@
-"""Rubrics, steps, shared principles, votes by a meta-RM, prompts that don't fit, abstentions."""
+"""Steps, shared principles, votes by a meta-RM, prompts that don't fit, abstentions."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import sys
 from collections.abc import Sequence
@@ -17,19 +16,16 @@ from configs import judge_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.config.judge import RubricConfig, Scale
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.stepwise import split_steps
 from grmpipe.judge.trajectory import without_middle
-from grmpipe.judge.votes import Weights
 from grmpipe.models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
-from grmpipe.types import Criterion, Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
+from grmpipe.types import Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
 
-RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
 STEPS = {"protocol": "steps", "template": "steps", "parser": "boxed"}
 AHEAD = {"principles": "shared", "template": "shared_principles", "parser": "boxed"}
 
@@ -41,77 +37,6 @@ class Renderer:
 
 def characters(token_ids: Sequence[int]) -> str:
     return "".join(map(chr, token_ids))
-
-
-# -- rubric ----------------------------------------------------------------------------------------------------------
-
-
-def test_rubric_weights_a_score_for_each_criterion(bench: Any) -> None:
-    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1, 4}"), **RUBRIC)
-    rubric = (Criterion(text="rhymes", weight=2), Criterion(text="is short"), Criterion(text="is true"))
-    report = bench.run(judge.judge(replace(bench.prompt(), rubric=rubric), bench.rollout("a poem")))
-    assert report.verdict.score == pytest.approx((2 * 10 + 1 + 4) / 4)
-    assert report.verdict.outcome == pytest.approx((report.verdict.score - 1) / 9)
-    assert report.judgements[0].scores == (10, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("scores", "earned"),
-    [
-        ("10, 10, 1", 1.0),  # all merits, no fault
-        ("10, 10, 10", 0.5),
-        ("10, 1, 10", 0.25),
-        ("10, 1, 1", 0.75),
-        ("1, 10, 1", 0.1),  # without the essential one at most the cap
-        ("1, 1, 10", 0.0),  # never below 0
-        ("5, 10, 1", 0.1),
-        ("6, 10, 1", (0.75 * 5 / 9 + 0.25)),  # half met is met
-    ],
-)
-def test_faults_cost_and_nothing_makes_up_for_an_essential_criterion(bench: Any, scores: str, earned: float) -> None:
-    author = lambda prompt, context: bench.answer(f"\\boxed{{{scores}}}")  # noqa: E731
-    judge, _ = bench.generative(author, **RUBRIC, rubric=RubricConfig(essential_cap=0.1))
-    rubric = (
-        Criterion(text="is true", weight=3, essential=True),
-        Criterion(text="is short", weight=1),
-        Criterion(text="flatters", weight=-2),
-    )
-    report = bench.run(judge.judge(replace(bench.prompt(), rubric=rubric), bench.rollout("a poem")))
-    assert report.verdict.outcome == pytest.approx(earned)
-    assert report.verdict.score == pytest.approx(1 + 9 * earned)
-    assert report.verdict.breakdown == {"generative": pytest.approx(earned)}
-
-
-def test_a_judge_adds_its_file_of_criteria_to_a_prompt_s_own(bench: Any, tmp_path: Path) -> None:
-    (tmp_path / "rubric.json").write_text('["is polite"]', encoding="utf-8")
-    shown: list[str] = []
-    author = lambda prompt, context: shown.append(prompt) or bench.answer("\\boxed{10, 1}")  # noqa: E731
-    judge, _ = bench.generative(author, **RUBRIC, rubric=RubricConfig(path=str(tmp_path / "rubric.json")))
-    prompt = replace(bench.prompt(), rubric=(Criterion(text="rhymes", weight=3),))
-    report = bench.run(judge.judge(prompt, bench.rollout("a poem")))
-    assert re.search(r"1\. rhymes\s+2\. is polite", shown[0]) and report.verdict.outcome == pytest.approx(0.75)
-
-
-def test_sums_are_those_of_health_bench_within_0_and_1() -> None:
-    """Points of the criteria that are met by the points above 0, as simple-evals' healthbench_eval.py has it."""
-    drawn = random.Random(0)
-    for _ in range(50):
-        points = [drawn.choice([-10, -5, 3, 7, 10]) for _ in range(drawn.randint(2, 15))] + [1]
-        met = [drawn.random() < 0.5 for _ in points]
-        theirs = sum(point for point, is_met in zip(points, met, strict=True) if is_met) / sum(
-            point for point in points if point > 0
-        )
-        weights = Weights.of_rubric([Criterion(text="x", weight=point) for point in points], cap=0)
-        ours = weights.to_score([10.0 if is_met else 1.0 for is_met in met], Scale())
-        assert Scale().to_reward(ours) == pytest.approx(min(max(theirs, 0.0), 1.0))
-
-
-def test_a_prompt_without_a_rubric_and_a_judgement_of_too_few_scores_are_no_numbers(bench: Any) -> None:
-    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10}"), **RUBRIC)
-    assert bench.run(judge.judge(bench.prompt(), bench.rollout("a poem"))).verdict.cause == "refused"
-    two = (Criterion(text="rhymes"), Criterion(text="is short"))
-    report = bench.run(judge.judge(replace(bench.prompt(), rubric=two), bench.rollout("a poem")))
-    assert report.verdict.cause == "unparseable"
 
 
 def test_the_protocol_of_the_docs_judges(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,299 @@
+"""The judge session of rubrics: single rollouts, with a score for each criterion, by one judgement or several."""
+
+import re
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grmpipe.config.judge import Scale
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
+from grmpipe.data.rubrics import name_criteria
+from grmpipe.judge.grm import CheckedScores, GrmQuestion
+from grmpipe.judge.parse import Scores
+from grmpipe.judge.protocols.group_session import JudgeContext
+from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
+from grmpipe.judge.protocols.sampled_judgements import SampledJudgements
+from grmpipe.judge.trajectory import Trajectory
+from grmpipe.judge.verdict import all_failed, make_failure, outcome_place, report_failures
+from grmpipe.judge.votes import MET, Weights, mean
+from grmpipe.types import (
+    Criterion,
+    Failed,
+    JudgedCriterion,
+    Judgement,
+    JudgeReport,
+    JudgeTask,
+    Prompt,
+    Rollout,
+    Verdict,
+)
+
+ROUNDING = 1e-9  # in a share
+QUOTE = re.compile(r"^[ \t*_#-]*evidence[ \t]*#?(\d+)[ \t*_]*[:.][ \t*_]*(.+)$", re.IGNORECASE | re.MULTILINE)
+IN_MARKS = re.compile(r'["“«]([^"“”«»]+)["”»]')
+ELLIPSIS = re.compile(r"\[?(?:\.{3,}|…)\]?")
+# What two spellings of the same words differ in: white space, emphasis, kinds of quotation marks and of dashes.
+TYPOGRAPHY = str.maketrans(dict.fromkeys("‘’‚`´′", "'") | dict.fromkeys("“”„«»″", '"') | dict.fromkeys("‐‑‒–—−", "-"))
+IGNORED = re.compile(r"[\s*_]+")
+
+
+# -- what a judgement says of each criterion -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriteriaCheck:
+    """Reads the scores of one judgement, criterion by criterion: an impossible score, or a quote that the response
+    doesn't have, fails that criterion alone.
+
+    asked: the criteria in the order shown, with their names. work: what the policy wrote.
+    """
+
+    asked: Sequence[tuple[str, Criterion]]
+    scale: Scale
+    work: str
+
+    def __call__(self, written: Scores, scores: Scores, answer: str) -> CheckedScores:
+        quotes: dict[int, list[str]] = {}
+        for number, quote in QUOTE.findall(answer) if any(one.evidence for _, one in self.asked) else ():
+            quotes.setdefault(int(number), []).append(quote)
+        kept, unread = dict[str, float](), dict[str, str]()
+        for number, (name, criterion) in enumerate(self.asked, 1):
+            score, why = self._read(criterion, written[number - 1], scores[number - 1])
+            if not why and criterion.evidence and self.scale.to_reward(score) >= MET:
+                why = find_fault(quotes.get(number, ()), self.work)
+            if why:
+                unread[name] = why
+            else:
+                kept[name] = score
+        return CheckedScores(scores=tuple(kept.values()), criteria=tuple(kept) if unread else (), unread=unread)
+
+    def _read(self, criterion: Criterion, written: float, score: float) -> tuple[float, str]:
+        """The score on the judge's scale, or why there is none. A score by tokens may lie between two levels."""
+        if criterion.kind == "yes_no" and written not in (self.scale.low, self.scale.high):
+            return score, f"{written:g} is neither {self.scale.high} (met) nor {self.scale.low} (not met)"
+        if not criterion.levels:
+            return score, ""
+        known = [level for level, _ in criterion.levels]
+        if not known[0] <= written <= known[-1]:
+            return score, f"{written:g} is no level from {known[0]} to {known[-1]}"
+        return self.scale.to_score(min(max((score - known[0]) / (known[-1] - known[0]), 0.0), 1.0)), ""
+
+
+def find_fault(quotes: Sequence[str], work: str) -> str:
+    """What is wrong with the evidence for a criterion; empty: nothing."""
+    if not quotes:
+        return "no line quotes the response"
+    plain = normalise(work)
+    missing = next((quote for quote in quotes if not is_quoted(quote, plain)), None)
+    return "" if missing is None else f"the response doesn't have the quote {missing.strip()[:80]!r}"
+
+
+def is_quoted(quote: str, work: str) -> bool:
+    """Whether the work, normalised, has the quote, or each of several in quotation marks; with an ellipsis its pieces,
+    in their order.
+    """
+    ways = [[quote.strip().strip("\"“”«»'")], [quote.strip()], IN_MARKS.findall(quote)]
+    return any(way and all(has_pieces(one, work) for one in way) for way in ways)
+
+
+def has_pieces(quote: str, work: str) -> bool:
+    pieces = [piece for one in ELLIPSIS.split(quote) if any(map(str.isalnum, piece := normalise(one)))]
+    at = 0
+    for piece in pieces:
+        if (found := work.find(piece, at)) < 0:
+            return False
+        at = found + len(piece)
+    return bool(pieces)
+
+
+def normalise(text: str) -> str:
+    return IGNORED.sub("", unicodedata.normalize("NFKC", text).translate(TYPOGRAPHY)).casefold()
+
+
+# -- from judgements to verdicts -------------------------------------------------------------------------------------
+
+
+def choose_left_out(
+    rubric: Mapping[str, Criterion], failed: Mapping[int, Collection[str]], min_share: float
+) -> frozenset[str]:
+    """The criteria that no sibling of a group is judged by, because their judgement failed for one of them: a sibling
+    without its hardest criterion would look better than the others. The verdicts of siblings that lack another one
+    fail.
+
+    failed: sibling -> names. At least `min_share` of the weight above 0 is kept. Siblings that lack the least come
+    first; one that lacks an essential criterion, or a fault, has no verdict.
+    """
+    total = sum(one.weight for one in rubric.values() if one.weight > 0)
+    left_out: frozenset[str] = frozenset()
+    weights = {sibling: sum(abs(rubric[name].weight) for name in names) for sibling, names in failed.items()}
+    for sibling in sorted(failed, key=lambda one: (weights[one], one)):
+        more = left_out.union(failed[sibling])
+        lost = sum(rubric[name].weight for name in more)
+        may_lack = all(rubric[name].weight > 0 and not rubric[name].essential for name in more)
+        if may_lack and total - lost >= min_share * total - ROUNDING:
+            left_out = more
+    return left_out
+
+
+class RubricSession(PointwiseSession):
+    """Like pointwise, with a score per criterion. A report waits for the siblings only where criteria may be left out
+    for all of them.
+    """
+
+    def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
+        super().__init__(context, prompt, group_id, size)
+        rubric = context.template.find_rubric(prompt)
+        self._rubric = dict(zip(name_criteria(rubric), rubric, strict=True))
+        self._sampled: dict[int, SampledJudgements | Failed] = {}  # sibling -> its judgements
+
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
+        (own,) = super().add(rollout)
+        if not self._context.config.waits_for_siblings:
+            return (own,)
+        return (JudgeTask(members=tuple(range(self._size)), part=own),)
+
+    async def _judge(
+        self, judge_task: JudgeTask, principles: str | Failed | None, priority: int
+    ) -> Mapping[int, JudgeReport]:
+        (sibling,) = (judge_task.part or judge_task).members
+        self._sampled[sibling] = await self._sample_criteria(self._rollouts[sibling], principles, priority)
+        if not self._context.config.waits_for_siblings:
+            judged = [sibling]
+        elif len(self._sampled) == self._size:
+            judged = sorted(self._sampled)
+        else:
+            return {}
+        failed = {
+            one: self._rubric.keys() - list_judged(sampled, self._rubric)
+            for one in judged
+            if isinstance(sampled := self._sampled[one], SampledJudgements)
+        }
+        left_out = choose_left_out(self._rubric, failed, self._context.config.rubric.min_share)
+        return {one: self._principles.add_to(await self._report(one, left_out, priority)) for one in judged}
+
+    async def _sample_criteria(
+        self, rollout: Rollout, principles: str | Failed | None, priority: int
+    ) -> SampledJudgements | Failed:
+        if isinstance(principles, Failed):
+            return principles
+        if not self._rubric:
+            return make_failure("refused", f"prompt {self._prompt.prompt_id} has no rubric")
+        parts = self._make_parts(rollout)
+        questions = await self._make_questions(rollout, parts.shown, principles)
+        if isinstance(questions, Failed):
+            return questions
+        return await self._sample(rollout, parts, questions, priority)
+
+    def _make_parts(self, rollout: Rollout, left_out: Collection[str] = ()) -> ScoredParts:
+        kept = {name: criterion for name, criterion in self._rubric.items() if name not in left_out}
+        weights = Weights.of_rubric([*self._rubric.values()], self._context.config.rubric.essential_cap, kept.values())
+        shown = self._context.show_rollout(self._prompt, rollout)
+        return ScoredParts(shown=(shown,), weights=weights, places=(outcome_place(rollout),))
+
+    async def _make_questions(
+        self, rollout: Rollout, shown: Sequence[Trajectory], principles: str | None
+    ) -> list[GrmQuestion] | Failed:
+        """A question for each call: `judge.rubric.criteria_per_call` at a time, fewer where they don't fit the window.
+        Their prompts begin alike, up to the criteria, so that an engine's prefix cache has most of all but the first.
+        """
+        names, context = list(self._rubric), self._context
+        per_call = context.config.rubric.criteria_per_call or len(names)
+        waiting = [names[start : start + per_call] for start in range(0, len(names), per_call)]
+        name = f"{rollout.group_id}/{rollout.sibling}"
+        work = "\n".join(passage.text for one in shown for passage in one.passages if passage.voice == "policy")
+        questions: list[GrmQuestion] = []
+        while waiting:
+            some = waiting.pop(0)
+            asked = [(one, self._rubric[one]) for one in some]
+            prompt = await context.prompt(
+                self._prompt, shown, principles, [one for _, one in asked], shorten=len(some) == 1
+            )
+            if isinstance(prompt, Failed) and prompt.cause == "too_long" and len(some) > 1:
+                waiting[:0] = [some[: (len(some) + 1) // 2], some[(len(some) + 1) // 2 :]]
+                continue
+            if isinstance(prompt, Failed):
+                return prompt
+            check = CriteriaCheck(asked=asked, scale=context.scale, work=work)
+            questions.append(
+                GrmQuestion(
+                    group_id=rollout.group_id,
+                    name=name if len(some) == len(names) else f"{name}/c{names.index(some[0])}",
+                    siblings=(rollout.sibling,),
+                    num_scores=len(some),
+                    prompt=prompt,
+                    criteria=tuple(some) if len(some) < len(names) else (),
+                    check=check,
+                )
+            )
+        return questions
+
+    async def _report(self, sibling: int, left_out: Collection[str], priority: int) -> JudgeReport:
+        sampled, rollout, vote = self._sampled[sibling], self._rollouts[sibling], self._context.vote
+        if isinstance(sampled, Failed):
+            return report_failures(sampled)
+        judgements = sampled.judgements
+        if self._context.config.vote in VOTES_WITH_META_RM:  # which weigh judgements of the whole rubric
+            judgements = tuple(one for one in judgements if not one.criteria)
+        counted = await vote.select(judgements, priority) if judgements else (judgements, mean)
+        chosen, count = ((), mean) if isinstance(counted, Failed) else counted
+        rows = [gather_scores(some, chosen, self._rubric) for some in sampled.by_index]
+        given = {name: [row[name] for row in rows if name in row] for name in self._rubric}
+        parts = self._make_parts(rollout, left_out)
+        verdict: Verdict | Failed
+        if isinstance(counted, Failed):
+            verdict = counted
+        elif lacking := [name for name, scores in given.items() if not scores and name not in left_out]:
+            verdict = self._fail(sampled, lacking)
+        else:
+            kept = [name for name in self._rubric if name not in left_out]
+            scores = [[row.get(name) for name in kept] for row in rows if row]
+            verdict = vote.make_verdict(scores, count, parts.weights, parts.places)
+        return JudgeReport(
+            verdict=verdict,
+            judgements=sampled.judgements,
+            failures=sampled.failures,
+            saved_tokens=sampled.saved_tokens,
+            audit=self._audit(rollout, parts, sampled),
+            criteria=tuple(
+                JudgedCriterion(
+                    name=name,
+                    met=self._context.scale.to_reward(count(given[name])) if given[name] else None,
+                    tags=criterion.tags,
+                    shared=criterion not in self._prompt.rubric,
+                    left_out=name in left_out,
+                )
+                for name, criterion in self._rubric.items()
+            ),
+        )
+
+    def _fail(self, sampled: SampledJudgements, lacking: Sequence[str]) -> Failed:
+        """The failure of a verdict that lacks criteria: the last cause of a judgement, or why one couldn't be read."""
+        if not sampled.judgements:
+            return all_failed(sampled.failures)
+        unread = [
+            f"criterion {name}: {one.unread[name]}"
+            for one in sampled.judgements
+            for name in lacking
+            if name in one.unread
+        ]
+        if unread:
+            return make_failure("unparseable", unread[-1], len(sampled.judgements))
+        failed = all_failed(sampled.failures)
+        return replace(failed, detail=f"criterion {lacking[0]} and {len(lacking) - 1} more: {failed.detail}")
+
+
+def list_judged(sampled: SampledJudgements, rubric: Collection[str]) -> set[str]:
+    """The criteria that at least one judgement has a score for."""
+    return {name for one in sampled.judgements for name in one.criteria or rubric}
+
+
+def gather_scores(
+    judgements: Sequence[Judgement], chosen: Sequence[Judgement], rubric: Collection[str]
+) -> dict[str, float]:
+    """Criterion -> score, by those of these judgements that are chosen."""
+    return {
+        name: score
+        for one in judgements
+        if any(one is each for each in chosen)
+        for name, score in zip(one.criteria or rubric, one.scores, strict=True)
+    }
