@@ -5,13 +5,15 @@ and the tokens to prefill and to sample by which a new request gets its engine.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from grmpipe.models.types import RequestContext, SamplingParams
+from grmpipe.models.types import Engine, RequestContext, SamplingParams
 from grmpipe.scheduler.routing.members import RoleMembers, TrackedRequest
 
 REMEMBERED = 512  # requests; older ones say little about a policy in training
@@ -146,6 +148,7 @@ class RoleLoad:
         self.rates = RateEstimator()
         self.num_waiting = 0  # requests that wait for an engine that serves
         self._hands: defaultdict[str, _Hand] = defaultdict(lambda: _Hand(requests={}))
+        self._queues: dict[str, None] = {}  # engines with a queue, the one that has had it longest first
         self._idle_since_s: dict[str, float] = {}  # engines without requests
         self._idle_from_s: float | None = None  # when the role was last seen with work
 
@@ -165,6 +168,11 @@ class RoleLoad:
         hand = self._hands[name]
         return len(hand.requests) - hand.num_rows if hand.num_rows else 0
 
+    @property
+    def with_queue(self) -> Collection[str]:
+        """The engines that have such requests."""
+        return self._queues.keys()
+
     def first_queued(self, name: str) -> InFlightRequest | None:
         """The most urgent of them, without those that are already moved."""
         waiting = (ask for ask in self._hands[name].requests.values() if ask.begun_s is None and not ask.moving)
@@ -183,6 +191,7 @@ class RoleLoad:
             taken_s=asyncio.get_running_loop().time(),
         )
         self._hands[name].requests[id(ask)] = ask
+        self._note_queue(name)
         return ask
 
     def began(self, name: str, ask: InFlightRequest) -> None:
@@ -191,6 +200,7 @@ class RoleLoad:
             return
         hand = self._settled(name)
         hand.num_rows += 1
+        self._note_queue(name)
         if ask.num_before:  # prefills run one after another: it began when the one before it ended
             self.rates.took_over(hand.changed_s - max(ask.taken_s, hand.last_begun_s), len(hand.requests))
         hand.last_begun_s = hand.changed_s
@@ -202,9 +212,10 @@ class RoleLoad:
         del hand.requests[id(ask)]
         if not hand.requests:
             self._idle_since_s[name] = hand.changed_s
+        hand.num_rows -= ask.begun_s is not None
+        self._note_queue(name)
         if ask.begun_s is None:
             return
-        hand.num_rows -= 1
         seconds = hand.changed_s - ask.begun_s
         if num_tokens is not None and seconds > 0:
             self.rates.record_speed(num_tokens, seconds, (hand.rows_s - ask.rows_s_at_begin) / seconds)
@@ -243,6 +254,12 @@ class RoleLoad:
             takeover_s=rates.takeover_s(max_rows),
         )
 
+    def _note_queue(self, name: str) -> None:
+        if self.num_queued(name):
+            self._queues.setdefault(name)
+        else:
+            self._queues.pop(name, None)
+
     def _settled(self, name: str) -> _Hand:
         hand, now_s = self._hands[name], asyncio.get_running_loop().time()
         hand.rows_s += hand.num_rows * (now_s - hand.changed_s)
@@ -279,6 +296,7 @@ SIBLINGS_AHEAD = 16  # answers behind which a request waits, at most, to share a
 ANSWERS_AHEAD = 2  # by which an engine with a queue must exceed one with a free row, to lose a request to it
 GROUPS_REMEMBERED = 4096
 TRAJECTORIES_REMEMBERED = 1 << 14
+LOADS_KEPT = 4  # per engine, with those of before, until they are thrown away
 WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
 
 
@@ -302,6 +320,10 @@ class LoadEstimate:
     def __init__(self, members: RoleMembers) -> None:
         self._members = members
         self._in_hand: defaultdict[str, float] = defaultdict(float)
+        # The serving engines, with the loads that they have and had: (tokens, place in the order of serving, name).
+        self._loads: list[tuple[float, int, str]] = []
+        self._places: dict[str, int] = {}
+        self._serving: Mapping[str, Engine] | None = None  # of which these are
         self._home: OrderedDict[str, tuple[str, int]] = OrderedDict()  # group_id -> engine, hash of its last prompt
         self._trajectories: OrderedDict[str, TrajectoryHome] = OrderedDict()  # the longest without a turn first
         self._mean_new: float | None = None
@@ -362,6 +384,8 @@ class LoadEstimate:
     def add(self, name: str, tokens: float) -> float:
         """Add tokens to an engine's load, or take them off. Returns them."""
         self._in_hand[name] += tokens
+        if (place := self._places.get(name)) is not None:
+            heapq.heappush(self._loads, (self._in_hand[name], place, name))
         return tokens
 
     def record_end(self, num_new: int) -> None:
@@ -378,8 +402,14 @@ class LoadEstimate:
         return name, len(prompt_ids) if hash(prompt_ids) == last_prompt else 0
 
     def _least(self) -> str:
-        # A scan: with up to 32 engines a heap is no faster (docs/design_notes.md).
-        return min(self._members.serving, key=self._in_hand.__getitem__)
+        serving = self._members.serving
+        if serving is not self._serving or len(self._loads) > LOADS_KEPT * len(serving):
+            self._serving, self._places = serving, {name: place for place, name in enumerate(serving)}
+            self._loads = [(self._in_hand[name], place, name) for name, place in self._places.items()]
+            heapq.heapify(self._loads)
+        while self._loads[0][0] != self._in_hand[self._loads[0][2]]:  # a load that it had
+            heapq.heappop(self._loads)
+        return self._loads[0][2]
 
     def _remember(self, group_id: str, name: str, prompt: int) -> None:
         self._home[group_id] = name, prompt

@@ -272,8 +272,8 @@ class Router:
         serving = self.members.serving
         if name not in serving or self.load.num_queued(name):
             return
-        other = max(serving, key=self.load.num_queued)
-        if not self.load.num_queued(other) or (ask := self.load.first_queued(other)) is None:
+        other = max((one for one in self.load.with_queue if one in serving), key=self.load.num_queued, default=None)
+        if other is None or (ask := self.load.first_queued(other)) is None:
             return
         # Without it a judge at half of the others' speed made a synchronous run 1.3 times as long
         # (benchmarks/scheduling.md).

@@ -196,7 +196,7 @@ def on_cluster(placement: Placement, scene) -> None:  # type: ignore[no-untyped-
     """Run a scene on its own cluster, and clean up."""
 
     async def main() -> None:
-        cluster = await RayCluster.start(ClusterConfig(start_timeout_s=30), placement)
+        cluster = await RayCluster.start(ClusterConfig(start_timeout_s=120), placement)
         try:
             await scene(cluster)
         finally:
@@ -570,7 +570,7 @@ def test_waiting_calls_fail_at_the_end_of_a_cluster_without_asking_ray(
     monkeypatch.setattr(ray, "kill", lambda handle, **how: (killed.append(handle), kill(handle, **how)))
 
     async def main() -> None:
-        cluster = await RayCluster.start(ClusterConfig(start_timeout_s=30), seats(policy=2))
+        cluster = await RayCluster.start(ClusterConfig(start_timeout_s=120), seats(policy=2))
         slow = (await cluster.start_engines("policy", engines(tokens_per_s=0.01)))["policy-0"]
         waiting = [ask(slow, number) for number in range(3)]
         await asyncio.sleep(0.2)

@@ -4,6 +4,8 @@ greater.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
@@ -102,3 +104,24 @@ def test_the_trajectories_without_a_turn_for_longest_are_forgotten(monkeypatch: 
         work.keeps("b", trajectory_id, 500)
     places = [work.place(name, (1,) * 500, SHORT, trajectory_id=name)[1] for name in ("young", "old", "new")]
     assert places == [510, 10, 10]
+
+
+def test_the_least_loaded_is_found_among_many_whatever_came_and_went() -> None:
+    """Ties go to the one that has served longest."""
+    dice, names = random.Random(0), [f"e{n}" for n in range(20)]
+    engine = ENGINES["a"]
+    members = RoleMembers("policy", dict.fromkeys(names, engine), NoEvents())
+    work, taken = LoadEstimate(members), list[tuple[str, float]]()
+    for _ in range(3000):
+        expected = min(members.serving, key=work.__getitem__)
+        placed = work.place_anywhere((1,) * dice.randrange(4), SHORT)
+        assert placed[0] == expected
+        taken.append(placed)
+        while dice.random() < 0.6 and taken:
+            name, tokens = taken.pop(dice.randrange(len(taken)))
+            work.add(name, -tokens)
+        if dice.random() < 0.1:
+            some = dice.choice(names)
+            members.deactivate(some) if some in members.serving else members.activate(some, engine)
+        if not members.serving:
+            members.activate(names[0], engine)
