@@ -221,6 +221,9 @@ class RubricConfig(Bounded):
     # [share] Least share of the weight above 0 by which a group may be judged: criteria whose judgement failed for one
     # sibling are left out for all, but never an essential one or a fault. 1: none is, and the verdict fails.
     min_share: float = above_0_to_1(1.0)
+    # [share] Of the criteria that aren't essential, those that training's groups are judged without, other ones for
+    # each group: a policy can't learn which. Evaluations use all.
+    dropout: float = from_0_to_1(0.0)
 
 
 @dataclass(frozen=True)
@@ -605,11 +608,12 @@ def check_early_stop(judge: JudgeConfig) -> None:
 
 def check_rubric(judge: JudgeConfig) -> None:
     rubric = judge.rubric
-    if judge.protocol_kind.scores != "criteria" and (rubric.criteria_per_call or rubric.min_share < 1):
-        key, usual = ("criteria_per_call", 0) if rubric.criteria_per_call else ("min_share", 1)
+    usual = {"criteria_per_call": 0, "min_share": 1, "dropout": 0}
+    changed = [key for key, value in usual.items() if getattr(rubric, key) != value]
+    if judge.protocol_kind.scores != "criteria" and changed:
         raise ValueError(
-            f"rubric.{key}: is for judges by a rubric, and {judge.protocol} is none; type judge=rubric, or "
-            f"judge.rubric.{key}={usual}"
+            f"rubric.{changed[0]}: is for judges by a rubric, and {judge.protocol} is none; type judge=rubric, or "
+            f"judge.rubric.{changed[0]}={usual[changed[0]]}"
         )
     if rubric.criteria_per_call and judge.vote in VOTES_WITH_META_RM:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.data.rubrics import name_criteria
-from grmpipe.judge.grm import CheckedScores, GrmQuestion
+from grmpipe.judge.grm import CheckedScores, GrmQuestion, current_purpose
 from grmpipe.judge.parse import Scores
 from grmpipe.judge.protocols.group_session import JudgeContext
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
@@ -16,6 +16,7 @@ from grmpipe.judge.protocols.sampled_judgements import SampledJudgements
 from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import all_failed, make_failure, outcome_place, report_failures
 from grmpipe.judge.votes import MET, Weights, mean
+from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import (
     Criterion,
     Failed,
@@ -135,6 +136,18 @@ def choose_left_out(
     return left_out
 
 
+def drop_some(rubric: Mapping[str, Criterion], share: float, seed: int, group_id: str) -> dict[str, Criterion]:
+    """The criteria that a group of training is judged by: the essential ones, and each other with the probability of
+    1 - share; all of them if none would be left by which a response could earn anything.
+    """
+    kept = {
+        name: criterion
+        for name, criterion in rubric.items()
+        if criterion.essential or not is_drawn(seed, first_name(f"dropout {group_id}/{name}"), share)
+    }
+    return kept if any(one.weight > 0 for one in kept.values()) else dict(rubric)
+
+
 class RubricSession(PointwiseSession):
     """Like pointwise, with a score per criterion. A report waits for the siblings only where criteria may be left out
     for all of them.
@@ -144,6 +157,9 @@ class RubricSession(PointwiseSession):
         super().__init__(context, prompt, group_id, size)
         rubric = context.template.find_rubric(prompt)
         self._rubric = dict(zip(name_criteria(rubric), rubric, strict=True))
+        self._num_criteria = len(self._rubric)
+        if (share := context.config.rubric.dropout) and current_purpose() == "training":
+            self._rubric = drop_some(self._rubric, share, context.seed, group_id)
         self._sampled: dict[int, SampledJudgements | Failed] = {}  # sibling -> its judgements
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
@@ -221,7 +237,7 @@ class RubricSession(PointwiseSession):
                     siblings=(rollout.sibling,),
                     num_scores=len(some),
                     prompt=prompt,
-                    criteria=tuple(some) if len(some) < len(names) else (),
+                    criteria=tuple(some) if len(some) < self._num_criteria else (),
                     check=check,
                 )
             )

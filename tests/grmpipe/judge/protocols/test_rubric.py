@@ -17,7 +17,7 @@ from configs import judge_config
 
 from grmpipe.config.judge import RubricConfig, Scale
 from grmpipe.data.prompts import load_prompts
-from grmpipe.judge.grm import LocalGrm
+from grmpipe.judge.grm import LocalGrm, set_purpose
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.rubric import choose_left_out, is_quoted, normalise
@@ -73,6 +73,35 @@ def test_a_judge_adds_its_file_of_criteria_to_a_prompt_s_own(bench: Any, tmp_pat
     prompt = replace(bench.prompt(), rubric=(Criterion(text="rhymes", weight=3),))
     report = bench.run(judge.judge(prompt, bench.rollout("a poem")))
     assert re.search(r"1\. rhymes\s+2\. is polite", shown[0]) and report.verdict.outcome == pytest.approx(0.75)
+
+
+def test_training_hides_other_criteria_of_each_group_and_evaluations_none(bench: Any) -> None:
+    shown: list[str] = []
+
+    def author(prompt: str, context: Any) -> Any:
+        shown.append(asked_about(prompt))
+        return bench.answer(box(*[10] * len(re.findall(r"(?m)^\d+\.", shown[-1]))))
+
+    judge, _ = bench.generative(author, **RUBRIC, rubric=RubricConfig(dropout=0.5))
+    rubric = (Criterion(text="is true", essential=True), *(Criterion(text=f"trait {n}") for n in range(9)))
+    prompt = prompt_with(bench, *rubric)
+
+    def asked(group_id: str) -> set[str]:
+        shown.clear()
+        reports = bench.run(judge_together(judge, prompt, group_id, ["a poem", "a verse"]))
+        assert all(one.verdict.outcome == pytest.approx(1) for one in reports)
+        first, second = [set(re.findall(r"is true|trait \d", text)) for text in shown]
+        assert first == second, "siblings are judged by the same"
+        names = {name for one in reports[0].judgements for name in one.criteria}
+        assert len(names) == (len(first) if len(first) < len(rubric) else 0)
+        return first
+
+    groups = [asked(f"{n:06}") for n in range(40)]
+    assert all("is true" in one for one in groups) and len({frozenset(one) for one in groups}) > 30
+    assert 1 + 9 * 0.4 < np.mean([len(one) for one in groups]) < 1 + 9 * 0.6
+    assert asked("000003~1") == groups[3], "a group that is sampled again after a resume"
+    with set_purpose("held_out"):
+        assert len(asked("000003")) == len(rubric)
 
 
 def test_sums_are_those_of_health_bench_within_0_and_1() -> None:
