@@ -199,6 +199,7 @@ class Judgement:
     turn:     the turn of the rollout that it is about; None: all of it.
     criteria: the names of those that `scores` are of, where it has only some of a rubric.
     unread:   criteria without a score although the judgement was asked for it, and why.
+    quotes:   the evidence for criteria that need some, by name: what the response has.
     """
 
     group_id: str
@@ -211,6 +212,7 @@ class Judgement:
     turn: int | None = None
     criteria: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
+    quotes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_forced(self) -> bool:

@@ -208,6 +208,9 @@ class CustomConfig:
     options: dict[str, Any] = field(default_factory=dict)  # Arguments of its class.
 
 
+CREDITS = ("whole", "evidence")
+
+
 @dataclass(frozen=True)
 class RubricConfig(Bounded):
     """How the criteria of a prompt's rubric become one score."""
@@ -224,6 +227,9 @@ class RubricConfig(Bounded):
     # [share] Of the criteria that aren't essential, those that training's groups are judged without, other ones for
     # each group: a policy can't learn which. Evaluations use all.
     dropout: float = from_0_to_1(0.0)
+    # Which tokens get the points of a criterion with evidence: those of the whole response (whole), or of the turn that
+    # the judge quotes, of a response of one turn the step by judge.split.step_end (evidence).
+    credit: str = one_of(CREDITS, "whole")
 
 
 @dataclass(frozen=True)
@@ -608,7 +614,7 @@ def check_early_stop(judge: JudgeConfig) -> None:
 
 def check_rubric(judge: JudgeConfig) -> None:
     rubric = judge.rubric
-    usual = {"criteria_per_call": 0, "min_share": 1, "dropout": 0}
+    usual = {"criteria_per_call": 0, "min_share": 1, "dropout": 0, "credit": "whole"}
     changed = [key for key, value in usual.items() if getattr(rubric, key) != value]
     if judge.protocol_kind.scores != "criteria" and changed:
         raise ValueError(

@@ -323,12 +323,13 @@ def estimate_tokens(text: str) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedScores:
     """The scores of a judgement that count. criteria: whose they are; empty: as asked. unread: the criteria without
-    one, and why.
+    one, and why. quotes: what the judge quotes for some.
     """
 
     scores: tuple[float, ...]
     criteria: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
+    quotes: Mapping[str, str] = field(default_factory=dict)
 
 
 CheckScores = Callable[[Scores, Scores, str], CheckedScores]  # as written, as they count, the answer -> those to keep
@@ -560,6 +561,7 @@ class GrmClient:
             scores=tuple(float(score) for score in found.scores),
             criteria=found.criteria or question.criteria,
             unread=found.unread,
+            quotes=found.quotes,
             prompt_ids=question.prompt.token_ids,
             completion=completion,
             grm=self.grm.name,

@@ -127,7 +127,7 @@ RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inser
 RARE: Mapping[type, tuple[str, ...]] = {
     Message: ("tool_calls", "name", "tool_call_id"),
     Prompt: ("rubric", "info"),
-    Judgement: ("criteria", "unread"),
+    Judgement: ("criteria", "unread", "quotes"),
     JudgedCriterion: ("tags", "shared", "left_out"),
     Criterion: ("essential", "tags", "name", "levels", "evidence"),
     Verdict: ("absent", "normalised", "teacher"),

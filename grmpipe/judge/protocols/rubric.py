@@ -1,5 +1,6 @@
 """The judge session of rubrics: single rollouts, with a score for each criterion, by one judgement or several."""
 
+import math
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
@@ -13,8 +14,9 @@ from grmpipe.judge.parse import Scores
 from grmpipe.judge.protocols.group_session import JudgeContext
 from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.protocols.sampled_judgements import SampledJudgements
+from grmpipe.judge.protocols.stepwise import ResponseStep, split_steps
 from grmpipe.judge.trajectory import Trajectory
-from grmpipe.judge.verdict import all_failed, make_failure, outcome_place, report_failures
+from grmpipe.judge.verdict import all_failed, make_failure, outcome_place, report_failures, sum_spans
 from grmpipe.judge.votes import MET, Weights, mean
 from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.types import (
@@ -25,6 +27,7 @@ from grmpipe.types import (
     JudgeReport,
     JudgeTask,
     Prompt,
+    RewardSpan,
     Rollout,
     Verdict,
 )
@@ -57,16 +60,20 @@ class CriteriaCheck:
         quotes: dict[int, list[str]] = {}
         for number, quote in QUOTE.findall(answer) if any(one.evidence for _, one in self.asked) else ():
             quotes.setdefault(int(number), []).append(quote)
-        kept, unread = dict[str, float](), dict[str, str]()
+        kept, unread, evidence = dict[str, float](), dict[str, str](), dict[str, str]()
         for number, (name, criterion) in enumerate(self.asked, 1):
             score, why = self._read(criterion, written[number - 1], scores[number - 1])
             if not why and criterion.evidence and self.scale.to_reward(score) >= MET:
                 why = find_fault(quotes.get(number, ()), self.work)
             if why:
                 unread[name] = why
-            else:
-                kept[name] = score
-        return CheckedScores(scores=tuple(kept.values()), criteria=tuple(kept) if unread else (), unread=unread)
+                continue
+            kept[name] = score
+            if criterion.evidence and number in quotes:
+                evidence[name] = quotes[number][0].strip()
+        return CheckedScores(
+            scores=tuple(kept.values()), criteria=tuple(kept) if unread else (), unread=unread, quotes=evidence
+        )
 
     def _read(self, criterion: Criterion, written: float, score: float) -> tuple[float, str]:
         """The score on the judge's scale, or why there is none. A score by tokens may lie between two levels."""
@@ -134,6 +141,21 @@ def choose_left_out(
         if may_lack and total - lost >= min_share * total - ROUNDING:
             left_out = more
     return left_out
+
+
+def credit_evidence(
+    verdict: Verdict, rollout: Rollout, points: Mapping[str, float], places: Mapping[str, ResponseStep]
+) -> Verdict:
+    """The verdict with the points of a criterion on the tokens where its evidence is, and the rest of the reward on the
+    whole: also what the bounds of a rubric's sum took away or left. The sum stays.
+    """
+    credited = [
+        RewardSpan(turn=place.turn, start=place.start, end=place.end, value=points[name])
+        for name, place in places.items()
+        if points.get(name)
+    ]
+    rest = verdict.outcome - math.fsum(span.value for span in credited)
+    return replace(verdict, rewards=sum_spans([*credited, replace(outcome_place(rollout), value=rest)]))
 
 
 def drop_some(rubric: Mapping[str, Criterion], share: float, seed: int, group_id: str) -> dict[str, Criterion]:
@@ -264,6 +286,10 @@ class RubricSession(PointwiseSession):
             kept = [name for name in self._rubric if name not in left_out]
             scores = [[row.get(name) for name in kept] for row in rows if row]
             verdict = vote.make_verdict(scores, count, parts.weights, parts.places)
+            if isinstance(verdict, Verdict) and self._context.config.rubric.credit == "evidence":
+                met = {name: self._context.scale.to_reward(count(given[name])) for name in kept}
+                points = {name: part * met[name] for name, part in zip(kept, parts.weights.parts, strict=True)}
+                verdict = credit_evidence(verdict, rollout, points, self._place_evidence(rollout, chosen))
         return JudgeReport(
             verdict=verdict,
             judgements=sampled.judgements,
@@ -281,6 +307,19 @@ class RubricSession(PointwiseSession):
                 for name, criterion in self._rubric.items()
             ),
         )
+
+    def _place_evidence(self, rollout: Rollout, judgements: Sequence[Judgement]) -> dict[str, ResponseStep]:
+        """Criterion -> the first step or turn that has what a judgement quotes for it, by the first that quotes any."""
+        decode, config = self._context.decode, self._context.config
+        step_end = config.split.step_end if len(rollout.turns) == 1 and decode is not None else ""
+        steps = split_steps(rollout, step_end, decode or str, thoughts=config.format.show_thoughts)
+        texts, places = [(one, normalise(one.text)) for one in steps], dict[str, ResponseStep]()
+        for judgement in judgements:
+            for name, quote in judgement.quotes.items():
+                found = next((step for step, text in texts if is_quoted(quote, text)), None)
+                if found is not None:
+                    places.setdefault(name, found)
+        return places
 
     def _fail(self, sampled: SampledJudgements, lacking: Sequence[str]) -> Failed:
         """The failure of a verdict that lacks criteria: the last cause of a judgement, or why one couldn't be read."""

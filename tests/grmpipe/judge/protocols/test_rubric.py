@@ -23,7 +23,7 @@ from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.rubric import choose_left_out, is_quoted, normalise
 from grmpipe.judge.votes import Weights
 from grmpipe.models.types import Completion, Message, TopLogprobs, VersionSpan
-from grmpipe.types import Criterion, Failed, JudgeReport, Prompt
+from grmpipe.types import Criterion, Failed, JudgeReport, Prompt, Rollout
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
 ONE_A_CALL = RubricConfig(criteria_per_call=1)
@@ -331,6 +331,38 @@ def test_what_a_response_says_of_its_criteria_changes_no_verdict(bench: Any, per
 def test_quotes_are_compared_without_white_space_and_typography() -> None:
     assert is_quoted('"a  b\u00a0c"', normalise("A b\nc")) and not is_quoted('"a b"', normalise("a c b"))
     assert not is_quoted('"-5"', normalise("5")) and not is_quoted("", normalise("anything"))
+
+
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_points_go_to_the_tokens_that_the_judge_quotes_and_the_rest_to_the_whole(bench: Any, num_turns: int) -> None:
+    """To a turn; to a line where there is one turn. The sum stays, also where a bound cuts it."""
+    lines = ["Roses are red.", "I am so good!", "Violets are blue."]
+    texts = ["\n".join(lines)] if num_turns == 1 else ["\n".join(lines[:2]), lines[2]]
+    turns = tuple(bench.rollout(text).turns[0] for text in texts)
+    rollout = Rollout(group_id="g7", sibling=0, turns=turns, status="finished")
+    said = 'Evidence 1: "violets are  blue"\nEvidence 2: "I am so good!"\n'
+    rubric = (
+        Criterion(text="It says something of violets.", evidence=True, weight=3),
+        Criterion(text="It praises itself.", evidence=True, weight=-5),
+        Criterion(text="It rhymes.", weight=1),
+    )
+    places = [(0, 29, 46), (0, 15, 29)] if num_turns == 1 else [(1, 0, 17), (0, 0, 28)]
+    for scores, points in (("10, 1, 10", (0.75, 0.0)), ("10, 10, 10", (0.75, -1.25)), ("1, 10, 1", (0.0, -1.25))):
+        for credit in ("evidence", "whole"):
+            author = lambda prompt, context, scores=scores: bench.answer(f"{said}\\boxed{{{scores}}}")  # noqa: E731
+            judge, _ = bench.generative(author, **RUBRIC, rubric=RubricConfig(credit=credit))
+            report = bench.run(judge.judge(prompt_with(bench, *rubric), rollout))
+            verdict = report.verdict
+            earned = min(max(sum(points) + 0.25 * (scores[-2:] == "10"), 0), 1)
+            assert verdict.outcome == pytest.approx(earned) and report.judgements[0].quotes
+            found = {(span.turn, span.start, span.end): span.value for span in verdict.rewards}
+            if credit == "whole":
+                assert len(found) == 1
+                continue
+            whole = (num_turns - 1, 0, len(texts[-1]))
+            expected = {place: value for place, value in zip(places, points, strict=True) if value}
+            expected[whole] = expected.get(whole, 0) + earned - sum(points)
+            assert found == pytest.approx(expected)
 
 
 # -- failed criteria ---------------------------------------------------------------------------------------------------
