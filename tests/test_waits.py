@@ -93,7 +93,7 @@ WAITS = {
     "scheduler/processes/fork_server.py::ForkServer._answer": "our own client, which writes at once or is dead",
     "scheduler/processes/ray_actor.py::MemberHost._on_thread": CALL,
     "scheduler/processes/ray_cluster.py::RayCluster.start": LIMITED,
-    "scheduler/processes/unix_rpc.py::_read_frame": CALL,
+    "scheduler/processes/rpc.py::_read_frame": CALL,
     "scheduler/routing/members.py::RoleMembers.until_served": DEADLINE,
     "scheduler/routing/router.py::Router.until_idle": DEADLINE,
     "scheduler/slots/elastic.py::ElasticPool._until_settled": "the switch of the slot, by its calls' limits",

@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 # Short calls, and waits that are repeated all the time.
 CONTROL = frozenset(
-    {"deliver", "sender.deliver", "collect", "pause", "resume", "node_address", "free_port", "open_rpc"}
-)
+    {
+        "deliver", "sender.deliver", "collect", "pause", "resume", "node_address", "free_port", "open_rpc",
+        "open_network_rpc",
+    }
+)  # fmt: skip
 # Calls that read or write whole models, or wait for a process to start.
 LOAD = frozenset({"process_id", "start", "make", "load", "save", "begin_save", "export"})
 WORK_FACTOR, LOAD_FACTOR = 6, 12  # times the limit of control calls; work queues behind other work

@@ -25,10 +25,11 @@ from grmpipe.models.types import (
 )
 from grmpipe.scheduler.processes.actors import Closable, EngineFactory
 from grmpipe.scheduler.processes.call_order import OrderedHost
-from grmpipe.scheduler.processes.unix_rpc import RpcServer
+from grmpipe.scheduler.processes.node_address import node_address
+from grmpipe.scheduler.processes.rpc import NetworkLine, RpcServer
 from grmpipe.scheduler.processes.wire_types import Dialect, RemoteError, rebuild_error, remote_error
 
-NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
+NOT_BY_SOCKET = ("start", "open_rpc", "open_network_rpc", "call_in_order")
 # Errors of an engine that callers distinguish; any other arrives as a RuntimeError with its traceback.
 ENGINE_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (EngineDied, EngineRefused, ValueError, ConnectionError)
@@ -110,6 +111,10 @@ class EngineHost(OrderedHost):
         """
         await self._line.listen(path)
         return self._dialect
+
+    async def open_network_rpc(self, key: bytes) -> NetworkLine:
+        """The same for a caller on another machine that has the key."""
+        return NetworkLine(self._dialect, host := node_address(), await self._line.listen_to_network(host, key))
 
     async def start(self, make_engine: EngineFactory, rank: int) -> None:
         """Start the engine. Blocks the loop while the model loads: no other call comes before."""

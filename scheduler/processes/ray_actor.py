@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,8 @@ from grmpipe.scheduler.placement import Seat
 from grmpipe.scheduler.processes.actors import ActorDied, Closable, MemberFactory, ask_member, free_port
 from grmpipe.scheduler.processes.call_limits import MEMBER_CALL, CallLimits
 from grmpipe.scheduler.processes.call_order import OrderedHost
-from grmpipe.scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer, socket_path
+from grmpipe.scheduler.processes.node_address import node_address
+from grmpipe.scheduler.processes.rpc import NetworkLine, RpcClient, RpcDisconnected, RpcServer, socket_path
 from grmpipe.scheduler.processes.wire_types import Dialect, RemoteTraceback, UntypedCall
 
 log = logging.getLogger(__name__)
@@ -49,18 +51,27 @@ class MemberHost(OrderedHost):
         """Like EngineHost.open_rpc, for calls of the member. None if the types of a method are unknown: then calls go
         over Ray.
         """
+        if (dialect := self._make_line()) is not None:
+            await self._line.listen(path)
+        return dialect
+
+    async def open_network_rpc(self, key: bytes) -> NetworkLine | None:
+        """The same for a caller on another machine that has the key."""
+        if (dialect := self._make_line()) is None:
+            return None
+        return NetworkLine(dialect, host := node_address(), await self._line.listen_to_network(host, key))
+
+    def _make_line(self) -> Dialect | None:
         try:
             dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
         except UntypedCall as error:
             log.warning("calls go by Ray: %s", error)
             return None
         self._line = RpcServer(lambda method, *args: self.ask(method.removeprefix(f"{MEMBER_CALL}."), *args), dialect)
-        await self._line.listen(path)
         return dialect
 
     async def node_address(self) -> str:
-        address: str = ray.util.get_node_ip_address()
-        return address
+        return node_address()
 
     async def free_port(self, host: str) -> int:
         return free_port(host)
@@ -125,15 +136,23 @@ class RayActor:
         self._num_asked = 0  # by Ray
         self._death: str | None = None  # why; from then on Ray is asked nothing of it, for Ray itself may be gone
 
-    async def open_rpc(self) -> None:
-        """Use a socket instead of Ray for further calls. Only for a process on this machine."""
+    async def open_rpc(self, *, same_machine: bool) -> None:
+        """Use a channel of its own instead of Ray for further calls. Ray's own stays where it is the encrypted one."""
         try:
-            with socket_path() as path:
-                dialect = cast("Dialect | None", await self._call_by_ray("open_rpc", path))
-                if dialect is not None:
-                    self._line = await RpcClient.connect(path, self.name, dialect)
+            if same_machine:
+                with socket_path() as path:
+                    dialect = cast("Dialect | None", await self._call_by_ray("open_rpc", path))
+                    if dialect is not None:
+                        self._line = await RpcClient.connect(path, self.name, dialect)
+            elif not encrypts():
+                key = secrets.token_bytes()
+                line = cast("NetworkLine | None", await self._call_by_ray("open_network_rpc", key))
+                if line is not None:
+                    self._line = await RpcClient.connect_over_network(
+                        line.host, line.port, key, self.name, line.dialect
+                    )
         except OSError as error:
-            log.warning("%s: calls use Ray, since there is no socket: %s", self.name, error)
+            log.warning("%s: calls use Ray, since there is no connection of its own: %s", self.name, error)
 
     async def call(self, method: str, *args: object) -> object:
         """Call a method. Raises the method's error, or ActorDied. A process that doesn't answer in time is killed and
@@ -213,6 +232,11 @@ class RayActor:
         lines = _last_lines(self.process_id)
         tail = "".join(f"\n  | {line}" for line in lines) or " none"
         return f"process {self.process_id} is gone (killed, out of memory, or crashed). Ray: {detail} Last lines:{tail}"
+
+
+def encrypts() -> bool:
+    """Whether Ray encrypts what its processes send each other, which a channel of our own would not."""
+    return os.environ.get("RAY_USE_TLS", "0") == "1"
 
 
 async def first_cause(calls: Sequence[Awaitable[T]]) -> list[T]:

@@ -257,8 +257,7 @@ class RayCluster:
         return RemoteEngine(actor)
 
     async def _open_rpc(self, seat: Seat, actor: RayActor) -> None:
-        if self._node_of(seat) == ray.get_runtime_context().get_node_id():
-            await actor.open_rpc()
+        await actor.open_rpc(same_machine=self._node_of(seat) == ray.get_runtime_context().get_node_id())
 
     async def _until_up(self, actors: Sequence[RayActor]) -> None:
         await first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])

@@ -45,7 +45,7 @@ from grmpipe.scheduler.processes.actors import ActorDied, EngineFactory, MemberF
 from grmpipe.scheduler.processes.call_limits import CallLimits
 from grmpipe.scheduler.processes.ray_actor import BucketStore, RayActor
 from grmpipe.scheduler.processes.ray_cluster import RayCluster
-from grmpipe.scheduler.processes.unix_rpc import RpcServer
+from grmpipe.scheduler.processes.rpc import RpcServer
 from grmpipe.scheduler.processes.wire_types import Dialect
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.routing.scorers import ScorerPool
@@ -518,8 +518,23 @@ def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> N
         generating.cancel()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grmpipe.scheduler.processes.unix_rpc.asyncio.open_unix_connection", refused)
+        patch.setattr("grmpipe.scheduler.processes.rpc.asyncio.open_unix_connection", refused)
         on_cluster(seats(learner=1, policy=1), scene)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_processes_of_another_machine_are_called_over_the_network_unless_ray_encrypts(encrypted: bool) -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_members("learner", members())
+        line = group._actors[0]._line  # type: ignore[attr-defined]
+        assert (line is None) == encrypted
+        assert line is None or line._writer.get_extra_info("peername")[1] > 0, "a port"
+        assert await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50))) == [*range(1, 51)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RayCluster, "_node_of", lambda cluster, seat: "another")
+        patch.setattr("grmpipe.scheduler.processes.ray_actor.encrypts", lambda: encrypted)
+        on_cluster(seats(learner=1), scene)
 
 
 async def refused(path: str) -> None:
@@ -549,7 +564,7 @@ def test_a_start_that_is_given_up_between_socket_and_connection_leaves_no_file(
     async def main() -> None:
         limits = CallLimits(call_timeout_s=1)
         actor = RayActor(seats(policy=1).seats["policy"][0], cast("ActorHandle", None), BucketStore(), limits)
-        opening = asyncio.create_task(actor.open_rpc())
+        opening = asyncio.create_task(actor.open_rpc(same_machine=True))
         await listening.wait()
         there.extend(list_lines())
         opening.cancel()

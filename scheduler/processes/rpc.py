@@ -1,4 +1,4 @@
-"""Calls between two processes of one machine, over a private Unix socket.
+"""Calls between two processes: over a private Unix socket on one machine, over TCP with a key between two.
 
 A call over Ray passes several threads at either end, and engines and learners are called tens of times per step, so
 they use this where possible. Only values of the types in wire_types.py are sent or decoded.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import itertools
 import os
+import secrets
+import socket
 import struct
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,6 +37,10 @@ from grmpipe.scheduler.processes.wire_types import (
 HEADER = struct.Struct("!QHQ")
 MAX_PATH_BYTES = 107  # the kernel's limit for a socket
 ANSWERED, FAILED = range(2)
+NONCE_BYTES, PROOF_BYTES = 32, 32
+HANDSHAKE_S = 5.0
+# A machine that is gone without a word breaks the connection within a minute, as Ray would notice it.
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 Decoder = msgspec.msgpack.Decoder[Any]
 Frame = tuple[int, int, bytes]
 _encoder = encoder()
@@ -42,6 +49,14 @@ _error_decoder = decoder(RemoteError)
 
 class RpcDisconnected(Exception):
     """The other end is gone, or this end was closed."""
+
+
+class NetworkLine(NamedTuple):
+    """Where a process listens for one caller on another machine, and what it may be asked."""
+
+    dialect: Dialect
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +89,23 @@ class RpcServer:
     async def listen(self, path: str) -> None:
         """Listen at a path, at which one caller may connect. Raises OSError."""
         self._server = await asyncio.start_unix_server(self._serve, path)
+
+    async def listen_to_network(self, host: str, key: bytes) -> int:
+        """Listen at a port of this address, at which one caller that has the key may connect. Returns the port. Raises
+        OSError.
+        """
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await _prove_key(reader, writer, key, calls=False)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError):
+                writer.close()
+            else:
+                await self._serve(reader, writer)
+
+        self._server = await asyncio.start_server(serve, host, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self._server is not None
@@ -121,6 +153,21 @@ class RpcClient:
     async def connect(cls, path: str, name: str, dialect: Dialect) -> RpcClient:
         """Connect. Raises OSError."""
         reader, writer = await asyncio.open_unix_connection(path)
+        return cls(name, reader, writer, dialect)
+
+    @classmethod
+    async def connect_over_network(cls, host: str, port: int, key: bytes, name: str, dialect: Dialect) -> RpcClient:
+        """Connect to another machine. Raises OSError, also if nobody answers there, or somebody without the key."""
+        async with asyncio.timeout(HANDSHAKE_S):
+            reader, writer = await asyncio.open_connection(host, port)
+        try:
+            await _prove_key(reader, writer, key, calls=True)
+        except asyncio.IncompleteReadError as error:
+            writer.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "the other end closed the connection", host) from error
+        except BaseException:
+            writer.close()
+            raise
         return cls(name, reader, writer, dialect)
 
     def carries(self, method: str) -> bool:
@@ -177,6 +224,32 @@ def socket_path() -> Iterator[str]:
         if len(os.fsencode(path)) > MAX_PATH_BYTES:
             raise OSError(errno.ENAMETOOLONG, "the path of the temporary folder is too long for a socket", folder)
         yield path
+
+
+async def _prove_key(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, calls: bool) -> None:
+    """Show the other end that this one has the key, and see that it has: the key itself never travels here. The caller
+    proves first. Raises OSError, TimeoutError or IncompleteReadError.
+    """
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if (number := getattr(socket, option, None)) is not None:  # Linux has all
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)
+    own = secrets.token_bytes(NONCE_BYTES)
+
+    def make_proof(nonce: bytes, *, calls: bool) -> bytes:
+        return hmac.digest(key, (b"caller " if calls else b"called ") + nonce, "sha256")
+
+    async with asyncio.timeout(HANDSHAKE_S):
+        writer.write(own)
+        theirs = await reader.readexactly(NONCE_BYTES)
+        if calls:
+            writer.write(make_proof(theirs, calls=True))
+        proof = await reader.readexactly(PROOF_BYTES)
+        if not hmac.compare_digest(proof, make_proof(own, calls=not calls)):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "the other end has another key")
+        if not calls:
+            writer.write(make_proof(theirs, calls=False))
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> Frame | None:

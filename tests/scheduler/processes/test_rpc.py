@@ -14,7 +14,8 @@ from typing import cast
 import pytest
 
 from grmpipe.models.types import EngineRefused
-from grmpipe.scheduler.processes.unix_rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer, socket_path
+from grmpipe.scheduler.processes import rpc
+from grmpipe.scheduler.processes.rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer, socket_path
 from grmpipe.scheduler.processes.wire_types import Dialect
 
 
@@ -214,6 +215,54 @@ def test_one_caller_gets_in_and_nothing_stays() -> None:
         assert not Path(path).parent.exists()
         assert await line.call("add", 1, 2) == 3
         line.close()
+
+    asyncio.run(run())
+
+
+def test_over_the_network_only_a_caller_with_the_key_gets_in_and_only_one() -> None:
+    async def run() -> None:
+        server, key = end_of(Target()), b"k" * 32
+        port = await server.listen_to_network("127.0.0.1", key)
+
+        async def connect(key: bytes) -> RpcClient:
+            return await RpcClient.connect_over_network("127.0.0.1", port, key, "policy-0", Dialect.of(Target))
+
+        with pytest.raises(ConnectionRefusedError, match="closed the connection"):
+            await connect(b"another")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        nonce = await reader.readexactly(32)
+        writer.write(nonce + nonce)  # what the other end says, said back
+        assert await reader.read() == b""
+        writer.close()
+        line = await connect(key)
+        assert await line.call("add", 1, 2) == 3
+        with pytest.raises(OSError):
+            await connect(key)
+        line.close()
+        with pytest.raises(RpcDisconnected):
+            await line.call("add", 1, 2)
+
+    asyncio.run(run())
+
+
+def test_a_caller_notices_that_the_other_end_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else who listens at that port by then."""
+    monkeypatch.setattr(rpc, "HANDSHAKE_S", 0.5)
+
+    async def run() -> None:
+        async def claim(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(await reader.readexactly(32))
+            writer.write(await reader.readexactly(32))  # the caller's own proof
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+
+        for answer, told in ((claim, "another key"), (say_nothing, None)):
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(OSError, match=told):
+                await RpcClient.connect_over_network("127.0.0.1", port, b"key", "policy-0", Dialect.of(Target))
+            server.close()
 
     asyncio.run(run())
 
