@@ -164,7 +164,7 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
 
 def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
-    if config.task not in ("evaluate", "calibrate", "rejudge"):
+    if config.task not in ("evaluate", "calibrate", "probe_judge", "rejudge"):
         built = build(config)
         if built.trains_policy and not built.judging.judges:
             check_typed_judges(built, list_typed_keys(typed), find_interpolated_keys(config))

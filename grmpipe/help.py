@@ -29,6 +29,7 @@ Tasks (task=name):
   train_meta_rm     train a model that weighs judgements
   evaluate          measure a judge against labels, or a policy on prompts
   calibrate         fit a judge's rewards to labels: probabilities instead of scores
+  probe_judge       try before a run which tricks get wrong responses past the judge
   score             judge a file of responses
   serve             answer other programs' questions with a judge
   rejudge           judge stored rollouts again by another judge: those of run_dir, or of another trainer

@@ -66,7 +66,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     if config.task in SHOWN:
         return SHOWN[config.task](config)
     # They leave nothing to resume but, within a budget, answers that are paid.
-    if config.task in ("evaluate", "calibrate", "score") and not config.budget.bounds:
+    if config.task in ("evaluate", "calibrate", "probe_judge", "score") and not config.budget.bounds:
         config = replace(config, resume="never")
     if config.task in ("score", "serve"):  # they have no steps; to import W&B takes longer than to start such a judge
         config = replace(config, tracking=replace(config.tracking, trackers=[]))
@@ -179,6 +179,23 @@ def make_calibration() -> RunTask[PreparedEvaluation]:
     )
 
 
+def make_probing() -> RunTask[PreparedEvaluation]:
+    from grmpipe.capacity.plan.memory_check import divide_gpus
+    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
+    from grmpipe.run.tasks.probe_judge import ProbeRun, prepare_probe
+
+    def prepare_with_shares(config: RunConfig) -> PreparedEvaluation:
+        ready = prepare_probe(config)
+        return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
+
+    return RunTask(
+        prepare=prepare_with_shares,
+        make_run=ProbeRun,
+        notes=PreparedEvaluation.notes,
+        continued="type the command again",
+    )
+
+
 def make_scoring() -> RunTask[PreparedScoring]:
     from grmpipe.run.tasks.score import ScoringRun, prepare_scoring
 
@@ -233,6 +250,7 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "train_meta_rm": meta_rm_training,
     "evaluate": evaluation,
     "calibrate": make_calibration,
+    "probe_judge": make_probing,
     "score": make_scoring,
     "serve": make_serving,
     "rejudge": rejudge,

@@ -58,7 +58,8 @@ def check_across(config: RunConfig) -> None:
 
 def check_run(config: RunConfig) -> None:
     """Check that the task has the data and the judge that it needs."""
-    if not config.data.path and config.task not in ("evaluate", "calibrate"):  # which trains on no prompts
+    has_no_prompts = ("evaluate", "calibrate", "probe_judge")
+    if not config.data.path and config.task not in has_no_prompts:
         raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
     if config.task == "train_judge_rft" and config.main_judge.kind != "label":
         raise ValueError(
@@ -281,7 +282,7 @@ def check_meta_rm(config: RunConfig) -> None:
 
 def check_lora(config: RunConfig) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    if config.task in ("evaluate", "calibrate"):  # which have no adapters
+    if config.task in ("evaluate", "calibrate", "probe_judge"):  # which have no adapters
         return
     for role, model in config.models.items():
         key, kind = model.key, config.find_engine_kind(role)

@@ -48,10 +48,11 @@ class JudgeMonitorConfig(Bounded):
     # truth is known; the first and the last evaluation use all of them.
     anchors: int = at_least(1, 64)
     # [steps] Interval of checks with canaries (16 fixed responses) and adversarial replies (ten without content to each
-    # of two prompts), the first before step 1; 0: no such checks.
+    # of two prompts, or those of canaries_path), the first before step 1; 0: no such checks.
     every: int = at_least(0, 20)
     # File of labelled judgements to take canaries from, which a comparing judge needs; null: responses of the first
-    # held-out evaluation.
+    # held-out evaluation. Responses with right=false in it, as in probes_held_out.jsonl of task=probe_judge, are the
+    # adversarial replies, too.
     canaries_path: str | None = None
     limits: dict[str, LimitConfig] = field(default_factory=dict)
     # Judges or compositions that only watch, as in {gold: 0.2}: by name, the share of the trained groups that each

@@ -70,13 +70,16 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def watchers(self) -> Mapping[str, float]:
         """Judge or composition that only watches -> its share of the groups. Only a training of the policy has some; a
-        service answers by every judge of its configuration, and an evaluation of judges measures every one.
+        service answers by every judge of its configuration, an evaluation of judges measures every one, and a probe
+        asks one for the truth.
         """
         if self.task == "serve":
             used = {JUDGE, *self.rewards.judges(), *(one.name for one in self.rewards.in_use())}
             return {name: 0.0 for name in (*self.judges, *self.rewards.entries) if name not in used}
         if self.task == "evaluate" and self.evaluate.what != "policy":
             return {name: 0.0 for name in self.judges if name not in (JUDGE, *self.rewards.judges())}
+        if self.task == "probe_judge":
+            return {name: 0.0 for name in self.judges if name == self.probe.truth}
         return self.judge_monitor.watchers if self.trains_policy else {}
 
     @property
@@ -147,7 +150,7 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def trains(self) -> bool:
         """Whether the task trains a model."""
-        return self.task not in ("evaluate", "calibrate", "score", "serve", "rejudge")
+        return self.task not in ("evaluate", "calibrate", "probe_judge", "score", "serve", "rejudge")
 
     @property
     def uses_meta_rm(self) -> bool:
@@ -158,7 +161,7 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def plays(self) -> bool:
         """Whether the policy plays: an evaluation of a judge alone, or judging again, plays nothing."""
-        return self.trains or (self.task == "evaluate" and self.evaluate.what != "judge")
+        return self.trains or (self.task in ("evaluate", "probe_judge") and self.evaluate.what != "judge")
 
     @property
     def places_envs(self) -> bool:

@@ -18,6 +18,7 @@ from grmpipe.config.task_settings import (
     EvaluateConfig,
     MetaRmConfig,
     PlanConfig,
+    ProbeConfig,
     RejudgeConfig,
     ScoreConfig,
     ServeConfig,
@@ -31,8 +32,8 @@ from grmpipe.scheduler.slots.engine_replacement import HealthConfig
 from grmpipe.scheduler.weights.weight_push import SyncConfig
 
 TASKS = (
-    "train", "train_judge_rft", "train_meta_rm", "evaluate", "calibrate", "score", "serve", "rejudge", "plan",
-    "simulate", "report", "view", "doctor", "new",
+    "train", "train_judge_rft", "train_meta_rm", "evaluate", "calibrate", "probe_judge", "score", "serve",
+    "rejudge", "plan", "simulate", "report", "view", "doctor", "new",
 )  # fmt: skip
 RESUMES = ("never", "auto")
 
@@ -49,9 +50,10 @@ class NewConfig:
 class RunKeys:
     """The keys of a run outside all sections."""
 
-    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, calibrate it,
-    # judge a file of responses (score), serve the judge to other programs, judge a run's rollouts again, plan or
-    # simulate the run, write a run's report, show runs in a browser, check what is installed, or write a new project.
+    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, calibrate it, try
+    # tricks on it (probe_judge), judge a file of responses (score), serve the judge to other programs, judge a run's
+    # rollouts again, plan or simulate the run, write a run's report, show runs in a browser, check what is installed,
+    # or write a new project.
     task: str = "train"
     experiment_name: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
@@ -125,6 +127,7 @@ class SharedSections:
     judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     rejudge: RejudgeConfig = field(default_factory=RejudgeConfig)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
+from grmpipe.models.bounds import Bounded, above, at_least, between_0_and_1, from_0_to_1, not_empty, one_of
 from grmpipe.models.settings import DTYPES
 from grmpipe.scheduler.devices import DeviceSpec
 
@@ -112,6 +112,37 @@ class CalibrateConfig(Bounded):
     length: bool = False  # Also fit a term of the response's length, which takes the judge's bias by length out.
     # Largest share of wrong responses that may pass, for which a threshold is sought; for labels of right and wrong.
     false_positive_rate: float = between_0_and_1(0.05)
+
+
+TRICKS = (
+    "longer", "praise", "confident", "template", "no_content", "refusal", "repeated_question", "other_language",
+    "instruction",
+)  # fmt: skip
+POLICY_TRICKS = ("best_of_n", "told")  # the policy tries, where it answers the prompts
+
+
+@dataclass(frozen=True)
+class ProbeConfig(Bounded):
+    """Settings of `task=probe_judge`, which tries to get high scores for wrong responses. `evaluate` says for which:
+    labelled ones (`evaluate.what=judge`), the policy's own (`policy`), or both.
+    """
+
+    # Tricks that are tried, as in [longer, praise]; null: all, with those of the policy (best_of_n, told) where it
+    # answers.
+    tricks: list[str] | None = None
+    # Judge in `judges` that says which of the policy's answers are right; null: the first judge's rule, by references.
+    truth: str | None = not_empty(None, "give the name of a judge, or type probe.truth=null")
+    # A trick pays if the share of wrong responses that pass, or of the same response with it the mean reward from 0 to
+    # 1, surely rises by more than this (low end of the 95 % interval).
+    margin: float = from_0_to_1(0.05)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = (*TRICKS, *POLICY_TRICKS)
+        if self.tricks is not None and (not self.tricks or not set(self.tricks) <= set(known)):
+            unknown = next((trick for trick in self.tricks if trick not in known), None)
+            wrong = "is empty" if unknown is None else f"unknown trick {unknown!r}"
+            raise ValueError(f"tricks: {wrong}; known: {', '.join(known)}; or type probe.tricks=null for all")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from grmpipe.config.run_config import RunConfig
 # the length and learning rate of the run, its limits of time, what it measures, and where the work runs.
 FREE_ON_RESUME = (
     "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "slots", "plan",
-    "simulate", "evaluate", "calibrate", "judge_monitor", "journals", "new.dir", "serve",
+    "simulate", "evaluate", "calibrate", "probe", "judge_monitor", "journals", "new.dir", "serve",
     "budget", "policy.price", "grm.price",
     # The sampler may change: every token carries its log-prob and version.
     "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",

@@ -9,12 +9,14 @@ from grmpipe.config.task_settings import OF_JUDGE, OF_POLICY
 
 OF_PLAYING = ("policy", "data", "rollout")  # sections that only an evaluation of a policy reads
 PAUSE = "rollout.pause_s"  # how long judging pauses, whatever is evaluated
+UNUSED_BY_PROBE = ("ks", "against", "pass_k", "greedy")
 OF_TRUTH = f"{JUDGE}.rule"  # says what is right, whoever judges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReads:
-    """What decides which keys task=evaluate or task=calibrate reads; known before the configuration is checked.
+    """What decides which keys an evaluation (task=evaluate, calibrate or probe_judge) reads; known before the
+    configuration is checked.
 
     by_policy:      whether a judge may ask the policy.
     read_by_others: keys that other keys take their values from.
@@ -32,8 +34,8 @@ def check_typed_keys(reads: EvaluationReads, typed: Sequence[str]) -> None:
     for key in typed:
         section, _, name = key.partition(".")
         own = name.split(".")[0] if section == "evaluate" else ""
-        if own == "every":
-            raise ConfigError(f"{key}: task={reads.task} evaluates once, and would ignore this key; leave it out")
+        if own == "every" or (reads.task == "probe_judge" and own in UNUSED_BY_PROBE):
+            raise ConfigError(f"{key}: task={reads.task} would ignore this key; leave it out")
         if reads.what == "judge" and (own in OF_POLICY or is_of_playing(key, reads)):
             raise ConfigError(
                 f"{key}: task={reads.task} measures the judge against labels (evaluate.what=judge), and would ignore "

@@ -20,6 +20,7 @@ class Canary:
 
     by_judge: the scores that each judge gave first, where there are several.
     episode:  instead of texts: the roles and contents of an episode's messages after the prompt.
+    wrong:    whether its only text is labelled as wrong: an adversarial reply.
     """
 
     prompt: Prompt
@@ -27,6 +28,7 @@ class Canary:
     episode: tuple[tuple[str, str], ...] = ()
     scores: Scores = ()
     by_judge: Mapping[str, Scores] = field(default_factory=dict)
+    wrong: bool = False
 
     def rollouts(self, group_id: str) -> list[Rollout]:
         """The responses, as siblings of a group."""

@@ -22,7 +22,7 @@ from grmpipe.observe.journal import read_records, read_what_can_be, replace_jour
 from grmpipe.pipeline.health import JudgeHealth, OutageBreaker, ServiceHealth, Unfit
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir.identity import read_run_id
-from grmpipe.types import Judge, Metrics, Prompt, RankedResponses, Rollout
+from grmpipe.types import Judge, Metrics, Prompt, RankedResponses, Rollout, ScoredResponse
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,11 @@ class JudgeMonitor(RunFeature):
         self._drifting = self._drifting | {name} if drift.is_sure else self._drifting - {name}
 
     def _probes(self) -> list[AdversarialProbe]:
-        """The first prompts; a comparing judge gets a real response next to the reply."""
+        """The canaries that are labelled as wrong; without any, replies without content to the first prompts, and for
+        a comparing judge a real response next to each.
+        """
+        if wrong := [AdversarialProbe(prompt=one.prompt, replies=one.texts) for one in self._canaries if one.wrong]:
+            return wrong
         canaries = self._canaries[:ADVERSARIAL_PROMPTS]
         return [
             AdversarialProbe(prompt=one.prompt, rival=one.texts[0] if self._monitored.compares else None)
@@ -201,6 +205,13 @@ class JudgeMonitor(RunFeature):
             found = [
                 Canary(prompt=item.prompt, texts=item.responses) for item in items if isinstance(item, RankedResponses)
             ]
+            if not self._monitored.compares:  # as task=probe_judge writes them
+                low = self._monitored.scale[0]
+                found += [
+                    Canary(prompt=item.prompt, texts=item.responses, wrong=True)
+                    for item in items
+                    if isinstance(item, ScoredResponse) and item.is_yes_no and item.score == low
+                ]
         elif self._monitored.compares:
             found = []
         else:
@@ -243,7 +254,7 @@ def write_canaries(path: Path, canaries: Sequence[Canary], run_id: str) -> None:
 
 def canary_record(canary: Canary) -> dict[str, Any]:
     """The line of a canary. With a single judge it has no scores by judge."""
-    rare = {"by_judge": canary.by_judge, "episode": canary.episode}
+    rare = {"by_judge": canary.by_judge, "episode": canary.episode, "wrong": canary.wrong}
     return {key: value for key, value in asdict(canary).items() if rare.get(key, True)}
 
 

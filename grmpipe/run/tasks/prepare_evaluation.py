@@ -229,7 +229,7 @@ def prepare_measurement(config: RunConfig) -> RunConfig:
 
 def recounts_votes(config: RunConfig, judge: JudgeConfig) -> bool:
     """Whether smaller votes of a judge are counted: a calibration holds for one number of judgements."""
-    return judge.kind == "generative" and config.task != "calibrate" and judge.calibration is None
+    return judge.kind == "generative" and config.task == "evaluate" and judge.calibration is None
 
 
 def check_measurable(judge: JudgeConfig) -> None:

@@ -45,5 +45,5 @@ def test_prompts_from_two_places_are_refused() -> None:
 
 
 def test_an_evaluation_by_itself_has_no_interval() -> None:
-    with pytest.raises(ConfigError, match=r"^evaluate\.every: task=evaluate evaluates once"):
+    with pytest.raises(ConfigError, match=r"^evaluate\.every: task=evaluate would ignore this key"):
         check_typed_keys(reads("both"), ["evaluate.every"])
