@@ -79,7 +79,7 @@ class RunConfig(SharedSections, RunKeys):
         if self.task == "evaluate" and self.evaluate.what != "policy":
             return {name: 0.0 for name in self.judges if name not in (JUDGE, *self.rewards.judges())}
         if self.task == "probe_judge":
-            return {name: 0.0 for name in self.judges if name == self.probe.truth}
+            return {name: 0.0 for name in self.judges.keys() - self.rewards.judges() if name == self.probe.truth}
         return self.judge_monitor.watchers if self.trains_policy else {}
 
     @property

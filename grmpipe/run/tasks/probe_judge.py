@@ -195,7 +195,8 @@ class ProbeRun(EvaluationRun):
             for answer, is_right in await self._sample(running, name, found, told=trick == told):
                 item_id = f"{name}/{answer.prompt.prompt_id}"
                 if trick == best_of_n and is_right is not None:
-                    (right if is_right else wrong).setdefault(item_id, self._label(item_id, answer, is_right))
+                    own_id = f"{item_id}/right" if is_right else item_id
+                    (right if is_right else wrong).setdefault(item_id, self._label(own_id, answer, is_right))
                 if is_right is False and answer.reward is not None:
                     best[item_id] = max(best.get(item_id, answer), answer, key=lambda one: one.reward or 0.0)
             if trick in chosen:

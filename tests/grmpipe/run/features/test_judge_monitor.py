@@ -302,6 +302,25 @@ def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: P
     assert len(lines) == NUM_CANARIES and all(len(line["texts"]) >= 2 for line in lines)
 
 
+def test_responses_that_are_labelled_as_wrong_are_what_may_fool_the_judge(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i} x 7?", "response": "0" * (10 if i < 4 else 1), "right": False} for i in range(8)]
+    rows += [{"prompt": "6 x 7?", "response": "4200000000", "right": True}] * 2
+    path = tmp_path / "probes_held_out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = JudgeMonitorConfig(every=1, canaries_path=str(path))
+    scene = Scene(tmp_path, config)
+
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        return await judge_monitor.first(0, SEEN)
+
+    metrics = scene.run(watch)
+    assert isinstance(metrics, dict) and metrics["judge_monitor/attack_success_share"] == 0.5
+    path.unlink()  # a resume has them in canaries.jsonl
+    again = Scene(tmp_path, config).run(watch)
+    assert isinstance(again, dict) and again["judge_monitor/attack_success_share"] == 0.5
+    assert again["judge_monitor/canary_drift"] == 0.0
+
+
 def test_fooled_judge_is_reported_before_the_first_step(tmp_path: Path) -> None:
     limits = {"fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1)}
     scene = Scene(tmp_path, JudgeMonitorConfig(every=2, limits=limits))
