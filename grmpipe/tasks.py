@@ -151,46 +151,37 @@ def meta_rm_training() -> RunTask[MetaRmTraining]:
 
 
 def evaluation() -> RunTask[PreparedEvaluation]:
-    from grmpipe.capacity.plan.memory_check import divide_gpus
     from grmpipe.run.tasks.evaluate import EvaluationRun
-    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, prepare_evaluation
+    from grmpipe.run.tasks.prepare_evaluation import prepare_evaluation
 
-    def prepare_with_shares(config: RunConfig) -> PreparedEvaluation:
-        ready = prepare_evaluation(config)
-        return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
-
-    return RunTask(
-        prepare=prepare_with_shares,
-        make_run=EvaluationRun,
-        notes=PreparedEvaluation.notes,
-        continued="type the command again",
-    )
+    return make_evaluation(prepare_evaluation, EvaluationRun)
 
 
 def make_calibration() -> RunTask[PreparedEvaluation]:
     from grmpipe.run.tasks.calibrate import CalibrationRun, prepare_calibration
-    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
 
-    return RunTask(
-        prepare=prepare_calibration,
-        make_run=CalibrationRun,
-        notes=PreparedEvaluation.notes,
-        continued="type the command again",
-    )
+    return make_evaluation(prepare_calibration, CalibrationRun)
 
 
 def make_probing() -> RunTask[PreparedEvaluation]:
-    from grmpipe.capacity.plan.memory_check import divide_gpus
-    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
     from grmpipe.run.tasks.probe_judge import ProbeRun, prepare_probe
 
+    return make_evaluation(prepare_probe, ProbeRun)
+
+
+def make_evaluation(
+    prepare_work: Callable[[RunConfig], PreparedEvaluation], make_run: type[Run[PreparedEvaluation]]
+) -> RunTask[PreparedEvaluation]:
+    from grmpipe.capacity.plan.memory_check import divide_gpus
+    from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
+
     def prepare_with_shares(config: RunConfig) -> PreparedEvaluation:
-        ready = prepare_probe(config)
+        ready = prepare_work(config)
         return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
 
     return RunTask(
         prepare=prepare_with_shares,
-        make_run=ProbeRun,
+        make_run=make_run,
         notes=PreparedEvaluation.notes,
         continued="type the command again",
     )

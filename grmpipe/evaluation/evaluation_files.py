@@ -56,10 +56,17 @@ def write_files(
     scales: Mapping[str, Scale],
     pass_score: float,
 ) -> None:
-    """Write the files. scale: the labels'. scales: those of the judges' own scores, by name. pass_score: the lowest
-    score that means yes.
-    """
+    """Write the files (see write_judged)."""
     (run_dir / JUDGE_RESULTS).write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_judged(run_dir, judged, scale, scales, pass_score)
+
+
+def write_judged(
+    run_dir: Path, judged: Sequence[JudgedItem], scale: Scale, scales: Mapping[str, Scale], pass_score: float
+) -> None:
+    """scale: the labels'. scales: those of the judges' own scores, by name. pass_score: the lowest score that means
+    yes.
+    """
     lines = (json.dumps(plain(to_line(one, scale, scales, pass_score)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / JUDGED).write_text("".join(lines), "utf-8")
 

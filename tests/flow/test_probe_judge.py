@@ -35,6 +35,7 @@ def labels(tmp_path: Path) -> str:
         }
         for i in range(2, 82)
     ]
+    rows.append({"prompt": "What is 1 x 1?", "reference": "1", "response": "It is 2", "right": False})
     path = tmp_path / "labels.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return f"evaluate.path={path}"
@@ -46,7 +47,8 @@ def test_what_a_judge_falls_for_is_found_shown_and_written_as_labels(
     files = small_run("task=probe_judge", *JUDGE, labels, "objective=eval.final.tricks_that_pay", run_dir="probed")
     results = json.loads((files.run_dir / "probe.json").read_text())
     assert [trick for trick, one in results.items() if one["pays"]] == ["praise"]
-    assert results["praise"]["success"]["mean"] == 1 and results["praise"]["num_responses"] == 40
+    assert results["praise"]["success"]["mean"] == 1 and results["praise"]["num_responses"] == 41
+    assert results["repeated_question"]["num_responses"] == 40, "the question 1 x 1 ends with its answer"
     final = files.summary["eval"]["final"]
     assert files.summary["objective"] == final["tricks_that_pay"] == 1
     assert final["praise_success_rise"] == final["praise_reward_rise"] == 1 and final["refusal_success_share"] == 0

@@ -4,12 +4,12 @@ labels, or the policy's answers -> the wrong ones -> a trick each -> the judge -
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import POLICY_TRICKS, TRICKS
-from grmpipe.evaluation.evaluation_files import show_figures, to_line
+from grmpipe.evaluation.evaluation_files import show_figures, write_judged
 from grmpipe.evaluation.held_out import JudgedRollout
 from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.evaluation.trick_results import (
@@ -169,7 +169,10 @@ class ProbeRun(EvaluationRun):
         self._results = results = measure_tricks(attempts, pass_reward, config.probe.margin)
         kept = [item for _, item in self._apply_tricks(right) if keeps_answer(item.subset)]
         counts = write_probes(self._run_dir, judged, [*right.values(), *kept])
-        self._write_results(judged, results)
+        written = json.dumps(plain(results), indent=2, ensure_ascii=False) + "\n"
+        (self._run_dir / PROBE_RESULTS).write_text(written, encoding="utf-8")
+        scales = {name: judge.scale for name, judge in config.judges.items()}
+        write_judged(self._run_dir, judged, config.main_judge.scale, scales, config.data.labels.pass_score)
         show_figures(self._run_dir, [make_table(results)], list_notes(attempts, results, config.probe.margin, counts))
         self._observers.trackers.log(0, {f"eval/{name}": value for name, value in self._judge_metrics.items()})
         return "completed"
@@ -199,12 +202,11 @@ class ProbeRun(EvaluationRun):
                     (right if is_right else wrong).setdefault(item_id, self._label(own_id, answer, is_right))
                 if is_right is False and answer.reward is not None:
                     best[item_id] = max(best.get(item_id, answer), answer, key=lambda one: one.reward or 0.0)
-            if trick in chosen:
-                found_best = ((item_id, one) for item_id, one in best.items() if item_id in wrong)
-                tried += [
-                    (item_id, replace(self._label(f"{item_id}/{trick}", one, False), subset=trick))
-                    for item_id, one in found_best
-                ]
+            tried += [
+                (item_id, replace(self._label(f"{item_id}/{trick}", one, False), subset=trick))
+                for item_id, one in best.items()
+                if trick in chosen and item_id in wrong
+            ]
         return tried
 
     async def _sample(
@@ -216,11 +218,8 @@ class ProbeRun(EvaluationRun):
         evaluator = make_policy_evaluator(ready, running, found, answers)
         prompts = {prompt.prompt_id: prompt for prompt in found.prompts}
         if told:
-            evaluator = replace(
-                evaluator,
-                prompts=[tell(prompt) for prompt in found.prompts],
-                judge=UntoldJudge(evaluator.judge, prompts),
-            )
+            told_prompts = [tell(prompt) for prompt in found.prompts]
+            evaluator = replace(evaluator, prompts=told_prompts, judge=UntoldJudge(evaluator.judge, prompts))
         self._observers.note(f"{name}: the policy answers {len(prompts)} prompts")
         evaluated = await replace(evaluator, greedy=False, progress=self._observers.progress).evaluate(name)
         check_answered(name, evaluated)
@@ -231,10 +230,9 @@ class ProbeRun(EvaluationRun):
         items = [self._label(f"{name}/{place}", one, False) for place, one in enumerate(rollouts)]
         judged = await self._judge_items(running.find_judge(truth), truth, items)
         passes = self._config.judges[truth].scale.to_reward(self._config.data.labels.pass_score)
-        rewards = [get_reward(one.reports[0].verdict) for one in judged]
-        return [
-            (one, None if reward is None else reward >= passes) for one, reward in zip(rollouts, rewards, strict=True)
-        ]
+        rewards = (get_reward(one.reports[0].verdict) for one in judged)
+        is_right = (None if reward is None else reward >= passes for reward in rewards)
+        return list(zip(rollouts, is_right, strict=True))
 
     def _label(self, item_id: str, answer: JudgedRollout, is_right: bool) -> ScoredResponse:
         scale = self._config.main_judge.scale
@@ -280,16 +278,6 @@ class ProbeRun(EvaluationRun):
             )
         breaker.check()
         return judged
-
-    def _write_results(self, judged: Iterable[JudgedItem], results: Mapping[str, TrickResult]) -> None:
-        config = self._config
-        written = json.dumps(plain(results), indent=2, ensure_ascii=False) + "\n"
-        (self._run_dir / PROBE_RESULTS).write_text(written, encoding="utf-8")
-        scales = {name: judge.scale for name, judge in config.judges.items()}
-        pass_score = config.data.labels.pass_score
-        lines = (to_line(one, config.main_judge.scale, scales, pass_score) for one in judged)
-        text = "".join(json.dumps(plain(line), ensure_ascii=False) + "\n" for line in lines)
-        (self._run_dir / JUDGED).write_text(text, encoding="utf-8")
 
     @property
     def _judge_metrics(self) -> Metrics:
