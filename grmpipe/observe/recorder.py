@@ -174,6 +174,14 @@ class JudgedSibling:
         return self.report.verdict.detail if isinstance(self.report.verdict, Failed) else ""
 
     @property
+    def criteria(self) -> dict[str, float | None]:
+        """How far each criterion of a rubric is met, from 0 to 1; None: its judgement failed. Of several judges under
+        `<judge>/<name>`.
+        """
+        own = self.report.own_reports.items()
+        return {f"{judge}/{one.name}".lstrip("/"): one.met for judge, report in own for one in report.criteria}
+
+    @property
     def critiques(self) -> tuple[str, ...]:
         """What the judges wrote."""
         return self.report.critiques

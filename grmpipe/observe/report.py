@@ -44,6 +44,8 @@ STALENESS = {"oldest": "staleness/max", "mean": "staleness/mean"}
 MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
 SCORE_OF_JUDGE = re.compile(r"judge/(\w+)/score_mean")
 CANARIES_OF_JUDGE = re.compile(r"judge_monitor/(\w+)/canary_score")
+CRITERION_MET = re.compile(r"judge/criterion/([^/]+)/met_mean")
+TAG_MET = re.compile(r"judge/tag/([^/]+)/met_mean")
 REWARD_OF_PART = re.compile(r"reward/(\w+)_mean")
 ESCALATED = re.compile(r"cascade/(\w+)/escalated_share")
 AUDIT_ERROR = re.compile(r"cascade/(\w+)/audit_error")
@@ -116,6 +118,8 @@ def make_sections(run: RunFiles) -> dict[str, object]:
             chart(
                 "Error of the cheap judge", find_series(run, AUDIT_ERROR), note="audited, where it is sure: in reward"
             ),
+            chart("Criteria", find_series(run, CRITERION_MET), note="of rubrics for all prompts: how far they are met"),
+            chart("Criteria by tag", find_series(run, TAG_MET), note="how far all criteria with a tag are met"),
             chart("Spread of a vote", spread_series(run), note="std of the judgements on a rollout, or of a jury"),
             chart(
                 "Canaries",

@@ -11,6 +11,7 @@ import numpy as np
 
 from grmpipe.counts import Counts
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
+from grmpipe.judge.protocols.rubric_counts import RubricCounts
 from grmpipe.pipeline.interfaces import UncountedWork
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, Metrics, Rollout, TeacherScores, Verdict
@@ -123,6 +124,7 @@ class JudgeCounts(Counts):
     failed_verdicts: int = 0  # without abstentions
     scores: float = 0.0  # sum over verdicts
     score_stds: float = 0.0  # sum over verdicts
+    rubric: RubricCounts = field(default_factory=RubricCounts)
 
     @property
     def early_stop_error(self) -> float | None:
@@ -149,6 +151,7 @@ class JudgeCounts(Counts):
         self.drafted_tokens += sum(completion.drafted_tokens for completion in generated)
         self.accepted_tokens += sum(completion.accepted_tokens for completion in generated)
         self.failed.update(failure.cause for failure in report.failures)
+        self.rubric.add(report.criteria)
         if isinstance(verdict := report.verdict, Verdict):
             if not verdict.rewards:
                 return
@@ -166,6 +169,7 @@ class JudgeCounts(Counts):
             "tokens": float(self.judge_tokens),
             "tokens_per_s": (self.judge_tokens - self.kept_tokens) / seconds,
             **{f"failed_{cause}": float(n) for cause, n in sorted(self.failed.items())},
+            **self.rubric.metrics(),
         }
         if self.forced:
             metrics["forced_verdicts"] = float(self.forced)

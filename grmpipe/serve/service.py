@@ -193,6 +193,8 @@ def describe(one: JudgedSibling) -> Mapping[str, object]:
     """A verdict as JSON: numbers, or null and why there are none."""
     verdict, critiques = one.report.verdict, list(one.critiques)
     found: dict[str, object] = {"reward": one.reward, "score": one.score, "critiques": critiques}
+    if one.criteria:
+        found["criteria"] = one.criteria
     if not isinstance(verdict, Verdict):
         return found | {"failed": one.failed, "detail": one.detail}
     return found | {

@@ -19,7 +19,7 @@ from grmpipe.run.features.cotrain.cotraining import CoTraining, CoTrainings
 from grmpipe.run.features.cpu_seconds import CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.journal_size import JournalSize
-from grmpipe.run.features.judge_alarms import CascadeAlarm, FailingJudges
+from grmpipe.run.features.judge_alarms import CascadeAlarm, FailingJudges, RubricAlarm
 from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
 from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
 from grmpipe.run.features.run_feature import RunFeature
@@ -87,6 +87,7 @@ def make_features(
             running.policy_updates,
             CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
+            RubricAlarm(),
             JournalSize(run_dir, config.journals, config.seed, observers.recorder),
             WatchingJudges(
                 make_watchers(prepared, running), run_dir, config.seed, read_run_id(run_dir), observers.journal_guard

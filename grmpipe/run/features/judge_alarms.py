@@ -1,4 +1,6 @@
-"""The alarms on judges: one that fails too often, and cascades whose cheap judge is wrong where it is sure."""
+"""The alarms on judges: one that fails too often, cascades whose cheap judge is wrong where it is sure, criteria of
+rubrics that tell nothing apart or contradict each other.
+"""
 
 import math
 from collections import deque
@@ -7,6 +9,7 @@ from typing import Any
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.composition.cascade_counts import CascadeCounts, alarm_text, exceeds, is_known
+from grmpipe.judge.protocols.rubric_counts import RubricCounts
 from grmpipe.pipeline.counters import JudgeCounts
 from grmpipe.pipeline.health import VERDICTS_WINDOW
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
@@ -103,3 +106,50 @@ class CascadeAlarm(RunFeature):
     def metrics(self) -> Metrics:
         """Whether the alarm is on; empty as long as no cascade has enough audits to know its error."""
         return {"alarm/cascade": float(bool(self._ringing))} if self._has_checked else {}
+
+
+DEAD_STEPS = 50
+
+
+class RubricAlarm(RunFeature):
+    """Says once of a criterion for all prompts that it is dead: all siblings have met it for DEAD_STEPS steps; and once
+    of two that they are never, or always, met together.
+    """
+
+    name = "rubric"
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}  # criterion -> the latest steps in which all met it
+        self._said: set[str] = set()  # criteria and pairs
+
+    async def after_step(self, end: StepEnd) -> Metrics:
+        self.new_alarms = self.check(end.counts.judging.rubric, end.pipeline.counters.total.judging.rubric)
+        return self.metrics()
+
+    def state(self) -> Mapping[str, Any]:
+        return {"steps": self._steps, "said": sorted(self._said)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._said = dict(state.get("steps", {})), set(state.get("said", ()))
+
+    def check(self, step: RubricCounts, total: RubricCounts) -> list[str]:
+        """New alarms, in words. A step in which nobody judged a criterion changes nothing."""
+        passed = set(step.list_passed())
+        for name in step.by_name:
+            self._steps[name] = self._steps.get(name, 0) + 1 if name in passed else 0
+        found = {
+            name: f'The criterion "{name}" is dead: all siblings have met it for {DEAD_STEPS} steps, so that it adds '
+            "the same to each reward"
+            for name in self._list_dead()
+        }
+        found |= {pair: f"The criteria {pair} {words}" for pair, words in total.find_contradictions().items()}
+        new = [words for name, words in found.items() if name not in self._said]
+        self._said = {name for name in self._said if name not in self._steps} | found.keys()
+        return new
+
+    def metrics(self) -> Metrics:
+        """How many criteria are dead; empty without criteria for all prompts."""
+        return {"judge/dead_criteria": float(len(self._list_dead()))} if self._steps else {}
+
+    def _list_dead(self) -> list[str]:
+        return [name for name, steps in self._steps.items() if steps >= DEAD_STEPS]

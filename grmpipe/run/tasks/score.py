@@ -287,7 +287,7 @@ def to_line(group: Responses, judged: Sequence[JudgedSibling]) -> dict[str, obje
         "verdicts": [
             {
                 "reward": one.reward, "score": one.score, "failed": one.failed, "detail": one.detail,
-                "critiques": list(one.critiques),
+                "critiques": list(one.critiques), **({"criteria": one.criteria} if one.criteria else {}),
             }
             for one in judged
         ],

@@ -20,11 +20,13 @@ from grmpipe.observe.all_trackers import JsonlSink
 from grmpipe.observe.journal import AppendFile, Journal, Mark, read_journal
 from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_trained, load_verdicts
 from grmpipe.types import (
+    CRITERION_KINDS,
     CascadeEvent,
     Criterion,
     Failed,
     FailedJudgement,
     GroupEnd,
+    JudgedCriterion,
     Judgement,
     JudgeReport,
     Prompt,
@@ -60,7 +62,14 @@ COMPLETIONS = st.builds(
     inserted=st.none() | st.tuples(COUNTS, COUNTS),
     asked=st.none() | st.builds(AskedAnswer, start=COUNTS, end=COUNTS, text_start=COUNTS),
 )
-RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
+LEVELS = st.lists(st.tuples(COUNTS, TEXT), max_size=2).map(tuple)
+RUBRICS = st.lists(
+    st.builds(
+        Criterion, text=TEXT, weight=FLOATS, name=TEXT, levels=LEVELS, evidence=st.booleans(),
+        kind=st.sampled_from(CRITERION_KINDS),
+    ),
+    max_size=2,
+).map(tuple)  # fmt: skip
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)
 SAMPLED = COMPLETIONS.map(
     lambda one: dataclasses.replace(one, logprobs=(*one.logprobs, *[-0.5] * 6)[: len(one.token_ids)])
@@ -83,7 +92,13 @@ JUDGEMENTS = st.builds(
     grm=TEXT,
     version=COUNTS,
     turn=st.none() | COUNTS,
+    criteria=st.lists(TEXT, max_size=2).map(tuple),
+    unread=st.dictionaries(TEXT, TEXT, max_size=2),
 )
+CRITERIA = st.builds(
+    JudgedCriterion, name=TEXT, met=st.none() | FLOATS, tags=st.lists(TEXT, max_size=2).map(tuple),
+    shared=st.booleans(), left_out=st.booleans(),
+)  # fmt: skip
 FAILED = st.builds(
     Failed,
     stage=st.sampled_from(["rollout", "judge"]),
@@ -120,6 +135,7 @@ OWN_REPORTS = st.builds(
     principles=st.none() | COMPLETIONS,
     saved_tokens=COUNTS,
     audit=st.none() | st.builds(StopAudit, stopped_after=COUNTS, stopped_score=FLOATS, full_score=FLOATS),
+    criteria=st.lists(CRITERIA, max_size=2).map(tuple),
 )
 TALLIES = st.builds(CascadeEvent, cascade=TEXT, rollouts=COUNTS, audited=COUNTS, error=FLOATS)
 

@@ -9,7 +9,10 @@ import pytest
 
 from grmpipe.data.rows import Findings
 from grmpipe.models.types import Message
-from grmpipe.run.tasks.score import parse_responses, read_groups
+from grmpipe.observe.recorder import JudgedSibling
+from grmpipe.run.tasks.score import parse_responses, read_groups, to_line
+from grmpipe.serve.service import describe
+from grmpipe.types import JudgedCriterion, JudgeReport, Verdict
 
 USER = {"role": "user", "content": "why?"}
 
@@ -71,3 +74,18 @@ def test_a_file_names_its_line(tmp_path: Path) -> None:
     file.write_text("\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is empty; a line looks like"):
         list(read_groups(file))
+
+
+def test_a_verdict_by_a_rubric_shows_its_criteria_by_name() -> None:
+    verdict = Verdict(rewards=(), score=7.0, breakdown={}, score_std=0.0, num_judgements=1)
+    met = (JudgedCriterion(name="kind", met=0.5), JudgedCriterion(name="short", met=None))
+    plain, by_rubric = JudgeReport(verdict=verdict), JudgeReport(verdict=verdict, criteria=met)
+    group = parse_responses({"prompt": "6 x 7?", "response": "42"}, "judge", "g", Findings(Path("judge")))
+    for report, shown in (
+        (plain, None),
+        (by_rubric, {"kind": 0.5, "short": None}),
+        (JudgeReport(verdict=verdict, by_judge={"a": by_rubric, "b": plain}), {"a/kind": 0.5, "a/short": None}),
+    ):
+        one = JudgedSibling(group_id="g", sibling=0, report=report)
+        (line,) = to_line(group, [one])["verdicts"]  # type: ignore[misc]
+        assert line.get("criteria") == describe(one).get("criteria") == shown
