@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from urllib.parse import urlencode
@@ -17,7 +18,7 @@ from grmpipe.config.task_settings import AnnotateConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.models.types import Message
 from grmpipe.observe.recorder import Recorder
-from grmpipe.types import Criterion, Judgement, Prompt, ScoredResponse
+from grmpipe.types import Criterion, JudgedCriterion, Judgement, Prompt, ScoredResponse
 from grmpipe.viewer.annotate_pages import read_threshold
 from grmpipe.viewer.annotations import make_line
 from grmpipe.viewer.runs import find_runs
@@ -266,16 +267,20 @@ def test_a_labelled_item_is_annotated_like_an_answer(tmp_path: Path) -> None:
     assert (line["evaluation"], line["round"], line["sibling"]) == ("labelled work", 0, 1)
 
 
-def judge_by_rubric(run_dir: Path, *scores: float) -> Path:
+def judge_by_rubric(run_dir: Path, *scores: float, criteria: tuple[str, ...] = ()) -> Path:
     (run_dir / "config.yaml").write_text("judge: {protocol: rubric, scale: {low: 0, high: 10}}\n")
     rubric = (Criterion(text="It rhymes."), Criterion(text="It is\nshort.", weight=2.0))
     prompt = Prompt(prompt_id="p9", messages=(Message(role="user", content="A poem"),), rubric=rubric)
     recorder = Recorder(run_dir)
     recorder.rollout(3, prompt, answer("g9", 0, "Roses are red"))
     one = Judgement(
-        group_id="g9", siblings=(0,), scores=scores, prompt_ids=(1,), completion=completion("C"), grm="grm", version=0
+        group_id="g9", siblings=(0,), scores=scores, prompt_ids=(1,), completion=completion("C"), grm="grm", version=0,
+        criteria=criteria,
+    )  # fmt: skip
+    met = (
+        (JudgedCriterion(name="It rhymes", met=None), JudgedCriterion(name="It is short", met=0.9)) if criteria else ()
     )
-    recorder.record_verdict(answer("g9", 0, ""), report(7.0, one))
+    recorder.record_verdict(answer("g9", 0, ""), replace(report(7.0, one), criteria=met if criteria else ()))
     recorder.close()
     return run_dir
 
@@ -297,6 +302,13 @@ def test_the_scores_of_a_rubric_stand_by_the_names_of_its_criteria(tmp_path: Pat
     assert read_lines(named)[0]["criterion"] == "It is\nshort."
     (steps,) = fetch(judge_by_rubric(write_run(tmp_path / "steps"), 3.0, 9.0, 4.0), "/group/steps?group=g9")
     assert "the judge C" in visible(steps)  # scores of another rubric than the one that is there
+
+
+def test_a_judgement_of_some_criteria_shows_theirs(tmp_path: Path) -> None:
+    run_dir = judge_by_rubric(write_run(tmp_path / "run"), 9.0, criteria=("It is short",))
+    (page,) = fetch(run_dir, "/group/run?group=g9")
+    assert "the judge: 9 9 It is short. C" in visible(page)
+    assert "criteria: It rhymes failed; It is short 0.9" in visible(page)
 
 
 def test_two_answers_or_critiques_are_compared_word_by_word(tmp_path: Path) -> None:

@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 from configs import judge_config
 
-from grmpipe.config.judge import RubricConfig, Scale
+from grmpipe.config.judge import JudgeConfig, RubricConfig, Scale
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.data.prompts import load_prompts
+from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.grm import LocalGrm, set_purpose
-from grmpipe.judge.pointwise_adapter import judge_together
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_together
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.rubric import choose_left_out, is_quoted, normalise
+from grmpipe.judge.verdict import outcome, report_score
 from grmpipe.judge.votes import Weights
 from grmpipe.models.types import Completion, Message, TopLogprobs, VersionSpan
 from grmpipe.types import Criterion, Failed, JudgeReport, Prompt, Rollout
@@ -230,6 +234,33 @@ def test_settings_of_a_rubric_that_contradict_others_are_refused(settings: Any, 
         judge_config(**settings)
 
 
+@pytest.mark.parametrize(
+    ("criterion", "settings", "said"),
+    [
+        (
+            Criterion(text="How many?", levels=((0, "None."), (4, "All."))), RUBRIC,
+            "scale: criterion 'How many?' of prompt p1 has levels from 0 to 4, and the judge gives 1 to 10; type "
+            "judge.scale.low=0 judge.scale.high=10",
+        ),
+        (
+            Criterion(text="How many?", name="n", levels=((1, "None."), (2, "All."))),
+            {"protocol": "rubric", "template": "rubric_yes_no", "parser": "yes_no", "rubric": ONE_A_CALL},
+            "parser: criterion 'n' of prompt p1 has levels, and yes_no reads one word; type judge=rubric",
+        ),
+        (
+            Criterion(text="It rhymes", evidence=True),
+            {"protocol": "rubric", "template": "rubric_yes_no", "parser": "yes_no", "rubric": ONE_A_CALL},
+            "parser: criterion 'It rhymes' of prompt p1 asks for evidence",
+        ),
+    ],
+)  # fmt: skip
+def test_criteria_that_a_judge_can_not_answer_are_refused(
+    bench: Any, criterion: Criterion, settings: Any, said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"judge.{said}")):
+        check_template(judge_config(**settings), [prompt_with(bench, criterion)])
+
+
 # -- kinds and evidence ------------------------------------------------------------------------------------------------
 
 
@@ -393,14 +424,18 @@ def test_criteria_are_left_out_for_all_siblings_as_far_as_min_share_allows(
 Group = tuple[Sequence[str], Sequence[Criterion]]  # the scores of each sibling's criteria, the rubric
 
 
+def write_scores(bench: Any) -> Any:
+    """The author of a judge that gives the scores that a response names."""
+    return lambda text, context: bench.answer(
+        box(*map(float, re.findall(r"[0-9]+", text.partition("> scores:")[2].splitlines()[0])))
+    )
+
+
 def judge_groups(bench: Any, groups: Sequence[Group], min_share: float = 1.0) -> list[tuple[JudgeReport, ...]]:
     """The reports on siblings, of which each names the scores that its judge will write."""
 
-    def author(text: str, context: Any) -> Any:
-        return bench.answer(box(*map(float, re.findall(r"[0-9]+", text.partition("> scores:")[2].splitlines()[0]))))
-
     config = RubricConfig(min_share=min_share)
-    judge, _ = bench.generative(author, **RUBRIC, num_judgements=1, max_retries=0, rubric=config)
+    judge, _ = bench.generative(write_scores(bench), **RUBRIC, num_judgements=1, max_retries=0, rubric=config)
 
     async def go() -> list[tuple[JudgeReport, ...]]:
         return [
@@ -440,6 +475,26 @@ def test_a_sibling_gains_nothing_by_making_a_hard_criterion_fail(bench: Any) -> 
     cheat = judge_siblings(bench, ["10 5", "10 10", "1 10"], HARD, min_share=0.2)
     assert honest[0] < honest[1]
     assert not cheat[0].verdict.outcome > cheat[1].verdict.outcome
+
+
+def test_a_judge_that_may_leave_criteria_out_gets_the_whole_group_behind_a_gate(bench: Any) -> None:
+    """Its verdicts are of all siblings, whomever the gate lets through."""
+
+    class Gate:
+        async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+            reward = float(rollout.sibling > 0)
+            return report_score(outcome(rollout, reward), reward, {})
+
+    said, settings = ["10 5", "10 10", "1 10"], {**RUBRIC, "num_judgements": 1, "max_retries": 0}
+    judge, engine = bench.generative(write_scores(bench), **settings, rubric=RubricConfig(min_share=0.2))
+    config = judge_config(**settings, rubric=RubricConfig(min_share=0.2))
+    reward = RewardConfig(kind="gate", gate="safety", inner="judge", floor=0.05)
+    judges = {"safety": PointwiseAdapter(Gate()), "judge": judge}
+    whole = compose_judge(RewardTree.of(reward, {}), judges, {"safety": JudgeConfig(), "judge": config}, 0)
+    texts = [f"scores: {one}" for one in said]
+    reports = bench.run(judge_together(whole, prompt_with(bench, *HARD), "g", texts))
+    assert [one.verdict.outcome for one in reports] == [0.05, 1, 0] and len(engine.asked) == 3
+    assert reports[1].by_judge["judge"].criteria[1].left_out
 
 
 def test_failures_in_a_fifth_of_the_criteria_leave_the_mean_reward_as_it_was(bench: Any) -> None:
