@@ -26,7 +26,7 @@ LEVEL = "score{}_description"
 MOST_LEVELS = 10
 DEFAULT = "default"  # of a shared rubric: for the sources that aren't named
 LISTED = re.compile(r"^[ \t]*\d+[.)][ \t]+", re.MULTILINE)  # where an item of a list begins
-MARKED = re.compile(r"[ \t\n]*\[(Hard Rule|Principle)\][ \t.*]*$", re.IGNORECASE)  # how an item of OpenRubrics ends
+MARKED = re.compile(r"[ \t\n]*\[(Hard Rule|Principle)\][\s.*]*$", re.IGNORECASE)  # how an item of OpenRubrics ends
 WORDS_OF_NAME = 6  # of a text, for a criterion without a name
 
 

@@ -36,9 +36,10 @@ ROUNDING = 1e-9  # in a share
 QUOTE = re.compile(r"^[ \t*_#-]*evidence[ \t]*#?(\d+)[ \t*_]*[:.][ \t*_]*(.+)$", re.IGNORECASE | re.MULTILINE)
 IN_MARKS = re.compile(r'["“«]([^"“”«»]+)["”»]')
 ELLIPSIS = re.compile(r"\[?(?:\.{3,}|…)\]?")
-# What two spellings of the same words differ in: white space, emphasis, kinds of quotation marks and of dashes.
+# What two spellings of the same words differ in: white space, characters that don't show, emphasis, kinds of quotation
+# marks and of dashes.
 TYPOGRAPHY = str.maketrans(dict.fromkeys("‘’‚`´′", "'") | dict.fromkeys("“”„«»″", '"') | dict.fromkeys("‐‑‒–—−", "-"))
-IGNORED = re.compile(r"[\s*_]+")
+IGNORED = re.compile(r"[\s*_\u00ad\u200b-\u200f\u2060\ufeff]+")
 
 
 # -- what a judgement says of each criterion -------------------------------------------------------------------------

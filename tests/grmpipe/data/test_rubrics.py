@@ -89,7 +89,7 @@ def test_published_rubrics_are_read_as_they_are(tmp_path: Path) -> None:
     assert criterion.text == "Does it rhyme?" and criterion.levels[4] == (5, "It rhymes 5 times.")
     assert criterion.whole_text.splitlines()[::5] == ["Does it rhyme?", "5: It rhymes 5 times."]
     assert criterion.weight == 1
-    text = "1. The response has two\n   paragraphs. [Hard Rule]\n2. The response is clear. [Principle]\n"
+    text = "1. The response has two\n   paragraphs. [Hard Rule]\n\n2. The response is clear. [Principle]\n\n"
     (prompt,) = load_prompts(write(tmp_path, text))
     assert prompt.rubric == (
         Criterion(text="The response has two\n   paragraphs.", tags=("hard rule",)),
