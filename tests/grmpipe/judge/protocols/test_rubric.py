@@ -477,6 +477,18 @@ def test_a_sibling_gains_nothing_by_making_a_hard_criterion_fail(bench: Any) -> 
     assert not cheat[0].verdict.outcome > cheat[1].verdict.outcome
 
 
+@pytest.mark.parametrize(("min_share", "members"), [(1.0, (1,)), (0.5, (0, 1, 2))])
+def test_a_resume_judges_all_siblings_again_where_a_verdict_may_depend_on_them(
+    bench: Any, min_share: float, members: tuple[int, ...]
+) -> None:
+    """A task is skipped only if all its members have verdicts."""
+    judge, _ = bench.generative(write_scores(bench), **RUBRIC, rubric=RubricConfig(min_share=min_share))
+    session = judge.open(prompt_with(bench, *HARD), "g7", 3)
+    (judge_task,) = session.add(bench.rollout("scores: 10 10", sibling=1))
+    assert judge_task.members == members
+    assert bool(bench.run(session.judge(judge_task))) == (min_share == 1)
+
+
 def test_a_judge_that_may_leave_criteria_out_gets_the_whole_group_behind_a_gate(bench: Any) -> None:
     """Its verdicts are of all siblings, whomever the gate lets through."""
 
