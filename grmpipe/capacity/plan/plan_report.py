@@ -12,7 +12,14 @@ from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
 from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, measure_machine
 from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, size, slot_memory
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
-from grmpipe.capacity.plan.work import assumptions, count_judgements, learner_flops, shares_asked, step_work
+from grmpipe.capacity.plan.work import (
+    assumptions,
+    count_calls,
+    count_judgements,
+    learner_flops,
+    shares_asked,
+    step_work,
+)
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.engines.engine_kind import EngineOptions
 from grmpipe.models.settings import EngineConfig
@@ -211,6 +218,8 @@ def describe_requests(name: str, facts: RunFacts) -> str:
     judgements = count_judgements(name, facts)
     rollouts = round(train.groups_per_batch * train.group_size * shares_asked(facts)[name])
     product = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
+    if (calls := count_calls(name, facts)) != 1:
+        product = f"{rollouts} rollouts x {judge.num_judgements} judgements x {calls:.3g} calls = {judgements} calls"
     if judge.protocol_kind.compares:
         product = f"{judgements} {judge.protocol} judgements"
     by = f" by {judge.model}" if len(facts.config.judging.judges) > 1 else ""

@@ -173,10 +173,20 @@ def judge_work(name: str, facts: RunFacts) -> RoleWork:
 
 
 def count_judgements(name: str, facts: RunFacts) -> int:
-    """The judgements of one judge in a step, at most."""
+    """The requests for judgements of one judge in a step, at most."""
     train, judge = facts.config.train, facts.config.asked.judges[name]
     whole = train.groups_per_batch * judge.judgements_of_group(train.group_size)
-    return math.ceil(whole * shares_asked(facts)[name] - 1e-9)
+    return math.ceil(whole * shares_asked(facts)[name] * count_calls(name, facts) - 1e-9)
+
+
+def count_calls(name: str, facts: RunFacts) -> float:
+    """The mean calls of a judgement: several where `judge.rubric.criteria_per_call` divides the rubrics."""
+    judge = facts.config.asked.judges[name]
+    if not (per_call := judge.rubric.criteria_per_call):
+        return 1.0
+    template = JudgePrompt.of(judge)
+    sizes = [len(template.find_rubric(prompt)) for prompt in prompts_judged(name, facts)]
+    return fmean(max(1, math.ceil(size / per_call)) for size in sizes)
 
 
 def shares_asked(facts: RunFacts) -> dict[str, float]:

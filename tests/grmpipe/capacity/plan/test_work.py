@@ -14,6 +14,7 @@ from grmpipe.capacity.plan.memory import list_memory
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import (
+    count_judgements,
     judge_lengths,
     learner_flops,
     policy_lengths,
@@ -121,6 +122,14 @@ def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them
     assert work.grm_learners["safety_learner"].forward_tokens == work.grm_learners["safety_learner"].tokens
     # Both passes without gradients take a third of forward and backward.
     assert (learner_flops(facts) or 0.0) == pytest.approx((learner_flops(surveyed()) or 0.0) * 5 / 3)
+
+
+def test_a_rubric_that_is_divided_is_several_calls(tmp_path: Path) -> None:
+    (tmp_path / "rubric.json").write_text(str([f"trait {n}" for n in range(5)]).replace("'", '"'))
+    rubric = ("judge=rubric", f"judge.rubric.path={tmp_path / 'rubric.json'}", "reward=single")
+    whole, divided = surveyed(*rubric), surveyed(*rubric, "judge.rubric.criteria_per_call=2")
+    assert (count_judgements("judge", whole), count_judgements("judge", divided)) == (128, 3 * 128)
+    assert "128 rollouts x 1 judgements x 3 calls = 384 calls" in arithmetic(divided)
 
 
 def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
