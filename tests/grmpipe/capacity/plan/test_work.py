@@ -126,7 +126,7 @@ def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them
 
 def test_a_rubric_that_is_divided_is_several_calls(tmp_path: Path) -> None:
     (tmp_path / "rubric.json").write_text(str([f"trait {n}" for n in range(5)]).replace("'", '"'))
-    rubric = ("judge=rubric", f"judge.rubric.path={tmp_path / 'rubric.json'}", "reward=single")
+    rubric = ("judge=rubric", f"judge.rubric.path={tmp_path / 'rubric.json'}")
     whole, divided = surveyed(*rubric), surveyed(*rubric, "judge.rubric.criteria_per_call=2")
     assert (count_judgements("judge", whole), count_judgements("judge", divided)) == (128, 3 * 128)
     assert "128 rollouts x 1 judgements x 3 calls = 384 calls" in arithmetic(divided)
