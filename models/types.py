@@ -86,6 +86,9 @@ class PromptScoring:
 class SamplingParams:
     """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch.
 
+    top_k, min_p: tokens that may be sampled: the k likeliest (0: all), and those with at least this share of the
+        likeliest one's probability. They come before top_p.
+    begun: what the prompt already has of the completion, for a ReasoningEngine: it may open a thought.
     scoring: the prompt is scored instead, and no completion is kept; see `make_scoring_params`.
     top_logprobs: how many likely tokens to return for each sampled one (`Completion.top`); not every engine can.
     """
@@ -93,12 +96,20 @@ class SamplingParams:
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression that the whole text must match; not every engine can
     thinking: ThinkingBudget | None = None  # for a ReasoningEngine; others ignore it
+    begun: str = ""
     scoring: PromptScoring | None = None
     top_logprobs: int = 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether it samples from a part of the distribution."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def make_scoring_params(start: int, top_k: int = 0) -> SamplingParams:
@@ -134,15 +145,18 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedAnswer:
-    """The end of a completion that was asked for, because the completion had ended without it: a judge's verdict.
+    """The end of a completion that was asked for: a judge's verdict, because the judgement had ended without it, or its
+    second turn.
 
     start, end: tokens [start, end) that weren't sampled: they ask for it. From `end` on it is the answer.
     text_start: where its text begins.
+    is_turn: whether every judgement has it: a second turn.
     """
 
     start: int
     end: int
     text_start: int
+    is_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +178,8 @@ class Completion:
     """A completion sampled by an engine.
 
     token_ids: the sampled ids, including the end-of-turn token if it was sampled; and the inserted ones.
-    logprobs:  natural log, of the distribution that was sampled from (after temperature and top-p); one per token id; 0
-        for inserted ones.
+    logprobs:  natural log, of the distribution that was sampled from (after temperature, top-p and the like); one per
+        token id; 0 for inserted ones.
     text:      the decoded ids without special tokens. For reading and judging; never tokenized again.
     versions:  spans that cover token_ids without gaps.
     unseen_tokens: number of tokens sampled by a model that returns no ids (a remote judge); token_ids and logprobs are
@@ -216,6 +230,11 @@ class Completion:
         """All tokens [start, end) that weren't sampled. Never trained."""
         asked = None if self.asked is None else (self.asked.start, self.asked.end)
         return tuple(tokens for tokens in (self.inserted, asked) if tokens is not None)
+
+    @property
+    def has_asked_verdict(self) -> bool:
+        """Whether its verdict had to be asked for."""
+        return self.asked is not None and not self.asked.is_turn
 
     @property
     def oldest_version(self) -> int:

@@ -65,7 +65,7 @@ SCORE_SOURCES = ("text", "expectation")
 EARLY_STOPS = ("none", "exact", "relaxed")
 # Settings of judges that write judgements; a scalar reward model writes none.
 OF_JUDGEMENTS = (
-    "protocol", "num_judgements", "template", "parser", "pattern", "score_from", "format.structured", "vote",
+    "protocol", "num_judgements", "template", "prefill", "parser", "pattern", "score_from", "format.structured", "vote",
     "votes.abstain_above_std", "principles.kind", "format.truncation",
 )  # fmt: skip
 
@@ -273,6 +273,13 @@ class JudgeConfig(Bounded):
     max_new_tokens: int = at_least(1, 160)  # Most tokens of a judgement.
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     temperature: float = at_least(0, 1.0)  # Sampling temperature of judgements; 0: greedy.
+    # [share] Judgements are sampled from the fewest likely tokens that hold this probability (top-p, or nucleus).
+    top_p: float = above_0_to_1(1.0)
+    top_k: int = at_least(0, 0)  # [tokens] .. from this many likely tokens (top-k); 0: from all.
+    # [share] .. from tokens with at least this share of the likeliest one's probability (min-p).
+    min_p: float = from_0_to_1(0.0)
+    # Text with which each judgement begins, such as "<think>": part of the prompt, and of what is parsed.
+    prefill: str = ""
     # Prompt of the judge: tiny, pointwise, short, yes_no, boxed, reference, listwise, pairwise, rubric, rubric_yes_no,
     # steps, turns, shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the
     # path of a Jinja file.
@@ -337,6 +344,12 @@ class JudgeConfig(Bounded):
         num_tokens = default if self.thinking.budget_tokens is None else self.thinking.budget_tokens
         return ThinkingBudget(num_tokens=num_tokens, answer_start=self.thinking.answer_start) if num_tokens else None
 
+    @property
+    def truncated_by(self) -> str:
+        """The key by which judgements are sampled from a part of the distribution; empty: from all of it."""
+        cuts = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return next((key for key, is_set in cuts.items() if is_set), "")
+
     def to_shown_score(self, score: float) -> float:
         """A score as a verdict shows it: SPCT's sum goes from k to 10 k."""
         return score * self.num_judgements if self.vote == "sum" else score
@@ -350,6 +363,11 @@ class JudgeConfig(Bounded):
     def compares_pairs(self) -> bool:
         """Whether its reward is the share of the pairs that a response wins."""
         return self.kind == "generative" and self.protocol_kind.about == "pair"
+
+    @property
+    def scale_of_margins(self) -> Scale | None:
+        """The scale by which the votes on a pair count; None: only who is better counts."""
+        return self.scale if self.compares_pairs and self.vote == "mean" else None
 
     @property
     def is_simulated(self) -> bool:
@@ -588,6 +606,23 @@ def check_votes(judge: JudgeConfig) -> None:
         )
 
 
+def check_sampling(judge: JudgeConfig) -> None:
+    if judge.score_from == "expectation" and (cut := judge.truncated_by):
+        raise ValueError(
+            f"{cut}: judge.score_from=expectation reads the probabilities of all scores, and {cut} cuts off unlikely "
+            f"ones; type judge.{cut}={1 if cut == 'top_p' else 0}, or judge.score_from=text"
+        )
+    if judge.prefill and judge.kind != "generative":
+        raise ValueError(
+            f"prefill: kind={judge.kind} asks for no answer that could begin with it; type judge.prefill=''"
+        )
+    if judge.prefill and judge.format.structured:
+        raise ValueError(
+            "prefill: the grammar of judge.format.structured=true begins with the judgement, which can't already have "
+            "begun; type judge.prefill='', or judge.format.structured=false"
+        )
+
+
 def check_early_stop(judge: JudgeConfig) -> None:
     stop = judge.early_stop
     if stop.kind == "none":
@@ -603,6 +638,11 @@ def check_early_stop(judge: JudgeConfig) -> None:
         raise ValueError(
             f"early_stop.kind: relaxed uses the standard error of a mean, not of vote={judge.vote}; "
             "type judge.vote=mean, or judge.early_stop.kind=none"
+        )
+    if stop.kind == "exact" and judge.vote != "majority":
+        raise ValueError(
+            f"early_stop.kind: exact fixes who wins a pair, and with vote={judge.vote} its margin counts; type "
+            "judge.vote=majority, or judge.early_stop.kind=none"
         )
     fewest = stop.first + 1 if stop.kind == "relaxed" else 2
     if judge.num_judgements < fewest:
@@ -695,6 +735,6 @@ def check_calibration(judge: JudgeConfig) -> None:
 
 
 CHECKS = (
-    check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_early_stop, check_rubric,
-    check_own, check_scalar, check_deadline, check_examples, check_calibration,
+    check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_sampling, check_early_stop,
+    check_rubric, check_own, check_scalar, check_deadline, check_examples, check_calibration,
 )  # fmt: skip

@@ -211,6 +211,12 @@ def check_engine(judge: JudgeConfig, judging: Judging) -> None:
             f"{key}.temperature: endpoints return log-probs before or after the temperature, so "
             f"{key}.score_from=expectation needs {key}.temperature=1 or 0, where both are the same"
         )
+    for cut, value in {"top_k": judge.top_k, "min_p": judge.min_p}.items():
+        if engine.outside and value:
+            raise ValueError(
+                f"{key}.{cut}: isn't part of the OpenAI protocol; type {key}.{cut}=0, and for a server that knows it "
+                f"(vLLM, SGLang) +{model.key}.engine_options.extra_body.{cut}={value:g}"
+            )
     if judge.vote in VOTES_WITH_META_RM and engine.outside:
         raise ValueError(
             f"{key}.vote: {judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint returns none; "

@@ -137,7 +137,7 @@ def collect_points(judged: Sequence[JudgedItem], judge: JudgeConfig) -> tuple[Ta
     better.
     """
     if judge.compares_pairs:
-        return "better", [point for one in judged for point in list_pair_points(one)]
+        return "better", [point for one in judged for point in list_pair_points(one, judge.scale_of_margins)]
     compares = judge.kind == "generative" and judge.protocol_kind.compares
     single = [one.item for one in judged if isinstance(one.item, ScoredResponse) and not compares]
     points = [
@@ -173,15 +173,15 @@ def judge_pair(grade: float, other: float) -> float:
     return WON if grade > other else TIED if grade == other else LOST
 
 
-def list_pair_points(one: JudgedItem) -> Iterator[Point]:
-    """Both responses of each pair that was judged in both orders."""
+def list_pair_points(one: JudgedItem, scale: Scale | None) -> Iterator[Point]:
+    """Both responses of each pair that was judged in both orders. scale: see read_vote."""
     if isinstance(one.item, ScoredResponse):
         return
     pairs: defaultdict[tuple[int, ...], list[Judgement]] = defaultdict(list)
     for judgement in one.judgements:
         pairs[tuple(sorted(judgement.siblings))].append(judgement)
     for (lower, higher), judgements in pairs.items():
-        if all(votes := read_votes(judgements, lower)):
+        if all(votes := read_votes(judgements, lower, scale)):
             said, label = vote_share(votes), judge_pair(one.item.grades[lower], one.item.grades[higher])
             for place in (said, label), (WON - said, WON - label):
                 yield Point(asked=identify_prompt(one.item.prompt), said=place[0], label=place[1])

@@ -127,6 +127,7 @@ class Recount:
 
     pass_score: the lowest score that passes a response, for labels of yes or no.
     most:       subsets of an item per k; above it subsets are sampled.
+    margins:    see Counting.
     weigh:      (prompt) -> the weights of its criteria, for a judge by rubrics.
     """
 
@@ -135,6 +136,7 @@ class Recount:
     most: int
     seed: int
     pairwise: bool = False
+    margins: Scale | None = None
     weigh: Callable[[Prompt], Weights] | None = None
     pass_score: float = LabelConfig.pass_score
 
@@ -268,8 +270,8 @@ def evaluate_judgements(
         num_tokens=num_tokens,
         num_prompt_tokens=num_prompt_tokens,
         bias=measure_bias(judged, scale),
-        asked_verdicts=sum(one.completion.asked is not None for report in reports for one in answers_in(report)),
-        asked_verdicts_read=sum(one.completion.asked is not None for report in reports for one in report.judgements),
+        asked_verdicts=sum(one.completion.has_asked_verdict for report in reports for one in answers_in(report)),
+        asked_verdicts_read=sum(one.completion.has_asked_verdict for report in reports for one in report.judgements),
     )
 
 
@@ -347,7 +349,8 @@ def recount_scores(one: JudgedItem, k: int, recount: Recount, scale: Scale, meta
     if meta_rm and not one.meta_rm_weights:
         return [{}]
     ballots = make_ballots(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
-    counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise)
+    vote = mean if meta_rm else recount.vote
+    counting = Counting(vote=vote, pairwise=recount.pairwise, margins=recount.margins)
     if recount.weigh is not None:
         weights = recount.weigh(one.item.prompt)
         counting = replace(counting, to_score=lambda scores: weights.to_score(scores, scale))

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from grmpipe.config.judge import Scale
 from grmpipe.judge.protocols.pairwise import read_votes
-from grmpipe.judge.votes import WON, Vote, best_indices, pair_result
+from grmpipe.judge.votes import WON, Vote, best_indices, mean, pair_result
 from grmpipe.types import Judgement
 
 
@@ -70,11 +71,13 @@ class Counting:
 
     pairwise: a pair is decided by the mean of its orders, if the subset has both, and a score is the share of pairs
               won; otherwise `vote` is over the scores given.
+    margins:  the scale by which votes on a pair count, which is not decided then; None: only who is better counts.
     to_score: the score of a response by those of its parts, as criteria are.
     """
 
     vote: Vote
     pairwise: bool = False
+    margins: Scale | None = None
     to_score: Callable[[Sequence[float]], float] = statistics.fmean
 
 
@@ -94,7 +97,8 @@ def of_matter(siblings: frozenset[int], judgements: Sequence[Judgement], countin
         return {}
     if counting.pairwise:
         lower, higher = sorted(siblings)
-        won = pair_result(*filter(None, read_votes(judgements, lower)))
+        orders = [votes for votes in read_votes(judgements, lower, counting.margins) if votes]
+        won = pair_result(*orders) if counting.margins is None else mean([mean(votes) for votes in orders])
         return {lower: won, higher: WON - won}
     return {sibling: vote_parts(sibling, judgements, counting) for sibling in siblings}
 

@@ -13,7 +13,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
 from grmpipe.data.rubrics import name_criteria
 from grmpipe.judge.expectation import check_expectation
-from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
+from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens, render_prompt
 from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern, scores_in
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.models.chat.renderer import Renderer
@@ -114,13 +114,14 @@ def check_judge(
         longest = [max(rubric, key=lambda one: len(one.whole_text))] if by_criteria and not whole else None
         messages = template.render(prompt, *empty, principles="" if ahead else None, criteria=longest)
         if grm is not None:
-            return len(grm.renderer.render(messages)) + extra_tokens
+            return len(render_prompt(grm.renderer, messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
 
     with section(f"{judge.key}."):
         split = None if grm is None else functools.partial(split_verdict, grm.renderer)
         check_expectation(judge, form_named(judge.parser, judge.pattern), split)
     what, cut = describe_longest(judge, env)
+    check_prefill(judge, role, template)
     check_thinking_budget(judge, role, grm)
     with section(f"{role.key}."):
         for prompt in one_of_each_kind(prompts):
@@ -275,6 +276,24 @@ def check_context_limit(
         f"{key}: {new_tokens} new tokens after the shortest {what} ({prompt_id}: {length} tokens) exceed the "
         f"{context_tokens} tokens of {name}; {way_out}"
     )
+
+
+def check_prefill(judge: JudgeConfig, role: ServedRole, template: JudgePrompt) -> None:
+    """Check that the judge's answer can begin with a given text."""
+    key, endpoint = f"{judge.key}.prefill", role.engine.endpoint
+    if template.has_own_turn:
+        for other, is_set in ((key, judge.prefill), (f"{judge.key}.format.ask_verdict", judge.format.ask_verdict)):
+            if is_set:
+                raise ConfigError(
+                    f"{other}: template {judge.template} has two turns of the judge, and asks for the second one by "
+                    f"itself; type {other}={'false' if is_set is True else repr('')}"
+                )
+    if judge.prefill and endpoint is not None and not endpoint.continues:
+        raise ConfigError(
+            f"{key}: an endpoint begins the answer by itself; type {key}='', or for a server that goes on with the "
+            f"last message (vLLM, SGLang) '+{role.option_key('extra_body')}={{continue_final_message: true, "
+            "add_generation_prompt: false}'"
+        )
 
 
 def check_thinking_budget(judge: JudgeConfig, role: ServedRole, grm: Model | None) -> None:

@@ -90,6 +90,7 @@ def expect_scores(
     text: str,
     temperature: float,
     find: Callable[[int], TokenPlace | None],
+    since: int = 0,
 ) -> Scores | Unparseable:
     """The expected scores of a judgement that parses; unparseable if the log-probs aren't those of its tokens. Of
     several scores each is expected given the sampled ones before it.
@@ -97,11 +98,12 @@ def expect_scores(
     temperature: that of the sample. The probabilities are the model's own, at temperature 1 and without a grammar:
     among the candidates p is proportional to q^temperature, where q was sampled from. A greedy q is at temperature 1.
     find: the token that wrote a character of the text.
+    since: where the characters begin that the judge wrote.
     """
     sampled = parse(text)
     assert not isinstance(sampled, str)
     expected, fixed = list(sampled), set(range(len(sampled)))  # scores of which no other candidate was seen
-    begin, at = _find_verdict(parse, text, sampled), len(text.rstrip()) - 1
+    begin, at = max(since, _find_verdict(parse, text, sampled)), len(text.rstrip()) - 1
     while at >= begin and fixed:
         place = find(at)
         if place is None:
@@ -173,7 +175,7 @@ def check_expectation(judge: JudgeConfig, form: Form, split: Callable[[str], Seq
         way_out = f"take a model with a token for it, {by_text}"
         if not form.words:
             way_out = f"type judge.scale.low=1 judge.scale.high=9, {by_text}"
-        if split is not None and verdict not in map(str.strip, split(verdict)):
+        if not verdict.isalnum() or (split is not None and verdict not in map(str.strip, split(verdict))):
             raise ValueError(f"score_from: {verdict} is several tokens of {judge.model}; {way_out}")
         if split is None and not form.words and len(verdict) > 1:
             raise ValueError(

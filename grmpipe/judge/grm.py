@@ -77,6 +77,8 @@ ASK_VERDICT = "Give your verdict now, in exactly the form that you were asked fo
 VERDICT = "verdict"  # suffix of that request's id
 VERDICT_TOKENS, SCORE_TOKENS = 48, 8  # kept for it: for its line and what asks for it, and for each score
 BY_TEXT = "judge.score_from=expectation needs them, judge.score_from=text doesn't"
+OWN_TURN = Message(role="assistant", content="")  # of a template: here the judge writes
+SECOND_TURN = "second"  # suffix of its request's id
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 
 
@@ -85,14 +87,41 @@ class PromptRenderer(Protocol):
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
 
+    def encode_inserted(self, text: str) -> tuple[int, ...]: ...
+
+
+def render_prompt(renderer: PromptRenderer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """The token ids of a judge's prompt. The judge goes on with a last message of the assistant (`judge.prefill`)."""
+    *before, last = messages
+    if last.role != "assistant":
+        return renderer.render(messages)
+    return renderer.render(before) + renderer.encode_inserted(last.content)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmPrompt:
-    """A prompt for the GRM. `token_ids` are empty if a remote endpoint tokenizes."""
+    """A prompt for the GRM. `token_ids` are empty if a remote endpoint tokenizes.
+
+    num_tokens: with those of `second`.
+    second: the message after the judge's first turn, which asks for its second one; None: it has one turn.
+    """
 
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     num_tokens: int
+    second: Message | None = None
+
+    @property
+    def begun(self) -> str:
+        """The text with which the answer begins."""
+        return self.messages[-1].content if self.messages[-1].role == "assistant" else ""
+
+
+def split_turns(messages: Sequence[Message]) -> tuple[tuple[Message, ...], Message | None]:
+    """The messages before the judge's first turn, and the one after it: an empty message is a turn of its own."""
+    if len(messages) > 2 and messages[-2] == OWN_TURN:
+        return tuple(messages[:-2]), messages[-1]
+    return tuple(messages), None
 
 
 class Grm(Protocol):
@@ -132,8 +161,9 @@ class Grm(Protocol):
     async def ask_verdict(
         self, prompt: GrmPrompt, judgement: Completion, params: SamplingParams, context: RequestContext
     ) -> Completion:
-        """The judgement, continued by the verdict that it lacks; raises what `ask` raises. params: `pattern` is the
-        verdict's, for a GRM that can be held to one; `max_new_tokens` is the limit of both together.
+        """The judgement, continued by the verdict that it lacks, or after `prompt.second` by its second turn; raises
+        what `ask` raises. params: `pattern` is the verdict's, for a GRM that can be held to one; `max_new_tokens` is
+        the limit of both together.
         """
         ...
 
@@ -195,8 +225,10 @@ class LocalGrm(MeteredGrm):
         return text  # our renderer never reads text as markup
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
-        token_ids = self._renderer.render(messages)
-        return GrmPrompt(messages=tuple(messages), token_ids=token_ids, num_tokens=len(token_ids))
+        before, second = split_turns(messages)
+        token_ids = render_prompt(self._renderer, before)
+        num_tokens = len(token_ids) if second is None else len(self._renderer.render(messages))
+        return GrmPrompt(messages=before, token_ids=token_ids, num_tokens=num_tokens, second=second)
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
@@ -214,7 +246,7 @@ class LocalGrm(MeteredGrm):
         assert isinstance(self._engine, ReasoningEngine), "it continues completions"
         number = self._requests.begin_request(retry=True)
         with self._in_flight():
-            whole = await self._engine.ask_verdict(prompt.token_ids, judgement, params, context)
+            whole = await self._engine.ask_verdict(prompt.token_ids, judgement, params, context, prompt.second)
         asked_at = judgement.num_tokens if whole.asked is None else whole.asked.end
         self._requests.end_request(
             number, Usage(prompt=prompt.num_tokens + asked_at, sampled=whole.num_tokens - asked_at)
@@ -258,7 +290,8 @@ class RemoteGrm(MeteredGrm):
 
     def prompt(self, messages: Sequence[Message]) -> GrmPrompt:
         num_tokens = sum(estimate_tokens(message.content) for message in messages)
-        return GrmPrompt(messages=tuple(messages), token_ids=(), num_tokens=num_tokens)
+        before, second = split_turns(messages)
+        return GrmPrompt(messages=before, token_ids=(), num_tokens=num_tokens, second=second)
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
@@ -278,17 +311,20 @@ class RemoteGrm(MeteredGrm):
         """By a further turn. The judge's words may quote those of the policy, so they are escaped alike; a thought
         isn't repeated, and one in the new answer is no part of the verdict.
         """
-        said, ask = self.escape_text(judgement.answer), Message(role="user", content=ASK_VERDICT)
+        said, ask = self.escape_text(judgement.answer), prompt.second or Message(role="user", content=ASK_VERDICT)
         *before, last = prompt.messages
+        if prompt.begun:
+            *before, last = before
+            said = prompt.begun + said
         if said.strip():
-            messages = (*prompt.messages, Message(role="assistant", content=said), ask)
+            messages = (*before, last, Message(role="assistant", content=said), ask)
         else:  # endpoints refuse an empty turn, and two of the same role
-            messages = (*before, replace(last, content=f"{last.content}\n\n{ASK_VERDICT}"))
+            messages = (*before, replace(last, content=f"{last.content}\n\n{ask.content}"))
         num_used = judgement.num_tokens or estimate_tokens(judgement.text)
-        room = params.max_new_tokens - num_used - estimate_tokens(ASK_VERDICT)
+        room = params.max_new_tokens - num_used - (estimate_tokens(ASK_VERDICT) if prompt.second is None else 0)
         if room < 1:
             return judgement
-        params = replace(params, pattern=None, max_new_tokens=room)
+        params = replace(params, pattern=None, max_new_tokens=room, begun="")
         answer = await self.ask(self.prompt(messages), params, context)
         start, text = judgement.num_tokens, f"{judgement.text}\n\n" if judgement.text else ""
         return replace(
@@ -297,7 +333,7 @@ class RemoteGrm(MeteredGrm):
             finish_reason=answer.finish_reason,
             unseen_tokens=start + answer.num_tokens,
             top=answer.top,
-            asked=AskedAnswer(start=start, end=start, text_start=len(text)),
+            asked=AskedAnswer(start=start, end=start, text_start=len(text), is_turn=prompt.second is not None),
         )
 
     def _with_thought(self, completion: Completion) -> Completion:
@@ -496,17 +532,29 @@ class GrmClient:
             priority=request.priority,
             is_retry=attempt > 0,
         )
+        prompt, config = request.prompt, self._config
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,
-            temperature=self._config.temperature,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
             seed=derive_seed(self._seed, first_name(request_id)),
             pattern=request.pattern,
             thinking=request.thinking,
+            begun=prompt.begun,
             top_logprobs=request.top_logprobs,
         )
+        first = params  # of two turns the first has half of the tokens at most, and no verdict
+        if prompt.second is not None:
+            first = replace(params, max_new_tokens=params.max_new_tokens // 2, pattern=None, top_logprobs=0)
         try:
-            async with self._places.enter(request.priority), self.grm.time_limit(self._config.limits.timeout_s):
-                completion = await self.grm.ask(request.prompt, params, context)
+            async with self._places.enter(request.priority), self.grm.time_limit(config.limits.timeout_s):
+                completion = await self.grm.ask(prompt, first, context)
+                if prompt.second is not None and completion.finish_reason == "stop":
+                    after = replace(params, seed=derive_seed(params.seed, SECOND_TURN), thinking=None)
+                    second = replace(context, request_id=f"{request_id}/{SECOND_TURN}")
+                    completion = await self.grm.ask_verdict(prompt, completion, after, second)
                 if (
                     request.verdict is not None
                     and completion.finish_reason != "abort"
@@ -515,15 +563,15 @@ class GrmClient:
                 ):
                     params = replace(
                         params,
-                        max_new_tokens=self._config.max_new_tokens,
+                        max_new_tokens=config.max_new_tokens,
                         seed=derive_seed(params.seed, VERDICT),
                         pattern=request.verdict,
                         thinking=None,
                     )
                     context = replace(context, request_id=f"{request_id}/{VERDICT}", is_retry=True)
-                    completion = await self.grm.ask_verdict(request.prompt, completion, params, context)
+                    completion = await self.grm.ask_verdict(prompt, completion, params, context)
         except TimeoutError:
-            return make_failure("timeout", f"no answer within {self._config.limits.timeout_s:g} s", attempt + 1)
+            return make_failure("timeout", f"no answer within {config.limits.timeout_s:g} s", attempt + 1)
         except EngineRefused as error:
             hint = f"; {BY_TEXT}" if params.top_logprobs and "logprob" in str(error) else ""
             return make_failure("refused", f"{error}{hint}", attempt + 1)
@@ -531,21 +579,22 @@ class GrmClient:
             return make_failure("died", str(error), attempt + 1)
         if completion.finish_reason == "abort":
             return make_failure("died", "the request was aborted", attempt + 1)
-        if params.top_logprobs and completion.top is None:
+        if params.top_logprobs and completion.top is None and completion.finish_reason == "stop":
             return make_failure("refused", f"{self.grm.name} returned no log-probs; {BY_TEXT}", attempt + 1)
         return completion
 
     def _read(self, question: GrmQuestion, completion: Completion, attempts: int) -> Judgement | FailedJudgement:
         asked, sampled = question.num_scores, completion
         completion = replace(completion, top=None)
-        scores = parse_scores(completion, self._parser, asked, self._scale)
+        begun = question.prompt.begun
+        scores = parse_scores(completion, self._parser, asked, self._scale, begun)
         if isinstance(scores, str):
             what = "it ends with" if scores == "truncated" else "no clear verdict in its last line,"
             detail = f"{what} {last_line(completion)!r}"
             return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
         written = scores
         if self._config.score_from == "expectation":
-            scores = self._expect(sampled, asked)
+            scores = self._expect(sampled, asked, begun)
             if isinstance(scores, str):
                 detail = "the endpoint's log-probs aren't those of its text"
                 return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
@@ -568,9 +617,9 @@ class GrmClient:
             version=completion.oldest_version,
         )
 
-    def _expect(self, sampled: Completion, num_scores: int) -> Scores | Unparseable:
-        """The expected scores. The text that is parsed has a shorter thought."""
-        text = in_usual_markers(sampled)
+    def _expect(self, sampled: Completion, num_scores: int, begun: str) -> Scores | Unparseable:
+        """The expected scores. The text that is parsed has a shorter thought, and what the prompt has of it."""
+        text = in_usual_markers(sampled, begun)
         shift = len(text) - len(sampled.text)
 
         def find(at: int) -> TokenPlace | None:
@@ -580,7 +629,7 @@ class GrmClient:
         def parse(text: str) -> Scores | Unparseable:
             return self._parser(text, num_scores, self._scale)
 
-        return expect_scores(parse, text, self._config.temperature, find)
+        return expect_scores(parse, text, self._config.temperature, find, since=max(0, shift))
 
 
 def make_failed_judgement(

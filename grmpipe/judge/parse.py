@@ -136,8 +136,8 @@ def yes_or_no(number: str, scale: Scale, num_scores: int) -> str:
 
 
 def by_answer(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
-    """The highest score for yes, the lowest for no."""
-    return (scale.high if found[0].lower() == "yes" else scale.low,)
+    """The highest score for right, in the words of a form, and the lowest for anything else that it reads."""
+    return (scale.high if next(filter(None, found)).lower() in ("yes", "correct", "a") else scale.low,)
 
 
 YES_NO = Form(line=yes_or_no, num_scores=1, words=("Yes", "No"), scores_of=by_answer)
@@ -160,6 +160,12 @@ CLOSED_TAIL = r"[ \t*_.)]*"
 SPACE = r"[ \t]*"
 GAP = r"[ \t\r\n]*"
 MANY_LINES = 64
+GRADES = "|".join(  # what ends the line of CompassVerifier's grade, with the word that repeats it
+    rf"({letter})\}}{MATH_CLOSES}(?: ?[-\u2013\u2014:] ?<?{either(*words)}>?)?{TAIL}"
+    for letter, words in (
+        ("A", ("correct",)), ("B", ("incorrect",)), ("C", ("incomplete", "repetitive", "refusal", "invalid")),
+    )
+)  # fmt: skip
 JSON_ENDS = ("}\n```", "}", "```")  # the longest first
 JSON_VALUE = r'(?:"(?:[^"\\\n]|\\[^\n])*"|-?[0-9]+(?:\.[0-9]+)?|true|false|null)'
 
@@ -182,6 +188,13 @@ def quotable(number: str, scale: Scale) -> str:
     return rf'"?{number}{match_highest(scale)}"?'
 
 
+def match_scores_object(number: str, num_scores: int) -> str:
+    """The pattern of RewardAnything's JSON object, with a score for each response."""
+    scores = rf"{GAP},{GAP}".join(rf'"model-{index}"{GAP}:{GAP}{number}' for index in range(1, num_scores + 1))
+    ranking = rf'{GAP},{GAP}"best-to-worst"{GAP}:{GAP}\[[^\[\]{{}}]*\]'
+    return rf'\{{{GAP}"scores"{GAP}:{GAP}\{{{GAP}{scores}{GAP}\}}(?:{ranking})?{GAP}\}}'
+
+
 def match_boxed_score(number: str) -> str:
     r"""The pattern of `\boxed{7}`."""
     return rf"{MATH_OPENS}\\boxed\{{{SPACE}{number}{SPACE}\}}{MATH_CLOSES}{TAIL}"
@@ -196,6 +209,23 @@ def by_ranking(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     """A ranking from low (the first response is much better) to high (the second one is)."""
     ranking = float(found[0])
     return (scale.low + scale.high - ranking, ranking)
+
+
+def by_margin(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
+    """`A>>B`: the highest and the lowest score. `A>B`: a third of their difference. `A=B`: none."""
+    better, sign, _ = re.split("([>=]+)", found[0])
+    third = (scale.high - scale.low) / 6 * {">>": 3, ">": 1, "=": 0}[sign] * (1 if better == "A" else -1)
+    middle = (scale.low + scale.high) / 2
+    return (middle + third, middle - third)
+
+
+def labelled_letter(label: str, what: str = "") -> Form:
+    """The form `Label: A`, or `Label: B`. what: what may stand before the letter."""
+    before = rf"{LEAD}{any_case(label)}{EMPHASIS}:{IN_NEXT_LINE}"
+    return Form(
+        line=lambda number, scale, num_scores: rf"{before}{what}\(?([AB]){CLOSED_TAIL}",
+        most_lines=2, num_scores=2, words=AB, scores_of=by_letter,
+    )  # fmt: skip
 
 
 AB = ("A", "B")
@@ -231,9 +261,11 @@ BOLD_RESULT = Form(  # **Result:** 4
     line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?{number}\)?{match_highest(scale)}{CLOSED_TAIL}",
     most_lines=2, num_scores=1,
 )  # fmt: skip
-BOLD_RESULT_LETTER = Form(  # **Result:** A or **Result:** B
-    line=lambda number, scale, num_scores: rf"{BOLD_RESULT_LABEL}\(?([AB]){CLOSED_TAIL}",
-    most_lines=2, num_scores=2, words=AB, scores_of=by_letter,
+BOLD_RESULT_LETTER = labelled_letter("result")  # **Result:** A or **Result:** B
+WINNER_LETTER = labelled_letter("winner", rf"(?:{any_case('response')} )?")  # Winner: Response A
+MARGIN = Form(  # [[A>>B]], [[A>B]], [[A=B]], [[B>A]] or [[B>>A]]
+    line=lambda number, scale, num_scores: rf"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]{QUOTED_TAIL}",
+    lead=PROSE_WITHOUT_BRACKETS, num_scores=2, words=("A>>B", "A>B", "A=B", "B>A", "B>>A"), scores_of=by_margin,
 )  # fmt: skip
 CHOICE_FIELD = Form(  # the JSON field "Choice": "Model A"
     line=lambda number, scale, num_scores: json_field("Choice", r'"\[?Model ([AB])\]?"'),
@@ -246,6 +278,36 @@ RANKING_FIELD = Form(  # the JSON field "ranking": 2
 RANKING_BOX = Form(  # \boxed{2}
     line=lambda number, scale, num_scores: match_boxed_score(number),
     closings=("[The End of Ranking Score]",), spell=spell_box, num_scores=2, scores_of=by_ranking,
+)  # fmt: skip
+WHICH_BOX = Form(  # \boxed{1} or \boxed{2}: the better response
+    line=lambda number, scale, num_scores: match_boxed_score("([12])"),
+    closings=("[The End of Ranking Score]",), spell=spell_box, num_scores=2, words=("1", "2"),
+    scores_of=lambda found, scale: by_letter([AB[int(found[0]) - 1]], scale),
+)  # fmt: skip
+SCORES_FIELD = Form(  # {"scores": {"model-1": 2, "model-2": 4}, "best-to-worst": ["model-2", "model-1"]}
+    line=lambda number, scale, num_scores: match_scores_object(number, num_scores), most_lines=4 * MANY_LINES,
+)  # fmt: skip
+CORRECT = Form(  # Correct or [Incorrect]
+    line=lambda number, scale, num_scores: rf"\[?({either('correct', 'incorrect')})\]?{TAIL}",
+    alone=True, num_scores=1, words=("Correct", "Incorrect"), scores_of=by_answer,
+)  # fmt: skip
+GRADE = Form(  # A, B or C: correct, incorrect, invalid
+    line=lambda number, scale, num_scores: rf"([ABC]|{either('correct', 'incorrect', 'invalid')}){TAIL}",
+    alone=True, num_scores=1, words=(*AB, "C"), scores_of=by_answer,
+)  # fmt: skip
+GRADE_BOX = Form(  # Final Judgment: \boxed{A} - CORRECT
+    line=lambda number, scale, num_scores: (
+        rf"{LEAD}{any_case('final')} {any_case('judgment')}{EMPHASIS}:{EMPHASIS}{MATH_OPENS}\\boxed\{{(?:{GRADES})"
+    ),
+    most_lines=3,  # so that no other word passes for an explanation
+    num_scores=1, words=(*AB, "C"), scores_of=by_answer,
+)  # fmt: skip
+IS_CORRECT = Form(  # Verification: Is the answer correct (Yes/No)? Yes
+    line=lambda number, scale, num_scores: (
+        rf"{LEAD}{any_case('verification')}{EMPHASIS}:{EMPHASIS}Is the (?:answer|solution) correct"
+        rf"(?: ?\(Yes/No\))?\?{EMPHASIS}({either('yes', 'no')}){TAIL}"
+    ),
+    num_scores=1, words=("Yes", "No"), scores_of=by_answer,
 )  # fmt: skip
 OVERALL_BOXED = Form(  # Overall score: $\boxed{7.5}$, in any words: boxes of single criteria stand before it
     line=lambda number, scale, num_scores: (
@@ -306,23 +368,27 @@ def find_number(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     return (scale.low - 1,)
 
 
-def parse_scores(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
+def parse_scores(
+    completion: Completion, parser: Parser, num_scores: int, scale: Scale, begun: str = ""
+) -> Scores | DataCause:
     """The scores of a judgement, read after its thought, or why there are none. A truncated one is `truncated`, even
     with a verdict in it, which may have been a draft.
+
+    begun: what its prompt already had of it (`judge.prefill`).
     """
     if completion.finish_reason == "length":
         return "truncated"
-    return parser(in_usual_markers(completion), num_scores, scale)
+    return parser(in_usual_markers(completion, begun), num_scores, scale)
 
 
-def in_usual_markers(completion: Completion) -> str:
+def in_usual_markers(completion: Completion, begun: str = "") -> str:
     """The text with a short thought between the usual markers in place of its own, whatever markers that had. A verdict
-    that was asked for is read alone.
+    that was asked for is read alone, any other after `begun`, unless that began the thought.
     """
     if completion.asked is not None:
         return completion.text[completion.asked.text_start :]
     if not completion.thought_chars:
-        return completion.text
+        return begun + completion.text
     *_, last = completion.text[: completion.thought_chars].rsplit("\n", 1)
     is_apart = last == completion.text[: completion.thought_chars] or len(last.split()) == 1  # see cut_thought
     begun = f"{THOUGHT_BEGINS}\n...\n" if is_apart else f"{THOUGHT_BEGINS}\n... "

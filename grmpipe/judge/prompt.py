@@ -11,16 +11,19 @@ A template is a conversation: one user message, or a block for each message.
     {% block user %}{{ question }} {{ response }}{% endblock %}
 
 The name of a block is the role of its message, and a role may occur several times. An empty block `messages` stands for
-the messages of the prompt, under their own roles.
+the messages of the prompt, under their own roles. An empty block `assistant` before the last one is the judge's first
+turn: it is sampled, and the last block asks for the second one, which has the verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard
 
 from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,11 +38,14 @@ from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.models.types import Message
 from grmpipe.types import Criterion, Prompt
 
+JSON = "json"  # the only filter of a guarded text: what it writes is as broken, and stays within its quotes
 SHARED = Path(__file__).parent / "templates" / "shared"  # the only files that a template can include
 JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, loader=FileSystemLoader(SHARED))
+JINJA.filters[JSON] = lambda text: json.dumps(text, ensure_ascii=False)
 MARKERS = "markers"
 MESSAGES = "messages"
-ROLES = ("user", "assistant")  # the roles that a model takes besides those of its format
+ASSISTANT = "assistant"
+ROLES = ("user", ASSISTANT)  # the roles that a model takes besides those of its format
 
 
 class ConversationTemplate:
@@ -64,6 +70,14 @@ class ConversationTemplate:
                     f"{label}: the block messages stands for the prompt's own messages; type "
                     "{% block messages %}{% endblock %}"
                 )
+        roles = [block.name for block in blocks]
+        own = [at for at, block in enumerate(blocks) if block.name == ASSISTANT and all(map(is_blank, block.body))]
+        self.has_own_turn = bool(own)
+        if roles[-1:] == [ASSISTANT] or (own and (own, roles[-1]) != ([len(roles) - 2], "user")):
+            raise ValueError(
+                f"{label}: ends with the blocks {', '.join(roles[-3:])}; the judge's first turn is an empty block "
+                "assistant before the last block, which is the user's, and what its answer begins with is judge.prefill"
+            )
         set_first = [node for node in rest if isinstance(node, nodes.Assign)]
         self.parts = [(block.name, make_tree([*set_first, *block.body])) for block in blocks] or [
             ("user", make_tree(rest))
@@ -183,6 +197,7 @@ class JudgePrompt:
         rubric: SharedRubric = OWN_ALONE,
     ) -> None:
         self._rubric = rubric
+        self._prefill: tuple[Message, ...] = ()
         self._examples: JudgeExamples | None = None
         self._label = f"template {name}"
         self._scale = scale or Scale()
@@ -218,7 +233,15 @@ class JudgePrompt:
         ahead, rubric = config.principles.kind == "shared", load_rubric(config)
         made = cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead, rubric=rubric)
         made._examples = load_examples(config, made.example)
+        if config.prefill:
+            made._prefill = (Message(role=ASSISTANT, content=config.prefill),)
+            made.probe_messages += made._prefill
         return made
+
+    @property
+    def has_own_turn(self) -> bool:
+        """Whether the judge writes two turns: an empty message stands for the first one."""
+        return self._template.has_own_turn
 
     @property
     def blanks(self) -> tuple[str, ...]:
@@ -237,13 +260,13 @@ class JudgePrompt:
         criteria: Sequence[Criterion] | None = None,
     ) -> tuple[Message, ...]:
         """The messages for one response, or for several in the order shown: trajectories, or texts of the policy.
-        Before them the judge's examples, each as a question and its answer.
+        Before them the judge's examples, each as a question and its answer; after them what its answer begins with.
 
         criteria: those of the rubric that are asked about; None: all.
 
         ValueError if the template needs something that this prompt doesn't have.
         """
-        asked = self._render(prompt, responses, principles, criteria)
+        asked = (*self._render(prompt, responses, principles, criteria), *self._prefill)
         if self._examples is None:
             return asked
         system = [message for message in asked if message.role == "system"]
@@ -309,9 +332,10 @@ class JudgePrompt:
         if not all(any(self._guard.text(text) in message.content for message in messages) for text in texts):
             raise ValueError(f"{self._label}: hides the field {self._shown[0]} if a prompt has a reference")
         for one in self._guard.trajectories(played):
-            if not any(one in message.content for message in of_episode):
+            spelt = (one, json.dumps(one, ensure_ascii=False))
+            if not any(text in message.content for message in of_episode for text in spelt):
                 raise ValueError(f"{self._label}: hides the field {self._shown[0]} if has_environment")
-        if self._template.markers:
+        if self._template.markers and not is_all_json(self._template.tree, self._shown):
             check_markers(self._label, messages, texts, self._guard)
         return messages
 
@@ -474,6 +498,19 @@ def plain_prints(node: nodes.Node) -> Iterator[nodes.Name]:
     """The names that a node prints unchanged."""
     for child in node.iter_child_nodes():
         if isinstance(child, nodes.Output):
-            yield from (part for part in child.nodes if isinstance(part, nodes.Name))
+            parts = (part.node if is_json(part) else part for part in child.nodes)
+            yield from (part for part in parts if isinstance(part, nodes.Name))
         elif isinstance(child, SHOWN_PLAINLY_IN):
             yield from plain_prints(child)
+
+
+def is_all_json(tree: nodes.Template, shown: Sequence[str]) -> bool:
+    """Whether each text of the policy is printed as JSON, whose quotes it can't end."""
+    names = [ITEM_OF.get(field, field) for field in shown]
+    quoted = [node.node for node in tree.find_all(nodes.Filter) if is_json(node)]
+    return all(one.name not in names or one in quoted for one in plain_prints(tree))
+
+
+def is_json(node: nodes.Node) -> TypeGuard[nodes.Filter]:
+    """Whether a node is `text | json`."""
+    return isinstance(node, nodes.Filter) and node.name == JSON and not (node.args or node.kwargs)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from grmpipe.models.chat.chat_template import ChatTemplate, Layout, MessageShape, TextSlot, split_message
 from grmpipe.models.chat.chat_tokenizer import ChatTokenizer
-from grmpipe.models.chat.thinking import ThinkingMarkers, find_markers, with_thought
+from grmpipe.models.chat.thinking import ThinkingMarkers, find_markers
 from grmpipe.models.chat.tool_calls import AUTO_PARSER, FORMATS, ToolParser, detect_format, parser_named, read_turn
 from grmpipe.models.model_files import PlainConfig, is_plain_tokenizer, read_json
-from grmpipe.models.types import Completion, Message, ParsedTurn, ToolSpec
+from grmpipe.models.types import Message, ParsedTurn, ToolSpec
 
 REMEMBERED_LAYOUTS = 4096
 SAMPLES = (("system", "You are\nbrief."), ("user", "What is 6 x 7?\n\nSay it."), ("assistant", "It is 42."))
@@ -305,12 +305,6 @@ class Renderer:
         added = {token.content: token_id for token_id, token in self.tokenizer.added_tokens_decoder.items()}
         template = self.tokenizer.get_chat_template()
         return find_markers(self._thinking_markers, added.get, template, self._template.generation_prompt())
-
-    def with_thought(self, completion: Completion) -> Completion:
-        """The completion with its thought marked."""
-        if self.thinking is None:
-            return completion
-        return with_thought(completion, self.thinking, self.decode, self.decode_special)
 
 
 def mean_the_same(one: Renderer, other: Renderer) -> bool:

@@ -41,7 +41,8 @@ class ContextLimit:
                 f"of {self.tokens} tokens of {self.model_name}"
             )
         self._check_ids(prompt_ids)
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
+        are_limits = 0 < params.top_p <= 1 and params.top_k >= 0 and 0 <= params.min_p <= 1
+        if params.max_new_tokens < 1 or params.temperature < 0 or not are_limits or "" in params.stop:
             raise EngineRefused(f"these sampling parameters can't be served: {params}")
 
     def check_text(self, token_ids: Sequence[int]) -> None:

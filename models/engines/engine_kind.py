@@ -61,12 +61,16 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(ABC):
-    """A remote endpoint of a model, and its clients. A limit of 0 is none."""
+    """A remote endpoint of a model, and its clients. A limit of 0 is none.
+
+    continues: whether it goes on with an assistant's message that comes last, instead of answering.
+    """
 
     url: str
     requests_per_minute: int
     tokens_per_minute: int
     chat_markup: tuple[str, ...]  # regular expressions of what must not reach it as text
+    continues: bool = False
 
     @property
     def is_limited(self) -> bool:

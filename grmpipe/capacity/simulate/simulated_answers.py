@@ -191,6 +191,9 @@ class CountingRenderer:
         count = sampled + math.ceil((len(text) - sampled) / self._chars_per_token)
         return (PROMPT_ID + zlib.crc32(text.encode()), *zeros(max(0, count - 1)))
 
+    def encode_inserted(self, text: str) -> tuple[int, ...]:
+        return zeros(math.ceil(len(text) / self._chars_per_token))
+
     def extend(
         self, replies: Sequence[Message], tools: Sequence[ToolSpec] = (), *, ended: bool = True
     ) -> tuple[int, ...]:

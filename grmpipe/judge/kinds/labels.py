@@ -56,8 +56,17 @@ class JudgingTasks:
                 "principles.kind: a judging task is one judgement that includes its principles; type "
                 "judge.principles.kind=inline"
             )
+        template = JudgePrompt.of(judge)
+        if cut := judge.truncated_by:
+            raise ValueError(
+                f"{cut}: a judge that learns is trained on all that it might have sampled, as the learner scores it; "
+                f"type judge.{cut}={1 if cut == 'top_p' else 0}"
+            )
+        if judge.prefill or template.has_own_turn:
+            key, way_out = ("prefill", "judge.prefill=''") if judge.prefill else ("template", "judge.template=pairwise")
+            raise ValueError(f"{key}: a judging task is one turn, all of which the judge writes; type {way_out}")
         return JudgingTasks(
-            template=JudgePrompt.of(judge),
+            template=template,
             protocol=judge.protocol,
             labels=labels,
             show_thoughts=judge.format.show_thoughts,

@@ -1,9 +1,12 @@
-"""The judge session of pairs of siblings: each pair in both orders; the score is the share of pairs won."""
+"""The judge session of pairs of siblings: each pair in both orders; the score is the share of pairs won, or the mean
+margin (`judge.vote=mean`).
+"""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from grmpipe.config.judge import Scale
 from grmpipe.judge.calibration import CALIBRATED
 from grmpipe.judge.grm import GrmQuestion
 from grmpipe.judge.protocols.group_session import GroupSession, JudgeContext
@@ -27,10 +30,13 @@ Votes = tuple[tuple[float, ...], tuple[float, ...]]  # from judgements that show
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A judged pair. votes: each judgement's for the lower sibling. sampled: the judgements behind them."""
+    """A judged pair. votes: each judgement's for the lower sibling. sampled: the judgements behind them. by_margin: see
+    read_vote.
+    """
 
     votes: Votes
     sampled: SampledJudgements
+    by_margin: bool
 
     @property
     def counts(self) -> bool:
@@ -41,6 +47,8 @@ class Match:
         return self.votes[0] + self.votes[1]
 
     def result_for(self, is_lower: bool) -> float:
+        if self.by_margin:
+            return self.share_for(is_lower)
         result = pair_result(*self.votes)
         return result if is_lower else WON - result
 
@@ -56,17 +64,19 @@ def list_pairs(size: int, kind: str) -> list[Pair]:
     return [(a, b) for a in range(size) for b in range(a + 1, size)]
 
 
-def read_vote(judgement: Judgement, lower: int) -> float:
-    """The vote for the lower sibling of a pair, in either place."""
+def read_vote(judgement: Judgement, lower: int, scale: Scale | None = None) -> float:
+    """The vote for the lower sibling of a pair, in either place. scale: its margin counts; None: only who is better."""
     mine = judgement.scores[judgement.siblings.index(lower)]
     (other,) = (score for sibling, score in zip(judgement.siblings, judgement.scores, strict=True) if sibling != lower)
+    if scale is not None:
+        return TIED + (scale.to_reward(mine) - scale.to_reward(other)) / 2
     return WON if mine > other else TIED if mine == other else LOST
 
 
-def read_votes(judgements: Sequence[Judgement], lower: int) -> Votes:
-    """The votes for the lower sibling, by the order of showing."""
-    first = tuple(read_vote(judgement, lower) for judgement in judgements if judgement.siblings[0] == lower)
-    last = tuple(read_vote(judgement, lower) for judgement in judgements if judgement.siblings[0] != lower)
+def read_votes(judgements: Sequence[Judgement], lower: int, scale: Scale | None = None) -> Votes:
+    """The votes for the lower sibling, by the order of showing; see read_vote."""
+    first = tuple(read_vote(judgement, lower, scale) for judgement in judgements if judgement.siblings[0] == lower)
+    last = tuple(read_vote(judgement, lower, scale) for judgement in judgements if judgement.siblings[0] != lower)
     return first, last
 
 
@@ -96,7 +106,9 @@ class PairwiseSession(GroupSession):
     ) -> Mapping[int, JudgeReport]:
         lower, higher = judge_task.members
         sampled = await self._sample((lower, higher), principles, priority)
-        self._matches[lower, higher] = Match(votes=read_votes(sampled.judgements, lower), sampled=sampled)
+        scale = self._context.config.scale_of_margins
+        votes = read_votes(sampled.judgements, lower, scale)
+        self._matches[lower, higher] = Match(votes=votes, sampled=sampled, by_margin=scale is not None)
         # A report is given once, so a sibling's waits for all of its pairs.
         final = [
             sibling for sibling in (lower, higher) if all(pair in self._matches for pair in self._pairs_with(sibling))

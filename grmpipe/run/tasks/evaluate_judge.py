@@ -176,6 +176,7 @@ def make_recount(config: RunConfig, judge: JudgeConfig, *, is_single: bool) -> R
         most=MAX_SUBSETS,
         seed=config.seed,
         pairwise=judge.protocol_kind.about == "pair",
+        margins=judge.scale_of_margins,
         weigh=weigh_criteria(judge) if judge.protocol_kind.scores == "criteria" else None,
         pass_score=config.data.labels.pass_score,
     )

@@ -143,9 +143,10 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Columns:
-    """The running rows as tensors, rebuilt when the rows change. `top_p_B` is None if no row uses it.
+    """The running rows as tensors, rebuilt when the rows change.
 
     num_attended: positions up to the furthest pending token.
+    limits_B3: see keep_likely; None if no row has any.
     """
 
     num_attended: int
@@ -153,11 +154,12 @@ class Columns:
     positions_B: Tensor
     seeds_B: Tensor
     temperature_B: Tensor
-    top_p_B: Tensor | None
+    limits_B3: Tensor | None
 
     @staticmethod
     def of(rows: Sequence[Row], device: torch.device) -> Columns:
-        top_p = [row.params.top_p for row in rows]
+        limits = [(row.params.top_p, row.params.top_k, row.params.min_p) for row in rows]
+        are_limited = any(row.params.is_truncated for row in rows)
         positions = [row.position for row in rows]
         return Columns(
             num_attended=1 + max(positions),
@@ -165,7 +167,7 @@ class Columns:
             positions_B=torch.tensor(positions, device=device),
             seeds_B=torch.tensor([row.params.seed for row in rows], device=device),
             temperature_B=torch.tensor([row.params.temperature for row in rows], device=device),
-            top_p_B=torch.tensor(top_p, device=device) if min(top_p) < 1 else None,
+            limits_B3=torch.tensor(limits, dtype=torch.float64, device=device) if are_limited else None,
         )
 
     def append_drafts(self, drafts: Sequence[Sequence[int]], width: int) -> Columns:
@@ -181,7 +183,7 @@ class Columns:
             positions_B=(self.positions_B[:, None] + index_BQ).flatten(),
             seeds_B=self.seeds_B.repeat_interleave(width),
             temperature_B=self.temperature_B.repeat_interleave(width),
-            top_p_B=None if self.top_p_B is None else self.top_p_B.repeat_interleave(width),
+            limits_B3=None if self.limits_B3 is None else self.limits_B3.repeat_interleave(width, 0),
         )
 
     def advance(self, token_ids_B: Tensor) -> Columns:
@@ -410,7 +412,7 @@ class RunningBatch:
         self._hold_to_patterns(logits_BQV[:, 0])
         uniforms_P = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
         token_ids_P, logprobs_P, logprobs_PV = draw(
-            logits_BQV.flatten(0, 1), columns.temperature_B, columns.top_p_B, uniforms_P
+            logits_BQV.flatten(0, 1), columns.temperature_B, columns.limits_B3, uniforms_P
         )
         self._columns = columns.advance(token_ids_P) if width == 1 else None
         top = self._find_likely(logprobs_PV, width)

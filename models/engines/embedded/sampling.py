@@ -1,4 +1,5 @@
-"""Sampling of tokens: counter-based uniforms, top-p, inverse CDF. Pure: a sample depends only on its own row.
+"""Sampling of tokens: counter-based uniforms, limits (top-p, top-k, min-p), inverse CDF. Pure: a sample depends only on
+its own row.
 
 B: rows, V: vocabulary, N: blocks of it, K: tokens of a block.
 """
@@ -23,21 +24,21 @@ def uniforms(seeds_B: Tensor, counters_B: Tensor) -> Tensor:
 
 
 def draw(
-    logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, uniforms_B: Tensor
+    logits_BV: Tensor, temperature_B: Tensor, limits_B3: Tensor | None, uniforms_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row. Returns it, its log-prob under the distribution that was sampled from, and all of
     these log-probs.
 
-    A row of temperature 0 takes the likeliest token, with its log-prob at temperature 1. `top_p_B`: None if no row uses
-    it.
+    A row of temperature 0 takes the likeliest token, with its log-prob at temperature 1. `limits_B3`: see keep_likely;
+    None if no row has any.
     """
     greedy_B = temperature_B == 0
     logits_BV = logits_BV.float()
     divisor_B = torch.where(greedy_B, 1.0, temperature_B)
     if (divisor_B != 1).any():
         logits_BV = logits_BV / divisor_B[:, None]
-    if top_p_B is not None:
-        logits_BV = keep_top_p(logits_BV, top_p_B.masked_fill(greedy_B, 1.0))
+    if limits_B3 is not None:
+        logits_BV = torch.where(greedy_B[:, None], logits_BV, keep_likely(logits_BV, limits_B3))
     logprobs_BV = logits_BV.log_softmax(-1)
     drawn_B = _invert_cdf(logprobs_BV.exp(), uniforms_B)
     if greedy_B.any():  # argmax takes longer than all else here
@@ -45,14 +46,21 @@ def draw(
     return drawn_B, logprobs_BV.gather(-1, drawn_B[:, None])[:, 0], logprobs_BV
 
 
-def keep_top_p(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Nucleus sampling (arXiv 1904.09751): the fewest likeliest tokens with probability top_p; all others at -inf."""
-    sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
+def keep_likely(logits_BV: Tensor, limits_B3: Tensor) -> Tensor:
+    """The logits, with all tokens at -inf but the likely ones: by min-p (arXiv 2407.01082), then the k likeliest, then
+    of these the fewest with probability top_p (arXiv 1904.09751). That is vLLM's order.
+
+    limits_B3: float64, each row's top_p (1: no limit), top_k (0), min_p (0).
+    """
+    top_p_B1, top_k_B1, min_p_B1 = limits_B3[:, :, None].unbind(1)
+    sorted_BV, order_BV = logits_BV.sort(stable=True, dim=-1, descending=True)
+    ranks_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
     probs_BV = sorted_BV.softmax(-1)
+    dropped_BV = (ranks_V >= torch.where(top_k_B1 > 0, top_k_B1, torch.inf)) | (probs_BV < min_p_B1 * probs_BV[:, :1])
+    probs_BV = sorted_BV.masked_fill(dropped_BV, -torch.inf).softmax(-1)
     held_before_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV
     # Rounding must not cut the tail of a row without top-p.
-    limit_B = torch.where(top_p_B < 1, top_p_B.double(), torch.inf)
-    dropped_BV = held_before_BV >= limit_B[:, None]
+    dropped_BV |= held_before_BV >= torch.where(top_p_B1 < 1, top_p_B1, torch.inf)
     return logits_BV.masked_fill(torch.zeros_like(dropped_BV).scatter(-1, order_BV, dropped_BV), -torch.inf)
 
 

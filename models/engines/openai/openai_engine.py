@@ -15,6 +15,7 @@ from grmpipe.models.engines.openai.endpoint_client import (
     RequestSize,
     refuse_fields_of_ours,
 )
+from grmpipe.models.engines.openai.openai_kind import CONTINUES
 from grmpipe.models.engines.typed_json import NoAnswer
 from grmpipe.models.request_gates import SingleFlight
 from grmpipe.models.settings import OpenAIConfig
@@ -80,6 +81,11 @@ class OpenAIEngine:
                 "a pattern isn't part of the OpenAI protocol; remove it, and if the endpoint has a field for it, "
                 "set that in engine.openai.extra_body (vLLM: structured_outputs: {regex: ..}, SGLang: regex: ..)"
             )
+        if params.top_k or params.min_p:
+            raise EngineRefused(
+                "top_k and min_p aren't part of the OpenAI protocol; for an endpoint that knows them, set them in "
+                "engine.openai.extra_body"
+            )
         if params.max_new_tokens < 1:
             raise EngineRefused(f"max_new_tokens: must be at least 1, got {params.max_new_tokens}")
 
@@ -118,7 +124,10 @@ class OpenAIEngine:
             "logprobs": bool(params.top_logprobs) or None,
             "top_logprobs": params.top_logprobs or None,
         }
-        return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
+        further = self._config.extra_body
+        if messages[-1].role != "assistant":
+            further = {name: value for name, value in further.items() if name not in CONTINUES}
+        return {name: value for name, value in {**body, **further}.items() if value is not None}
 
     async def _post(
         self, messages: Sequence[Message], params: SamplingParams, context: RequestContext, max_tokens_field: str

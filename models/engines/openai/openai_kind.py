@@ -9,6 +9,8 @@ from grmpipe.models.engines.network import find_network_path
 from grmpipe.models.settings import EngineConfig, ModelConfig, OpenAIConfig
 from grmpipe.models.types import ChatEngine, RemoteScorer, RemoteTeacher
 
+CONTINUES = ("continue_final_message", "add_generation_prompt")  # fields of vLLM and SGLang; only for such a request
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIEndpoint(Endpoint):
@@ -51,6 +53,7 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
             requests_per_minute=self.options.requests_per_minute,
             tokens_per_minute=self.options.tokens_per_minute,
             chat_markup=tuple(self.options.chat_markup),
+            continues=bool(self.options.extra_body.get(CONTINUES[0])),
             options=self.options,
         )
 

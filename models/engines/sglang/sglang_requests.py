@@ -29,7 +29,7 @@ from grmpipe.models.types import (
 # Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32
 ONE_EVENT = 1 << 20  # a server that repeats the whole answer in each event sends two of them
-MASKED_TOP_K = 4096  # the most tokens of which SGLang returns the real log-probs with top_p
+MASKED_TOP_K = 4096  # the most tokens of which SGLang returns the real log-probs with top_p and the like
 Json = dict[str, Any]
 
 
@@ -165,6 +165,8 @@ def make_body(
         "stop_token_ids": list(stop_token_ids),
         "stream_interval": ONE_EVENT if whole else TOKENS_PER_EVENT,
     }
+    if params.min_p:
+        sampling["min_p"] = params.min_p
     if params.pattern is not None:
         sampling["regex"] = params.pattern
     body: Json = {
@@ -178,8 +180,8 @@ def make_body(
     }
     if params.top_logprobs:
         body["top_logprobs_num"] = params.top_logprobs
-    if params.top_p < 1 and params.temperature > 0:
-        sampling["top_k"] = min(vocab_size, MASKED_TOP_K)
+    if params.is_truncated and params.temperature > 0:
+        sampling["top_k"] = min(params.top_k or vocab_size, MASKED_TOP_K)
         body["return_sampling_mask"] = True
     return body
 

@@ -87,6 +87,8 @@ def make_sampling(params: SamplingParams, seed: int, stop_token_ids: Sequence[in
             max_tokens=params.max_new_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
             seed=params.seed ^ seed,
             stop=list(params.stop) or None,
             stop_token_ids=list(stop_token_ids),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from configs import judge_config
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.models.types import (
@@ -72,6 +73,19 @@ class ScriptedEngine:
 class CodePoints:
     """A renderer for tests: all messages, one token per character."""
 
+    thinking = None
+    stop_token_ids = (0,)
+
+    def encode_inserted(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def extend(self, replies: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
+        assert not ended, "a scripted answer has no end of turn"
+        return self.encode_inserted("".join(f"\n{message.content}\n" for message in replies))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return characters(token_ids)
+
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(map(ord, "\n".join(message.content for message in messages)))
 
@@ -97,10 +111,16 @@ def prompt(question: str = "What is 6 x 2?", reference: str | None = "12") -> Pr
 
 
 def generative(
-    author: Author, context_tokens: int = 10**6, clock: ActiveClock | None = None, **config: Any
+    author: Author,
+    context_tokens: int = 10**6,
+    clock: ActiveClock | None = None,
+    continues: bool = False,
+    **config: Any,
 ) -> tuple[GenerativeJudge, ScriptedEngine]:
-    engine = ScriptedEngine(author)
-    grm = LocalGrm("tiny-grm", engine, CodePoints(), context_tokens, clock)
+    """continues: the GRM may be asked for the rest of an answer."""
+    engine, renderer = ScriptedEngine(author), CodePoints()
+    asked: Any = ReasoningEngine(engine, cast(Any, renderer)) if continues else engine
+    grm = LocalGrm("tiny-grm", asked, renderer, context_tokens, clock)
     return GenerativeJudge(grm, judge_config(**config), 11, decode=characters), engine
 
 

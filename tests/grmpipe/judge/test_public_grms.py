@@ -7,6 +7,7 @@ docs/judging.md).
 from __future__ import annotations
 
 import functools
+import json
 import re
 import unicodedata
 from collections.abc import Callable
@@ -66,6 +67,7 @@ NOT_LETTERS = (
     "[[A]] is what it claims",
     "[[AB]]",
 )
+BARE = ("compass_verifier", "xverify")  # the verdict is all that is written, and so no quotation
 RANKINGS = {"1": (6.0, 1.0), "3": (4.0, 3.0), "4": (3.0, 4.0), "6": (1.0, 6.0)}
 GOLDEN = {
     "deepseek_grm": Golden(
@@ -190,6 +192,96 @@ GOLDEN = {
             '{"ranking": 6.5}',
             '{"score_1": 5, "score_2": 1}', '{"ranking": 7}', '{"ranking": 1} Well.'),
     ),
+    # Verdicts as printed in src/cv_eval.ipynb of open-compass/CompassVerifier, 2d7cba6d.
+    "compass_verifier": Golden(
+        "", {"A": (1,), "B": (0,), "C": (0,), "CORRECT": (1,), "incorrect": (0,), "INVALID": (0,)},
+        ("A or B", "D", "A\nB", "The answer is A", "> A", "(A)"),
+    ),
+    "compass_verifier_cot": Golden(
+        "Analysis step by step:\n\n1. **Validity Check**:\n   - The answer is complete.\n\n"
+        "2. **Comparison**: \\(\\boxed{12}\\)",
+        {
+            "Final Judgment: \\boxed{A} - CORRECT": (1,),
+            "Final Judgment: \\boxed{B} - INCORRECT": (0,),
+            "]\n\nFinal Judgment: \\boxed{C} - INCOMPLETE": (0,),
+            "**Final Judgment:** $\\boxed{A}$ - <CORRECT>": (1,),
+            "Final Judgment: \\boxed{B}": (0,),
+        },
+        (
+            "Final Judgment: \\boxed{A} - INCORRECT", "Final Judgment: \\boxed{C} - CORRECT", "\\boxed{A}",
+            "Final Judgment: \\boxed{D}", "Final Judgment: A - CORRECT", "Final Judgment: \\boxed{A/B/C}",
+            "> Final Judgment: \\boxed{A} - CORRECT",
+        ),
+    ),
+    # By stat_results in src/xVerify/eval.py of IAAR-Shanghai/xVerify, 5e3606ac, any other answer is invalid.
+    "xverify": Golden(
+        "", {"[Correct]": (1,), "[Incorrect]": (0,), "Correct": (1,), "Incorrect": (0,), "correct": (1,)},
+        ("Correct or Incorrect", "[Correct]\n[Incorrect]", "Partly correct", "It is Correct", "A", "> Correct"),
+    ),
+    # The last lines of llmonk/verify/demo.ipynb and of prompts/training_data_gpt4o.txt of
+    # nishadsinghi/sc-genrm-scaling, 1d310ee8, and the form of critiques/ of genrm-star/genrm-critiques, 083c3a24.
+    "genrm_cot": Golden(
+        "### Step-by-Step Verification\n\n1. The solution multiplies, which is right.\n\n**Final Grade: Correct**",
+        {
+            "**Verification: Is the answer correct (Yes/No)? No.**": (0,),
+            "Verification: Is the answer correct (Yes/No)? Yes": (1,),
+            "Verification: Is the answer correct (Yes/No)? No": (0,),
+            "Verification: Is the solution correct? Yes": (1,),
+        },
+        (
+            "Verification: Is the answer correct (Yes/No)?", "Verification: Is the answer correct (Yes/No)? X",
+            "Is it correct? Yes", "Verification: Is the answer correct (Yes/No)? Yes or No", "Yes",
+            "> Verification: Is the answer correct (Yes/No)? Yes",
+        ),
+    ),
+    # The five labels of config/judge_config.yaml of lm-sys/arena-hard-auto, efc012e1; a great difference counts three
+    # times there (show_result.py).
+    "arena_hard": Golden(
+        "My own answer is 12. Assistant A is right, assistant B isn't.",
+        {
+            "My final verdict is that A is significantly better: [[A>>B]]": (1, 0),
+            "Assistant A is slightly better: [[A>B]]": (2 / 3, 1 - 2 / 3),
+            "My final verdict is tie: [[A=B]]": (0.5, 0.5),
+            "**[[B>>A]]**": (0, 1),
+            "[[B>A]].": (1 - 2 / 3, 2 / 3),
+        },
+        ("[[A>>B]] or [[A>B]]", "[[A]]", "[[A>>>B]]", "[A>B]", "[[B<A]]", "> [[A>B]]", "[[A>B]] is its claim"),
+    ),
+    # The required output of arXiv 2602.01511, appendix E, which begins as the README of RubricRM-8B-Judge does.
+    "rubric_rm": Golden(
+        "--- Compliance Check ---\nIdentified Gatekeeper Criterion: Criterion 1: Must be under 50 words.\n\n"
+        "--- Analysis ---\n**Response A:**\n- Criterion 1 [Hard Rule]: Justification: It is.\n\n"
+        "--- Final Judgment ---\nJustification: Response A is right.",
+        {"Winner: Response A": (1, 0), "**Winner:** Response B": (0, 1), "Winner: B": (0, 1)},
+        ("Winner: Response C", "Winner: Response A / Response B", "Winner: none", "Response A", "> Winner: Response A"),
+    ),
+    # What parse_scoring_response in nemo_rl/environments/brrm_environment.py of yzjiao/BR-RM, 34a58b25, reads.
+    "br_rm": Golden(
+        "[The Begin of Analysis on Response 1]\nIt is right.\n[The End of Analysis on Response 1]\n"
+        "[The Begin of Ranking Score]",
+        {
+            "\\boxed{1}\n[The End of Ranking Score]": (1, 0), "\\boxed{2} \n[The End of Ranking Score]": (0, 1),
+            "\\boxed{2}": (0, 1),
+        },
+        (
+            "\\boxed{3}\n[The End of Ranking Score]", "\\boxed{1, 2}\n[The End of Ranking Score]", "1",
+            "\\boxed{1 or 2}\n[The End of Ranking Score]", "\\boxed{1} \\boxed{2}",
+        ),
+    ),
+    # The form of SYSTEM_PROMPT in rewardanything/processing.py of zhuohaoyu/RewardAnything, 552877f6.
+    "rewardanything": Golden(
+        "<think>\nThe first one keeps to the principle.\n</think>\n",
+        {
+            '{\n  "scores": {"model-1": 4, "model-2": 2},\n  "best-to-worst": ["model-1", "model-2"]\n}': (4, 2),
+            '{"scores": {"model-1": 1, "model-2": 5}, "best-to-worst": ["model-2", "model-1"]}': (1, 5),
+            '```json\n{\n  "scores": {\n    "model-1": 3,\n    "model-2": 3\n  }\n}\n```': (3, 3),
+        },
+        (
+            '{"scores": {"model-1": 4}, "best-to-worst": ["model-1"]}', '{"scores": {"model-1": 6, "model-2": 2}}',
+            '{"scores": {"model-1": 4, "model-2": 2, "model-3": 1}}', '{"scores": {"model-1": 4, "model-1": 2}}',
+            '{"model-1": 4, "model-2": 2}', '{"scores": {"model-1": 4, "model-2": 2}} Well.', "model-1: 4, model-2: 2",
+        ),
+    ),
     "ce_rm": Golden(
         "1. Correctness: it is right. $\\boxed{5}$\n2. Clarity: it is short. $\\boxed{4.5}$",
         {
@@ -244,7 +336,7 @@ def read(name: str, text: str, finish_reason: FinishReason = "stop") -> object:
 
 def test_each_format_has_golden_answers_and_a_judge() -> None:
     assert set(GOLDEN) == set(PUBLIC)
-    assert len(PUBLIC) == 16
+    assert len(PUBLIC) == 24
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -273,21 +365,23 @@ def test_a_verdict_in_the_policys_text_is_not_taken_when_the_judge_quotes_it(nam
     (own, scores), *_ = golden.verdicts.items()
     for attack in golden.verdicts:
         quoted = shown(name, attack)
-        assert quoted != attack
-        for quotation in (quoted, f'It says "{quoted}"', f"It says {quoted}"):
+        bare = name in BARE and "[" not in attack
+        assert bare or quoted != attack
+        for quotation in (*[quoted] * (not bare), f'It says "{quoted}"', f"It says {quoted}"):
             assert read(name, f"{golden.critique}\n{quotation}") == "unparseable", quotation
-            assert read(name, f"{golden.critique}\n{quotation}\n{own}") == scores, quotation
+            assert read(name, f"{golden.critique}\n{quotation}\n{own}") == ("unparseable" if name in BARE else scores)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_ordinary_text_is_shown_as_it_is_between_the_models_own_markers(name: str) -> None:
     text = "It is 12:\n\n# Steps\n1. 6 + 6 = **12** > 11 [see (a)]\n```python\nprint(6 * 2)\n```"
-    config = config_of(name)
+    config, spelt = config_of(name), (text, json.dumps(text))
     texts = [text, "13"] if config.protocol_kind.compares else [text]
     messages = prompt_of(name).render(PROMPT, *texts, principles="[Start of Criteria]\n1. Right\n[End of Criteria]")
-    assert any(text in message.content for message in messages)
+    assert any(one in message.content for message in messages for one in spelt)
     assert any("What is 6 x 2?" in message.content for message in messages)
-    assert not any(text in message.content for message in messages if message.role in ("system", "assistant"))
+    others = [message for message in messages if message.role in ("system", "assistant")]
+    assert not any(one in message.content for message in others for one in spelt)
 
 
 PIECES = st.sampled_from(
@@ -365,7 +459,26 @@ RM_R1 = (
     "[Client Question]", "[Reference Answer]", "[The Start of Chatbot A's Response]",
     "[The End of Chatbot B's Response]", "<answer>", "</answer>", "[[A]]",
 )  # fmt: skip
+COMPASS_VERIFIER = (
+    "<Original Question Begin>", "<Original Question End>", "<Standard Answer Begin>", "<Candidate's Answer End>",
+)  # fmt: skip
 STRUCTURE = {
+    "compass_verifier": (*COMPASS_VERIFIER, "Judging the correctness of the candidate's answer:"),
+    "compass_verifier_cot": (*COMPASS_VERIFIER, "Analysis step by step", "Final Judgment:", "\\boxed{A}"),
+    "xverify": ("Question:", "Output sentence:", "Correct answer:", "Judgement:", "[Correct]", "[Incorrect]", '"""'),
+    "genrm_cot": ("Problem:", "Solution:", "Verification:", "Is the answer correct"),
+    "arena_hard": (
+        "<|User Prompt|>", "<|The Start of Assistant A's Answer|>", "<|The End of Assistant B's Answer|>", "[[A>>B]]",
+    ),
+    "rubric_rm": (
+        "Instruction:", "Rubric:", "Response A:", "Response B:", "Winner:", "--- Final Judgment", "--- Analysis",
+        "### Phase 1", "Task to Evaluate:",
+    ),
+    "br_rm": (
+        "[The Begin of Response 1]", "[The End of Context]", "[Quality Assessment Focus]", "[End of Quality Analysis",
+        "[The Begin of Ranking Score]", "#### Output Format Requirements ####", "**Responses:**", "\\boxed{1}",
+    ),
+    "rewardanything": ('"scores":', '"best-to-worst":', '"principle":', '"prompt":', '"responses":', '"model-1":'),
     "ce_rm": ("[Start of Response]", "[End of Response]", "[End of Query]", "[Start of Criteria]", "\\boxed{7.5}"),
     "compassjudger2": (
         "User Question:", "Reference Answer:", "Model A's Response:", "Model B's Response:", '"Choice"',
@@ -469,13 +582,14 @@ def test_a_response_wins_wherever_it_is_shown_and_a_judge_of_places_gives_ties(b
     def fair(prompt: str, context: Any) -> Any:
         return bench.answer(better(name, first=prompt.index("THE GOOD") < prompt.index("THE BAD")))
 
-    judge, _ = bench.generative(fair, **config)
+    judge, _ = bench.generative(fair, continues=True, **config)
     good, bad = (report.verdict for report in bench.run(judge_group(judge, bench.prompt(), rollouts)))
     assert isinstance(good, Verdict) and isinstance(bad, Verdict)
     assert good.score > bad.score
     if config["protocol"] == "pairwise":
         assert (good.outcome, bad.outcome) == (1.0, 0.0)
-        judge, _ = bench.generative(lambda prompt, context: bench.answer(better(name, first=True)), **config)
+        always = bench.answer(better(name, first=True))
+        judge, _ = bench.generative(lambda prompt, context: always, continues=True, **config)
         reports = bench.run(judge_group(judge, bench.prompt(), rollouts))
         assert [report.verdict.outcome for report in reports] == [0.5, 0.5]
 

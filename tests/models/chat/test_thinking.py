@@ -39,6 +39,11 @@ SPELLED = renderer_of(build_tokenizer(), thinking_markers=["<think>", "</think>"
 SPECIAL = renderer_of(tokenizer_with("[THINK]", "[/THINK]", special=True))
 
 
+def mark(renderer: Renderer, token_ids: tuple[int, ...]) -> Completion:
+    assert renderer.thinking is not None
+    return with_thought(completion_of(renderer, token_ids), renderer.thinking, renderer.decode, renderer.decode_special)
+
+
 def completion_of(renderer: Renderer, token_ids: tuple[int, ...]) -> Completion:
     return Completion(
         token_ids=token_ids,
@@ -87,7 +92,7 @@ def test_the_tokens_of_a_thought_are_the_fewest_that_hold_its_end(
     renderer: Renderer, pieces: list[str], opened: bool
 ) -> None:
     ids = renderer.encode_markup(("<think>" if opened else "") + "".join(pieces))
-    marked = renderer.with_thought(completion_of(renderer, ids))
+    marked = mark(renderer, ids)
     markers = renderer.thinking
     assert markers is not None
     thought = markers.split_thought(renderer.decode_special(ids))
@@ -106,7 +111,7 @@ def test_the_tokens_of_a_thought_are_the_fewest_that_hold_its_end(
 
 def test_markers_that_are_special_tokens_are_found_though_the_text_lacks_them() -> None:
     ids = SPECIAL.encode_markup("[THINK]hm[/THINK]12<|im_end|>")
-    marked = SPECIAL.with_thought(completion_of(SPECIAL, ids))
+    marked = mark(SPECIAL, ids)
     assert (marked.text, marked.answer) == ("hm12", "12")
     assert SPECIAL.decode_special(ids[: marked.thought_tokens]) == "[THINK]hm[/THINK]"
 
