@@ -285,7 +285,7 @@ WHICH_BOX = Form(  # \boxed{1} or \boxed{2}: the better response
     scores_of=lambda found, scale: by_letter([AB[int(found[0]) - 1]], scale),
 )  # fmt: skip
 SCORES_FIELD = Form(  # {"scores": {"model-1": 2, "model-2": 4}, "best-to-worst": ["model-2", "model-1"]}
-    line=lambda number, scale, num_scores: match_scores_object(number, num_scores), most_lines=4 * MANY_LINES,
+    line=lambda number, scale, num_scores: match_scores_object(number, num_scores), most_lines=MANY_LINES,
 )  # fmt: skip
 CORRECT = Form(  # Correct or [Incorrect]
     line=lambda number, scale, num_scores: rf"\[?({either('correct', 'incorrect')})\]?{TAIL}",
@@ -504,14 +504,16 @@ OWN = rf"{BLANKS}(?:[^ \t\r\n>|][^\n]*)?"  # the beginning of a line that isn't 
 
 
 def judgement_pattern(form: Form, scale: Scale, num_scores: int = 1, markers: ThinkingMarkers | None = None) -> str:
-    """Any text, or a thought and any text, then the verdict's line as the form has it. A thought that the prompt has
-    opened must end.
+    """Any text, or a thought and any text, then the verdict's line as the form has it; a thought at most, if the form
+    stands alone. A thought that the prompt has opened must end.
     """
     markers = markers or USUAL
     verdict = verdict_pattern(form, scale, num_scores)
     if markers.in_prompt:
         markers, begun = replace(markers, open=""), ""
-        whole = rf"{match_thought(markers)}{verdict}"
+        whole = rf"{match_thought(markers, form.alone)}{verdict}"
+    elif form.alone:
+        begun, whole = "", rf"(?:{match_thought(markers, alone=True)})?{verdict}"
     else:
         begun = rf"{literal(markers.open)}[^\n]*\n"
         whole = rf"(?:{match_thought(markers)}|{no_thought(markers.open)})?{verdict}"
@@ -523,7 +525,7 @@ def judgement_pattern(form: Form, scale: Scale, num_scores: int = 1, markers: Th
 
 def answer_pattern(form: Form, scale: Scale, num_scores: int = 1) -> str:
     """What may come after a thought: any text, then the verdict's line."""
-    return rf"{LINES}{verdict_pattern(form, scale, num_scores)}"
+    return rf"{BLANK_LINES if form.alone else LINES}{verdict_pattern(form, scale, num_scores)}"
 
 
 def verdict_pattern(form: Form, scale: Scale, num_scores: int) -> str:
@@ -555,11 +557,14 @@ def match_lines(closing: str) -> str:
     return "".join(rf"{BLANKS}\n{BLANK_LINES}{literal(line)}" for line in closing.split("\n"))
 
 
-def match_thought(markers: ThinkingMarkers) -> str:
-    """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation."""
+def match_thought(markers: ThinkingMarkers, alone: bool = False) -> str:
+    """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation. alone: no other
+    lines follow.
+    """
     opening, closing = literal(markers.open), literal(markers.close)
     first = r"[^\n]*" if opening else OWN
-    return rf"{opening}(?:[^\n]*\n{LINES}{OWN}|{first}){closing}[^\n]*\n{LINES}"
+    after = rf"{BLANKS}\n{BLANK_LINES}" if alone else rf"[^\n]*\n{LINES}"
+    return rf"{opening}(?:[^\n]*\n{LINES}{OWN}|{first}){closing}{after}"
 
 
 def no_thought(opening: str) -> str:

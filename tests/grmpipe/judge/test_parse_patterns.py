@@ -35,11 +35,13 @@ FORMS = {
     "answer_scores": "<answer>{}</answer>",
 }
 ONE = sorted(FORMS)  # what can hold one score
-PAIRS = sorted(set(PARSERS) - {*ONE, "yes_no"})
+IN_WORDS = ("yes_no", "correct", "grade", "grade_box", "is_correct")  # of one response
+PAIRS = sorted(set(PARSERS) - {*ONE, *IN_WORDS})
 PAIR_PIECES = (
     "[[A]]", "[[B]]", "[[C]]", "[", "<answer>", "</answer>", "[RESULT] ", "A", "B.", "**Result:** ",
     '{"Choice": "Model A"}', '"Choice": "[Model B]"', '"ranking": 2', "{", "}", "```", "\\boxed{2}",
-    "[The End of Ranking Score]", "</think>",
+    "[The End of Ranking Score]", "</think>", "[[A>>B]]", "[[A=B]]", "Winner: ", "Response ",
+    '{"scores": {"model-1": 2, "model-2": 4}}', ', "best-to-worst": ["model-2"]}',
     "<think>", "> ", "\n", " ", "fine ",
 )  # fmt: skip
 
@@ -50,7 +52,7 @@ def matches(name: str, scale: Scale, text: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "scale"),
-    [*itertools.product(("score_line", "boxed"), SCALES), *((name, Scale()) for name in (*ONE, "yes_no"))],
+    [*itertools.product(("score_line", "boxed"), SCALES), *((name, Scale()) for name in (*ONE, *IN_WORDS))],
 )
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
     @settings(max_examples=50)
@@ -148,7 +150,7 @@ def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], nu
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_a_verdict_that_is_asked_for_parses_and_is_short(name: str) -> None:
-    form, num_scores = form_named(name), 1 if name in (*ONE, "yes_no") else 2
+    form, num_scores = form_named(name), 1 if name in (*ONE, *IN_WORDS) else 2
     GRAMMAR.check(pattern := short_verdict_pattern(form, Scale(), num_scores))
 
     @settings(max_examples=30)

@@ -24,7 +24,7 @@ VERDICTS = [json.loads(line) for line in PATH.read_text(encoding="utf-8").splitl
 def read(row: dict[str, Any]) -> tuple[object, object]:
     """What is read and what is meant: scores, or unparseable."""
     parser, meant, scale = row["parser"], row["meant"], Scale(**row.get("scale", {}))
-    num_scores = 2 if parser in (*TWO_SCORES, "boxed", "answer_scores") else 1
+    num_scores = 2 if parser in (*TWO_SCORES, "boxed", "answer_scores", "scores_field") else 1
     if meant in ("A", "B"):
         meant = (scale.high, scale.low) if meant == "A" else (scale.low, scale.high)
     elif meant is not None:
@@ -43,7 +43,9 @@ def test_a_critique_before_a_verdict_changes_nothing() -> None:
     """Every verdict of the table that is read below any critique: no line of it is taken instead, or makes it fail."""
     critique = "1. It adds: 3 + 4 = 7.\n> Score: 10\n\n- **Clarity** 8 of 10 (good)\n"
     for row in VERDICTS:
-        is_alone = row["parser"] == "score" or "<think>" in row["text"]  # nothing may stand before it
+        is_alone = (
+            row["parser"] in ("score", "correct", "grade") or "<think>" in row["text"]
+        )  # nothing may be before it
         if not is_alone and not row["text"].startswith("```\nIt adds"):
             found, meant = read(row | {"text": f"{critique}\n{row['text']}"})
             assert found == meant, row["text"]

@@ -97,8 +97,8 @@ GOLDEN = {
         {"<answer>[[A]]</answer>": (1, 0), "<answer>[[B]]</answer>": (0, 1)},
         ("<answer>[[C]]</answer>", "Chatbot A", "<answer>[[A]]</answer><answer>[[B]]</answer>"),
     ),
-    "judgelrm": Golden(
-        "<think>\nThe first one is right, the second isn't.",
+    "judgelrm": Golden(  # its turn begins with <think>, which the prompt has
+        "\nThe first one is right, the second isn't.",
         {
             "</think>\n<answer>9</answer><answer>2</answer>": (9, 2),
             "</think><answer>5</answer><answer>5</answer>": (5, 5),
@@ -331,7 +331,8 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
 def read(name: str, text: str, finish_reason: FinishReason = "stop") -> object:
     config = config_of(name)
     num_scores = 1 if config.protocol == "pointwise" else 2
-    return parse_scores(completion(text, finish_reason), parser_named(config.parser), num_scores, config.scale)
+    parser = parser_named(config.parser)
+    return parse_scores(completion(text, finish_reason), parser, num_scores, config.scale, config.prefill)
 
 
 def test_each_format_has_golden_answers_and_a_judge() -> None:
@@ -597,7 +598,8 @@ def test_a_response_wins_wherever_it_is_shown_and_a_judge_of_places_gives_ties(b
 def test_a_tie_is_read_where_the_format_has_one(bench: Any) -> None:
     for name, tie in (
         ("mt_bench_pairwise", "So: [[C]]"),
-        ("judgelrm", "<think>.</think><answer>5</answer><answer>5</answer>"),
+        ("judgelrm", ".</think><answer>5</answer><answer>5</answer>"),
+        ("arena_hard", "My final verdict is tie: [[A=B]]"),
     ):
         judge, _ = bench.generative(lambda prompt, context, tie=tie: bench.answer(tie), **conf_of(name))
         rollouts = [bench.rollout("12", 0), bench.rollout("13", 1)]
