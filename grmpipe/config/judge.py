@@ -273,10 +273,11 @@ class JudgeConfig(Bounded):
     max_new_tokens: int = at_least(1, 160)  # Most tokens of a judgement.
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     temperature: float = at_least(0, 1.0)  # Sampling temperature of judgements; 0: greedy.
-    # [share] Judgements are sampled from the fewest likely tokens that hold this probability (top-p, or nucleus).
+    # [share] Judgements are sampled from the fewest likely tokens that hold this probability (top-p).
     top_p: float = above_0_to_1(1.0)
-    top_k: int = at_least(0, 0)  # [tokens] .. from this many likely tokens (top-k); 0: from all.
-    # [share] .. from tokens with at least this share of the likeliest one's probability (min-p).
+    # [tokens] Judgements are sampled from this many likely tokens (top-k); 0: from all.
+    top_k: int = at_least(0, 0)
+    # [share] Judgements are sampled from tokens with at least this share of the likeliest one's probability (min-p).
     min_p: float = from_0_to_1(0.0)
     # Text with which each judgement begins, such as "<think>": part of the prompt, and of what is parsed.
     prefill: str = ""

@@ -97,7 +97,8 @@ class ReasoningEngine:
         goes on. An end-of-turn token that was sampled is taken back: a model never goes on after one.
 
         params: `max_new_tokens` is the limit of the judgement with its verdict.
-        message: the user's next one, which asks for a second turn; the first one's end of turn stays.
+        message: the user's next one, which asks for a second turn; the first one's end of turn stays. Its tokens are
+            the prompt's, and don't count.
         """
         markers = self._markers_after(params.begun)
         params, begun = replace(params, begun=""), self._without_end_of_turn(judgement)
@@ -109,7 +110,7 @@ class ReasoningEngine:
             between = self._renderer.extend((message,), ended=begun is not judgement)
             begun = judgement
         start, end = len(begun.token_ids), len(begun.token_ids) + len(between)
-        if (room := params.max_new_tokens - end) < 1:
+        if (room := params.max_new_tokens - (end if message is None else start)) < 1:
             return judgement
         ids = (*prompt_ids, *begun.token_ids, *between)
         rest = await self._engine.generate(ids, replace(params, max_new_tokens=room), context)

@@ -555,6 +555,8 @@ class GrmClient:
                     after = replace(params, seed=derive_seed(params.seed, SECOND_TURN), thinking=None)
                     second = replace(context, request_id=f"{request_id}/{SECOND_TURN}")
                     completion = await self.grm.ask_verdict(prompt, completion, after, second)
+                    if completion.asked is None:  # without room for a second turn the first one is no judgement
+                        completion = replace(completion, finish_reason="length")
                 if (
                     request.verdict is not None
                     and completion.finish_reason != "abort"

@@ -89,8 +89,8 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
         ),
         ({**PAIRS, "num_judgements": 3}, r"^num_judgements: each pair is judged .*judge\.num_judgements=4"),
         (
-            {**PAIRS, "num_judgements": 2, "vote": "mean"},
-            r"^vote: pairwise judgements are decided by majority, not by mean",
+            {**PAIRS, "num_judgements": 2, "vote": "median"},
+            r"^vote: pairwise judgements are decided by majority or mean, not by median",
         ),
         (
             {"protocol": "listwise", "template": "pointwise", "parser": "boxed"},
@@ -126,6 +126,11 @@ def test_judge_settings_that_contradict_each_other_say_what_to_type(settings: di
         ("exact", {"num_judgements": 8}, r"^early_stop\.kind: exact is for judge\.protocol=pairwise, not pointwise"),
         ("relaxed", {**PAIRS, "num_judgements": 8}, r"^early_stop\.kind: relaxed is for judge\.protocol=pointwise or"),
         ("relaxed", {"num_judgements": 8, "vote": "median"}, r"^early_stop\.kind: relaxed uses .* of a mean"),
+        (
+            "exact",
+            {**PAIRS, "num_judgements": 8, "vote": "mean"},
+            r"^early_stop\.kind: exact .*type judge\.vote=majority,",
+        ),
         ("relaxed", {"num_judgements": 2}, r"^early_stop\.kind: of 2 judgements none can be saved"),
     ],
 )

@@ -328,3 +328,35 @@ def test_the_env_reads_the_answers_and_the_tokens_of_all_turns_are_the_sampled_o
         assert turn.completion.token_ids == renderer.encode_markup(text)
     (sample_of_all,) = split_rollout(rollout, np.ones(rollout.num_sampled_tokens))
     assert sum(sample_of_all.loss_mask) == rollout.num_sampled_tokens
+
+
+def test_a_thought_that_the_prefill_opened_ends_with_its_budget() -> None:
+    script = Script(QWEN3, ["\nhm and hm and hm and hm", "Score: 7"])
+    thinking = ThinkingBudget(num_tokens=4)
+    params = SamplingParams(max_new_tokens=100, seed=7, thinking=thinking, begun="<think>")
+    completion = asyncio.run(ReasoningEngine(script, QWEN3).generate((1, 2), params, CONTEXT))
+    assert completion.inserted is not None and completion.answer == "Score: 7"
+    assert all(not asked.begun for _, asked, _ in script.asked)
+    script = Script(QWEN3, ["hm</think>\n\nScore: 7"])
+    for begun, answer in (("<think>", "Score: 7"), ("<think>\n\n</think>\n\n", "hm</think>\n\nScore: 7")):
+        script.asked.clear()
+        params = SamplingParams(max_new_tokens=100, begun=begun)
+        assert asyncio.run(ReasoningEngine(script, QWEN3).generate((1, 2), params, CONTEXT)).answer == answer
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_a_second_turn_follows_as_the_chat_template_writes_it(end: str) -> None:
+    """The ids are those of the whole conversation, whether the first turn's end was sampled or not."""
+    script = Script(QWEN3, [f"It is right.{end}", "Score: 7<|im_end|>"])
+    first = sample(script, budget=50)
+    params, message = SamplingParams(max_new_tokens=40, seed=8), Message(role="user", content="So?")
+    sampler = ReasoningEngine(script, QWEN3)
+    whole = asyncio.run(sampler.ask_verdict((1, 2), first, params, VERDICT_CONTEXT, message))
+    (asked_ids, asked, _) = script.asked[1]
+    assert (
+        QWEN3.decode_special(asked_ids[2:])
+        == "It is right.<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert asked.max_new_tokens == 40 - len(first.token_ids)
+    assert whole.asked is not None and whole.asked.is_turn and whole.text[whole.asked.text_start :] == "Score: 7"
+    assert whole.unsampled == ((len(first.token_ids), len(asked_ids) - 2),)

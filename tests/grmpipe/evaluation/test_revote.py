@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
+
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.revote import Counting, all_drawn, best_by_meta_rm, draw_subsets, make_ballots, scores_of_draw
 from grmpipe.judge.votes import Weights, mean, median
@@ -47,6 +49,16 @@ def test_a_pair_goes_by_both_its_orders_and_a_score_is_the_share_of_pairs_won() 
 def test_a_pair_that_is_even_is_half_won_by_both() -> None:
     pair = [judgement((0, 1), (9, 1)), judgement((1, 0), (5, 4))]
     assert scores_of_draw(make_ballots(pair, 2), range(2), Counting(vote=mean, pairwise=True)) == {0: 0.5, 1: 0.5}
+
+
+def test_margins_are_averaged_over_both_orders_and_not_decided() -> None:
+    pair = [judgement((0, 1), (10, 1)), judgement((1, 0), (4, 7))]
+    counting = Counting(vote=mean, pairwise=True, margins=Scale())
+    assert scores_of_draw(make_ballots(pair, 2), range(2), counting) == {
+        0: pytest.approx(5 / 6),
+        1: pytest.approx(1 / 6),
+    }
+    assert scores_of_draw(make_ballots(pair, 2), [1], counting) == {0: pytest.approx(2 / 3), 1: pytest.approx(1 / 3)}
 
 
 def test_votes_of_rollouts_follow_the_vote_of_the_judge() -> None:

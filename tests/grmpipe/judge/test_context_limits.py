@@ -142,3 +142,40 @@ def test_a_pattern_or_parser_is_tried_on_the_verdict_that_the_template_asks_for(
     with pytest.raises(ConfigError, match=r"^judge\.parser: score_line can't read 'Verdict: 10'"):
         check_template(JudgeConfig(template=str(own)), ())
     check_template(JudgeConfig(pattern="Verdict: ([0-9]+)"), ())  # `tiny` shows no verdict
+
+
+def test_a_prefill_needs_a_server_that_continues_it() -> None:
+    endpoint = {"engine": "openai", "path": "judge"}
+    judge = {"prefill": "Score:", "thinking_tokens": None}
+    with pytest.raises(
+        ConfigError, match=r"^judge\.prefill: an endpoint .*type judge\.prefill='', .*continue_final_me"
+    ):
+        prepared({**endpoint, "engine_options": {"api_key_env": ""}}, **judge)
+    continues = {"continue_final_message": True, "add_generation_prompt": False}
+    prepared({**endpoint, "engine_options": {"api_key_env": "", "extra_body": continues}}, **judge)
+    prepared({}, **judge)
+
+
+@pytest.mark.parametrize("key", ["prefill", "format.ask_verdict"])
+def test_a_template_of_two_turns_asks_for_the_second_one_itself(key: str) -> None:
+    pairs = {
+        "protocol": "pairwise",
+        "template": "br_rm",
+        "parser": "which_box",
+        "vote": "majority",
+        "num_judgements": 2,
+    }
+    more = {"prefill": "So"} if key == "prefill" else {"ask_verdict": True}
+    with pytest.raises(ConfigError, match=rf"^judge\.{key}: template br_rm has two turns .*type judge\.{key}="):
+        prepared({}, thinking_tokens=None, max_new_tokens=100, timeout_s=60, **pairs, **more)
+
+
+@pytest.mark.parametrize("key", ["top_k", "min_p"])
+def test_an_endpoint_knows_no_top_k_and_min_p_unless_its_own_fields_say_so(key: str) -> None:
+    endpoint = {"engine": "openai", "path": "judge", "engine_options": {"api_key_env": ""}}
+    words = (
+        rf"^judge\.{key}: isn't part of the OpenAI protocol; type judge\.{key}=0, .*engine_options\.extra_body\.{key}=1"
+    )
+    with pytest.raises(ConfigError, match=words):
+        prepared(endpoint, thinking_tokens=None, **{key: 1})
+    prepared(endpoint, thinking_tokens=None, top_p=0.9)

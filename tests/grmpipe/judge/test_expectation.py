@@ -309,3 +309,23 @@ def test_a_scale_whose_scores_are_no_single_tokens_is_refused(settings: Any, spl
     judge = judge_config(**{"score_from": "expectation", **settings})
     with nullcontext() if said is None else pytest.raises(ValueError, match=said):
         check_expectation(judge, form_named(judge.parser), split)
+
+
+def test_what_the_prompt_already_had_of_a_judgement_was_written_by_no_token() -> None:
+    """Also where the tokens after it allow one score only, so that the search goes on to the beginning."""
+    text, since = "Score: 7", len("Score: ")
+
+    def find(at: int) -> TokenPlace:
+        assert at >= since
+        return TokenPlace(start=at, end=at + 1, likely=(("7", math.log(0.9)),))
+
+    assert expect_scores(parser_of(SCORE_LINE), text, 1.0, find, since) == (7,)
+
+
+def test_a_form_of_several_tokens_is_refused_for_an_endpoint_too() -> None:
+    judge = judge_config(
+        protocol="pairwise", template="arena_hard", parser="margin", vote="mean", num_judgements=2,
+        score_from="expectation",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^score_from: A>>B is several tokens of grm; .*score_from=text"):
+        check_expectation(judge, form_named("margin"), None)

@@ -205,3 +205,36 @@ def test_a_pair_goes_by_the_mean_of_the_votes_of_either_order() -> None:
     assert pair_result([1, 1, 0], [1, 0.5, 0]) == 1
     sevenths = [1] * 3 + [0] * 4
     assert pair_result(sevenths, [1 - vote for vote in sevenths]) == 0.5
+
+
+def test_by_the_mean_a_vote_counts_by_its_margin_in_both_orders(bench: Any) -> None:
+    """A judge of 1 to 10 that gives the first one 9 and 5, then 5 and 5."""
+    mean = {**PAIRWISE, "vote": "mean", "num_judgements": 2}
+
+    def author(prompt: str, context: Any) -> Any:
+        return bench.answer("\\boxed{9, 5}" if prompt.index("good") < prompt.index("bad") else "\\boxed{5, 5}")
+
+    judge, _ = bench.generative(author, **mean)
+    reports = hear(bench, judge, ["good", "bad"])
+    margin = (9 - 5) / (10 - 1) / 2
+    outcomes = [reports[sibling].verdict.outcome for sibling in (0, 1)]
+    assert outcomes == pytest.approx([0.5 + margin / 2, 0.5 - margin / 2])
+    judge, _ = bench.generative(author, **{**mean, "vote": "majority"})
+    assert [report.verdict.outcome for _, report in sorted(hear(bench, judge, ["good", "bad"]).items())] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "outcome"), [("A>>B", 1.0), ("A>B", 2 / 3), ("A=B", 0.5), ("B>A", 1 / 3), ("B>>A", 0.0)]
+)
+def test_a_great_difference_of_arena_hard_counts_three_times_a_slight_one(
+    bench: Any, label: str, outcome: float
+) -> None:
+    form = {"protocol": "pairwise", "template": "arena_hard", "parser": "margin", "vote": "mean", "num_judgements": 2}
+    turned = label if label == "A=B" else label.translate({ord("A"): "B", ord("B"): "A"})
+
+    def author(prompt: str, context: Any) -> Any:
+        return bench.answer(f"So: [[{label if prompt.index('good') < prompt.index('bad') else turned}]]")
+
+    judge, _ = bench.generative(author, score_min=0, score_max=1, **form)
+    reports = hear(bench, judge, ["good", "bad"])
+    assert [reports[sibling].verdict.outcome for sibling in (0, 1)] == pytest.approx([outcome, 1 - outcome])

@@ -150,7 +150,7 @@ def test_a_request_beyond_the_window_is_refused_with_its_lengths(open_engine: An
 @pytest.mark.parametrize(
     ("prompt_ids", "params"),
     [((), {}), ((5, 272), {}), ((-1,), {}), ((5,), {"max_new_tokens": 0}), ((5,), {"temperature": -1.0}),
-     ((5,), {"top_p": 0.0}), ((5,), {"stop": ("",)})],
+     ((5,), {"top_p": 0.0}), ((5,), {"top_k": -1}), ((5,), {"min_p": 1.5}), ((5,), {"stop": ("",)})],
 )  # fmt: skip
 def test_nonsense_is_refused_and_harms_no_other_request(
     engine: EmbeddedEngine, ask: Any, prompt_ids: tuple[int, ...], params: dict[str, Any]

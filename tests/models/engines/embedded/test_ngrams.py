@@ -41,7 +41,7 @@ async def varied(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> list[Compl
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "max_new_tokens": 30},
         {"temperature": 0.3, "max_new_tokens": 24},
-        {"temperature": 0.3, "top_p": 0.5, "max_new_tokens": 17},
+        {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.01, "max_new_tokens": 17},
         {"temperature": 0.0, "max_new_tokens": 25, "stop": ("e", "\x1c")},
         {"temperature": 0.1, "max_new_tokens": 12, "pattern": "(Score: [0-9]{4} ){2}"},
         {"temperature": 1.0, "max_new_tokens": 9},

@@ -68,6 +68,8 @@ def test_where_top_p_restricts_tokens_the_log_probs_are_of_what_is_left() -> Non
     assert "return_sampling_mask" not in body() and "top_k" not in body()["sampling_params"]
     restricted = body(top_p=0.9)
     assert restricted["return_sampling_mask"] and restricted["sampling_params"]["top_k"] == 272
+    assert body(top_k=20)["sampling_params"]["top_k"] == 20 and body(top_k=20)["return_sampling_mask"]
+    assert body(min_p=0.1)["sampling_params"]["min_p"] == 0.1 and "min_p" not in restricted["sampling_params"]
     assert "return_sampling_mask" not in body(top_p=0.9, temperature=0.0)  # greedy samples from nothing
     sampled = SglangSample()
     sampled.add(event([5], total=1, output_token_sampling_logprobs=[-0.1]))
