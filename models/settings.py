@@ -32,6 +32,8 @@ CHAT_MARKUP = (
 )  # fmt: skip
 INSTALL_PEFT = 'pip install "grmpipe[lora]"'
 CLASSIFY, EMBEDDINGS = "classify", "embeddings"  # routes of scores: vLLM's and SGLang's
+# Fields by which vLLM and SGLang go on with an assistant's message that comes last; sent only with such a message.
+CONTINUES = ("continue_final_message", "add_generation_prompt")
 SPECULATIONS = ("none", "ngram")
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 # engine.vllm.quantization -> vLLM's name of it. Its own `fp8` is for checkpoints in fp8.

@@ -15,10 +15,9 @@ from grmpipe.models.engines.openai.endpoint_client import (
     RequestSize,
     refuse_fields_of_ours,
 )
-from grmpipe.models.engines.openai.openai_kind import CONTINUES
 from grmpipe.models.engines.typed_json import NoAnswer
 from grmpipe.models.request_gates import SingleFlight
-from grmpipe.models.settings import OpenAIConfig
+from grmpipe.models.settings import CONTINUES, OpenAIConfig
 from grmpipe.models.types import (
     Completion,
     EngineRefused,

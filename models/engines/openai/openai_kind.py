@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.engine_kind import Endpoint, EngineKind, OptionKey
 from grmpipe.models.engines.network import find_network_path
-from grmpipe.models.settings import EngineConfig, ModelConfig, OpenAIConfig
+from grmpipe.models.settings import CONTINUES, EngineConfig, ModelConfig, OpenAIConfig
 from grmpipe.models.types import ChatEngine, RemoteScorer, RemoteTeacher
-
-CONTINUES = ("continue_final_message", "add_generation_prompt")  # fields of vLLM and SGLang; only for such a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

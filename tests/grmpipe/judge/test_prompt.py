@@ -227,7 +227,8 @@ OF_ONE_MESSAGE = {
     "rm_r1": "c1c38b705942", "rm_r1_distilled": "47d3c6e820d8", "rubric": "cc9e98246c17", "rubric_rm": "323d065615e0",
     "rubric_yes_no": "69291598a1e5", "selene": "082273d4e23d", "selene_pairwise": "b5e95ea3a406",
     "shared_principles": "c1d682c72b99", "short": "1554f5ac1f11", "skywork_critic": "c294cba9c253",
-    "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b", "xverify": "404db5161543", "yes_no": "563e2f2d236e",
+    "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b", "xverify": "404db5161543",
+    "yes_no": "563e2f2d236e",
 }  # fmt: skip
 
 

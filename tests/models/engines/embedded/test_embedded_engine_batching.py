@@ -64,6 +64,19 @@ def test_greedy_takes_the_likeliest_token(engine: EmbeddedEngine, ask: Any, prom
     assert completion.logprobs == pytest.approx(plain.logprobs(prompt_ids, completion), abs=1e-3)
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+def test_the_likeliest_token_alone_is_what_greedy_takes(
+    engine: EmbeddedEngine, ask: Any, prompt_of: Any, limit: dict[str, Any]
+) -> None:
+    async def run() -> list[Completion]:
+        limited = ask(engine, prompt_of(12), "limited", max_new_tokens=20, temperature=1.3, **limit)
+        others = [ask(engine, prompt_of(12), i, max_new_tokens=20, temperature=0.0) for i in range(2)]
+        return list(await asyncio.gather(limited, *others))
+
+    limited, greedy, _ = asyncio.run(run())
+    assert limited.token_ids == greedy.token_ids and set(limited.logprobs) == {0.0}
+
+
 def test_siblings_that_join_together_prefill_once(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
     async def run() -> None:
         await engine.pause()
