@@ -379,6 +379,8 @@ def show_criteria(rubric: Sequence[Criterion]) -> list[dict[str, object]]:
     return [
         {
             "text": one.whole_text,
+            "title": one.text,
+            "meanings": dict(one.levels),
             "weight": one.weight,
             "kind": one.kind,
             "levels": [score for score, _ in one.levels],

@@ -11,7 +11,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -618,6 +618,17 @@ def test_ce_rm_writes_its_criteria_in_the_first_turn_of_every_judgement(bench: A
 
     judge, _ = bench.generative(write, **conf_of("ce_rm"))
     assert bench.run(judge.judge(bench.prompt(), bench.rollout("12"))).verdict.score == 7.5
+
+
+@pytest.mark.parametrize("name", ["prometheus2", "selene"])
+def test_each_score_is_described_in_order_by_the_rubrics_own_levels_if_it_has_any(name: str) -> None:
+    """ABSOLUTE_PROMPT and SCORE_RUBRIC_TEMPLATE in prompts.py of prometheus-eval have this form."""
+    levels = tuple((score, f"level {score}") for score in range(1, 6))
+    rubric = (Criterion(text="Is it right?", levels=levels),)
+    (user,) = prompt_of(name).render(replace(PROMPT, rubric=rubric), "12")
+    assert "[Is it right?]\n" + "\n".join(f"Score {score}: level {score}" for score in range(1, 6)) in user.content
+    (user,) = prompt_of(name).render(replace(PROMPT, rubric=()), "12")
+    assert re.findall(r"^Score (\d): \w", user.content, re.MULTILINE) == list("12345")
 
 
 def test_nemotron_gets_each_response_under_a_role_of_its_own() -> None:
