@@ -622,7 +622,7 @@ def test_ce_rm_writes_its_criteria_in_the_first_turn_of_every_judgement(bench: A
 
 @pytest.mark.parametrize("name", ["prometheus2", "selene"])
 def test_each_score_is_described_in_order_by_the_rubrics_own_levels_if_it_has_any(name: str) -> None:
-    """ABSOLUTE_PROMPT and SCORE_RUBRIC_TEMPLATE in prompts.py of prometheus-eval have this form."""
+    """SCORE_RUBRIC_TEMPLATE of prometheus_eval/prompts.py of prometheus-eval, 485d2b4e, has this form."""
     levels = tuple((score, f"level {score}") for score in range(1, 6))
     rubric = (Criterion(text="Is it right?", levels=levels),)
     (user,) = prompt_of(name).render(replace(PROMPT, rubric=rubric), "12")
