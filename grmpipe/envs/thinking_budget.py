@@ -78,7 +78,7 @@ class ReasoningEngine:
         markers = self._renderer.thinking
         if markers is None or not begun:
             return markers
-        return replace(markers, in_prompt=replace(markers, in_prompt=False).split_thought(begun).is_open)
+        return replace(markers, in_prompt=markers.split_thought(begun).is_open)
 
     def _with_thought(self, completion: Completion, markers: ThinkingMarkers | None) -> Completion:
         if markers is None:

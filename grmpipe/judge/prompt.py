@@ -510,7 +510,8 @@ def is_all_json(tree: nodes.Template, shown: Sequence[str]) -> bool:
     """Whether each text of the policy is printed as JSON, whose quotes it can't end."""
     names = [ITEM_OF.get(field, field) for field in shown]
     quoted = [node.node for node in tree.find_all(nodes.Filter) if is_json(node)]
-    return all(one.name not in names or one in quoted for one in plain_prints(tree))
+    printed = [one for one in plain_prints(tree) if one.name in names]
+    return all(any(one is node for node in quoted) for one in printed)  # equal ones may be printed plainly too
 
 
 def is_json(node: nodes.Node) -> TypeGuard[nodes.Filter]:

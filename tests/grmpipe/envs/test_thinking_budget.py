@@ -344,6 +344,13 @@ def test_a_thought_that_the_prefill_opened_ends_with_its_budget() -> None:
         assert asyncio.run(ReasoningEngine(script, QWEN3).generate((1, 2), params, CONTEXT)).answer == answer
 
 
+@pytest.mark.parametrize(("begun", "answer"), [("Hm, ", "Score: 7"), ("fine</think>\n\n", "7</think>\n\nScore: 7")])
+def test_a_prefill_goes_on_with_a_thought_that_the_template_opened(begun: str, answer: str) -> None:
+    params = SamplingParams(max_new_tokens=100, begun=begun)
+    sampler = ReasoningEngine(Script(R1, ["7</think>\n\nScore: 7"]), R1)
+    assert asyncio.run(sampler.generate((1, 2), params, CONTEXT)).answer == answer
+
+
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
 def test_a_second_turn_follows_as_the_chat_template_writes_it(end: str) -> None:
     """The ids are those of the whole conversation, whether the first turn's end was sampled or not."""

@@ -211,6 +211,14 @@ def test_json_is_the_only_filter_of_a_text(how: str) -> None:
         JudgePrompt('{% set markers = ["Text:"] %}Text: {{ ' + how + " }} Text:")
 
 
+def test_a_text_as_json_and_as_it_is_needs_markers_around_it() -> None:
+    text = '{% set markers = ["Text:"] %}Text: {{ response | json }} Text: '
+    JudgePrompt(f"{text}{{{{ response }}}} Text:")
+    JudgePrompt(text + "the end")
+    with pytest.raises(ValueError, match="markers match nothing in 'the end'"):
+        JudgePrompt(f"{text}{{{{ response }}}} the end")
+
+
 # -- endpoints --------------------------------------------------------------------------------------------------------
 
 

@@ -398,7 +398,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(text=st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join))
 def test_no_text_of_the_policy_adds_a_marker_or_a_verdict(name: str, text: str) -> None:
     """The prompt has no more markers, and a judge that only repeats the text has not judged."""
