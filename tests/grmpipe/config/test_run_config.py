@@ -117,7 +117,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["rollout.n=8"], "unknown key 'rollout.n'; did you mean train.group_size?"),
         (["max_completion_length=8"], "unknown key 'max_completion_length'; did you mean rollout.max_new_tokens?"),
         (["trian.lr=1"], "unknown key 'trian.lr'; did you mean train.lr or "),
-        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are ce_rm, "),
+        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are arena_hard, "),
         (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
         (["policy=Qwen/Qwen3-8B"], "for your own type policy=path policy.path=Qwen/Qwen3-8B"),
         (["+algorithm=gspo"], "algorithm: is already chosen; to choose another type algorithm=gspo, without +"),
