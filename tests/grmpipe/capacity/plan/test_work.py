@@ -126,10 +126,10 @@ def test_a_reference_and_several_updates_are_work_of_the_learners_that_have_them
 
 def test_a_rubric_that_is_divided_is_several_calls(tmp_path: Path) -> None:
     (tmp_path / "rubric.json").write_text(str([f"trait {n}" for n in range(5)]).replace("'", '"'))
-    rubric = ("judge=rubric", f"judge.rubric.path={tmp_path / 'rubric.json'}")
+    rubric = ("grm=qwen3_4b", "judge=rubric", f"judge.rubric.path={tmp_path / 'rubric.json'}")
     whole, divided = surveyed(*rubric), surveyed(*rubric, "judge.rubric.criteria_per_call=2")
-    assert (count_judgements("judge", whole), count_judgements("judge", divided)) == (128, 3 * 128)
-    assert "128 rollouts x 1 judgements x 3 calls = 384 calls" in arithmetic(divided)
+    assert (count_judgements("judge", whole), count_judgements("judge", divided)) == (2 * 128, 3 * 2 * 128)
+    assert "128 rollouts x 2 judgements x 3 calls = 768 calls" in arithmetic(divided)
 
 
 def test_a_meta_rm_reads_what_its_judges_read_and_wrote() -> None:
