@@ -32,6 +32,15 @@ def views(memory_B: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequ
     ]
 
 
+def pack(memory_B: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The tensors in order within uint8 memory, one directly after the other: the layout of a broadcast, and of
+    SGLang's `FlattenedTensorBucket` (weight_sync/tensor_bucket.py of 0.5.23). Only for tensors of one dtype.
+    """
+    sizes = [count_bytes(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    pieces = memory_B[: sum(sizes)].split(sizes) if sizes else ()
+    return [piece.view(dtype).view(torch.Size(shape)) for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
+
+
 class BucketMemory:
     """Memory of this process that grows to the largest bucket."""
 
@@ -41,8 +50,18 @@ class BucketMemory:
 
     def take(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Tensors in the same memory as those of the last call."""
-        room = room_for(dtypes, shapes)
-        if room > self._memory_B.numel():
+        return views(self._reserve(room_for(dtypes, shapes)), dtypes, shapes)
+
+    def take_packed(
+        self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same without gaps (see `pack`): all their bytes, uint8, and the tensors."""
+        size = sum(count_bytes(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True))
+        memory_B = self._reserve(size)[:size]
+        return memory_B, pack(memory_B, dtypes, shapes)
+
+    def _reserve(self, num_bytes: int) -> Tensor:
+        if num_bytes > self._memory_B.numel():
             self._memory_B = torch.empty(0, dtype=torch.uint8, device=self._device)  # free it before taking more
-            self._memory_B = torch.empty(room, dtype=torch.uint8, device=self._device)
-        return views(self._memory_B, dtypes, shapes)
+            self._memory_B = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._memory_B

@@ -298,7 +298,7 @@ class SafetensorsFile(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=Tr
 
 
 class Broadcast(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0 of the group that the engines joined sends the tensors in order, while they load the bucket."""
+    """Rank 0 of the group that the engines joined sends all tensors in one broadcast, while they load the bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,6 +340,7 @@ class ModelFiles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # Small payloads, sent to every process as they are; any other is sent through the object store.
 SmallPayload = SharedMemory | SafetensorsFile | Broadcast | CudaHandles | ModelFiles
 GroupBackend = Literal["gloo", "nccl"]
+MIN_BYTES_PER_S = 1e8  # slowest acceptable speed of weights, below any disk or network that a model is trained over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,12 +391,16 @@ class GroupLink:
     port: int
     rank: int  # first rank of the receiver; an engine on several GPUs takes as many
     world_size: int
-    timeout_s: float  # for one tensor's broadcast
+    timeout_s: float  # for one bucket's broadcast, besides the time for its bytes
     join_timeout_s: float = 0.0  # for all to join, and for the first broadcast, which connects them; 0: timeout_s
 
     @property
     def meeting_timeout_s(self) -> float:
         return self.join_timeout_s or self.timeout_s
+
+    def time_for_bytes_s(self, num_bytes: int) -> float:
+        """What a broadcast of so many bytes may take in addition."""
+        return num_bytes / MIN_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTr
 
 
 class GlooBroadcasts(WeightTransport):
-    """Rank 0 of a process group sends the posted tensors from the host's memory."""
+    """Rank 0 of a process group sends each posted bucket in one broadcast, from the host's memory."""
 
     backend: ClassVar[GroupBackend] = "gloo"
 
@@ -21,7 +21,7 @@ class GlooBroadcasts(WeightTransport):
         super().__init__(dtype, device, folder)
         self._group = BroadcastLink(device)
         self._arenas = tuple(BucketMemory(self._posted_on(device)) for _ in range(2))
-        self._posted: dict[int, tuple[tuple[str, ...], list[Tensor]]] = {}  # the last two
+        self._posted: dict[int, tuple[tuple[str, ...], Tensor]] = {}  # the names and bytes of the last two
 
     def connect(self, link: GroupLink | None) -> None:
         if link is not None and link.backend != self.backend:
@@ -32,15 +32,15 @@ class GlooBroadcasts(WeightTransport):
         while len(self._posted) > 1:
             del self._posted[next(iter(self._posted))]
         self._arenas = self._arenas[::-1]
-        sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
+        packed_B, sent = self._arenas[0].take_packed(self._dtypes(bucket), bucket.shapes)
         self._fill(sent, bucket)
-        self._posted[index] = (bucket.names, sent)
+        self._posted[index] = (bucket.names, packed_B)
         return self._announce(bucket, sent, Broadcast())
 
     def deliver(self, index: int) -> None:
-        """Raises ConnectionError that names the tensor if a receiver is gone, or hangs for the link's timeout."""
-        names, sent = self._posted[index]
-        self._group.send(names, sent)
+        """Raises ConnectionError that names the bucket's tensors if a receiver is gone, or hangs for the link's timeout."""
+        names, packed_B = self._posted[index]
+        self._group.send(names, packed_B)
 
     def close(self) -> None:
         self._group.leave()

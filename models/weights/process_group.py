@@ -1,7 +1,8 @@
 """The process group of weight broadcasts: one sender, ranks that come and go. Not torch's default group.
 
-A receiver made by torch itself (SGLang's `init_custom_process_group`: a TCPStore at the link's address under
-`PrefixStore(name)`, then `torch.distributed.broadcast(tensor, src=0, group=...)`) can talk to this one. These groups
+A bucket is one broadcast of all its tensors' bytes (see `pack`). A receiver made by torch itself (SGLang's
+`init_custom_process_group`: a TCPStore at the link's address under `PrefixStore(name)`, then
+`torch.distributed.broadcast(bytes, src=0, group=...)`) can talk to this one. These groups
 stay out of torch's registry: sender and receiver may share a process, and leaving one group affects no other.
 """
 
@@ -31,7 +32,7 @@ class _Backend(Protocol):
 
 class BroadcastLink:
     """One member's end of a group. Joining under a new name leaves the old group; a failed member leaves, so that the
-    others notice. Gloo doesn't tell a receiver in the middle of a tensor, which waits for its timeout.
+    others notice. Gloo doesn't tell a receiver in the middle of a bucket, which waits for its timeout.
 
     Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after each.
     """
@@ -74,50 +75,48 @@ class BroadcastLink:
         if backend is not None and link is not None and link.backend == "nccl":
             backend.abort()  # not shutdown, which waits for hanging operations
 
-    def send(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """Send to all members, in order, as rank 0. Blocks until they have received."""
-        self._broadcast(names, tensors, "sending")
+    def send(self, names: Sequence[str], packed_B: Tensor) -> None:
+        """Send a bucket's bytes to all members, as rank 0. Blocks until they have received."""
+        self._broadcast(names, packed_B, "sending")
 
     def receive(
         self, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        """Receive what rank 0 sends, in order. The memory is reused in the next call."""
-        tensors = self._arena.take(dtypes, shapes)
-        self._broadcast(names, tensors, "receiving")
+        """Receive a bucket that rank 0 sends. The memory is reused in the next call."""
+        packed_B, tensors = self._arena.take_packed(dtypes, shapes)
+        self._broadcast(names, packed_B, "receiving")
         return tensors
 
-    def _broadcast(self, names: Sequence[str], tensors: Sequence[Tensor], what: str) -> None:
+    def _broadcast(self, names: Sequence[str], packed_B: Tensor, what: str) -> None:
         link = self._link
         if self._backend is None or link is None:
             raise ConnectionError(
                 "weights: a bucket comes by broadcast, but no process group was joined since the last one failed"
             )
-        timeouts_s = [
-            link.timeout_s if self._connected or index else link.meeting_timeout_s for index in range(len(tensors))
-        ]
-        failed = _failure(self._backend, tensors, timeouts_s)
-        if failed is not None:
-            index, reason = failed
+        if not packed_B.numel():
+            return
+        timeout_s = link.timeout_s if self._connected else link.meeting_timeout_s
+        reason = _failure(self._backend, packed_B, timeout_s + link.time_for_bytes_s(packed_B.numel()))
+        if reason is not None:
             if self._link is link:  # a caller that gave up may have joined another group since
                 self.leave()
+            span = " .. ".join(repr(name) for name in dict.fromkeys((names[0], names[-1])))
             raise ConnectionError(
-                f"weights: {what} {names[index]!r} in the group {link.name!r} of {link.world_size} failed: {reason}"
+                f"weights: {what} {span} in the group {link.name!r} of {link.world_size} failed: {reason}"
             )
         self._connected = True
 
 
-def _failure(backend: _Backend, tensors: Sequence[Tensor], timeouts_s: Sequence[float]) -> tuple[int, str] | None:
-    """Broadcast all, one after another. Returns which one failed, and why.
+def _failure(backend: _Backend, packed_B: Tensor, timeout_s: float) -> str | None:
+    """Broadcast, and return why it failed.
 
-    One at a time, because operations queued behind a failed one would keep connections open until their own timeout.
-    The failure is returned, not raised: a traceback would keep the backend, and so the connections, alive.
+    Returned, not raised: a traceback would keep the backend, and so the connections, alive.
     """
-    for index, (tensor, timeout_s) in enumerate(zip(tensors, timeouts_s, strict=True)):
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            backend.broadcast(tensor, 0, timeout).wait(timeout)
-        except RuntimeError as error:
-            return index, _plain(error)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        backend.broadcast(packed_B, 0, timeout).wait(timeout)
+    except RuntimeError as error:
+        return _plain(error)
     return None
 
 

@@ -11,7 +11,7 @@ from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.lm.unshard import Outgoing, Piece, has_even_rows, list_pieces, split_rows
 from grmpipe.models.weights.transport_ends import Shape, UnshardedBucket
 
-BUCKETS_PER_PUSH = 256  # if the size of the bucket depends on the model's
+BUCKETS_PER_PUSH = 16  # if the size of the bucket depends on the model's
 SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
 
 
@@ -81,8 +81,8 @@ class WeightStream:
 
 
 def bucket_bytes_for(num_bytes: int) -> int:
-    """The size of a bucket. Every bucket has a fixed cost, and two of them take memory: few buckets for a large model,
-    small ones for a small one.
+    """The size of a bucket if nobody sets it. Every bucket has a fixed cost, and a few of them take memory at both
+    ends: few buckets for a large model, small ones for a small one.
     """
     return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
 

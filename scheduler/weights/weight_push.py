@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
 
 from grmpipe.models.bounds import Bounded, above, at_least
-from grmpipe.models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
+from grmpipe.models.types import MIN_BYTES_PER_S, Broadcast, Engine, EngineDied, GroupLink, WeightBucket
 from grmpipe.scheduler.run_together import run_together
 from grmpipe.scheduler.weights.weight_checks import (
     WeightMismatch,
@@ -30,7 +30,6 @@ from grmpipe.scheduler.weights.weight_checks import (
 T = TypeVar("T")
 LEARNER = "learner"
 JOIN_S = 120.0  # limit for a new process group of broadcasts to connect
-MIN_BYTES_PER_S = 1e8  # slowest acceptable speed of weights, below any disk or network that a model is trained over
 # [nats] Tolerances of the probe, by what is sent and how the engine keeps it.
 TOLERANCE, TOLERANCE_16BIT, TOLERANCE_QUANTIZED = 1e-3, 0.25, 1.0
 

@@ -19,6 +19,7 @@ from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import num_bytes
 from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_folder
 
 log = logging.getLogger(__name__)
@@ -166,10 +167,12 @@ class SglangWeights:
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": link.name,
             "flush_cache": False,
+            "load_format": "flattened_bucket",  # one broadcast: weight_updater.py of SGLang 0.5.23
         }
         first = f"weights: {bucket.tensors[0].name!r} and the following"
+        allowed_s = link.timeout_s + link.time_for_bytes_s(sum(map(num_bytes, bucket.tensors))) + GRACE_S
         try:
-            await within(link.timeout_s + GRACE_S, lambda: self._http.post("/update_weights_from_distributed", body))
+            await within(allowed_s, lambda: self._http.post("/update_weights_from_distributed", body))
         except ConnectionError as error:
             raise ConnectionError(f"{first}: {error}") from None
         except EngineRefused as error:

@@ -117,7 +117,7 @@ def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("model_bytes", "bucket_bytes"), [(1 << 20, 64 << 20), (141 << 30, (141 << 30) // 256), (1 << 40, 1 << 30)]
+    ("model_bytes", "bucket_bytes"), [(1 << 20, 64 << 20), (8 << 30, 512 << 20), (1 << 40, 1 << 30)]
 )
 def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes: int) -> None:
     assert bucket_bytes_for(model_bytes) == bucket_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -26,14 +27,9 @@ def load(bucket: WeightBucket) -> tuple[dict[str, str], dict[str, torch.Tensor]]
         return compute_checksums(tensors), {announced.name: tensor.clone() for announced, tensor in tensors}
 
 
-def receive_some(bucket: WeightBucket, count: int, then: str) -> None:
-    """Take only the first tensors of a broadcast."""
-    some = bucket.tensors[:count]
-    group.receive(
-        [tensor.name for tensor in some],
-        [getattr(torch, tensor.dtype) for tensor in some],
-        [tensor.shape for tensor in some],
-    )
+def receive_then(bucket: WeightBucket, then: str) -> None:
+    """Take one broadcast of two."""
+    load(bucket)
     if then == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
@@ -56,19 +52,22 @@ def join_as_sglang(link: GroupLink) -> None:
 
 
 def load_as_sglang(bucket: WeightBucket) -> dict[str, torch.Tensor]:
-    came, works = {}, []
-    for tensor in bucket.tensors:
-        came[tensor.name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        works.append(dist.broadcast(came[tensor.name], src=0, group=native[0], async_op=True))
-    for work in works:
-        work.wait()
+    """Receive as SGLang's `FlattenedTensorBucket` (weight_sync/tensor_bucket.py of 0.5.23): bytes without gaps."""
+    sizes = [math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in bucket.tensors]
+    flattened = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.broadcast(flattened, src=0, group=native[0])
+    came, start = {}, 0
+    for tensor, size in zip(bucket.tensors, sizes, strict=True):
+        held = flattened[start : start + size].view(getattr(torch, tensor.dtype))
+        came[tensor.name] = held.reshape(tensor.shape)
+        start += size
     return came
 
 
 COMMANDS: dict[str, Any] = {
     "join": group.join,
     "load": load,
-    "receive_some": receive_some,
+    "receive_then": receive_then,
     "join_as_sglang": join_as_sglang,
     "load_as_sglang": load_as_sglang,
 }

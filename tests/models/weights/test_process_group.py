@@ -23,17 +23,17 @@ def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
     group = BroadcastLink()
     group.join(LINK)
 
-    def fail_late(*args: object) -> tuple[int, str]:
+    def fail_late(*args: object) -> str:
         if joined_since:
             group.join(replace(LINK, name="two"))
-        return 0, "the other end is gone"
+        return "the other end is gone"
 
     monkeypatch.setattr(process_group, "_failure", fail_late)
     with pytest.raises(ConnectionError, match=r"sending 'w' in the group 'one' of 2 failed: the other end is gone"):
-        group.send(["w"], [torch.zeros(1)])
+        group.send(["w"], torch.zeros(1, dtype=torch.uint8))
     monkeypatch.setattr(process_group, "_failure", lambda *args: None)
     if joined_since:
-        group.send(["w"], [torch.zeros(1)])
+        group.send(["w"], torch.zeros(1, dtype=torch.uint8))
     else:
         with pytest.raises(ConnectionError, match="no process group was joined"):
-            group.send(["w"], [torch.zeros(1)])
+            group.send(["w"], torch.zeros(1, dtype=torch.uint8))

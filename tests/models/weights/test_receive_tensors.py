@@ -303,7 +303,7 @@ def test_a_tensor_that_differs_from_its_announcement_is_named(receivers: list[Re
 
 
 class Large(nn.Module):
-    """Twelve tensors of 4 MB: more than sockets buffer."""
+    """Twelve tensors of 4 MB: a bucket of six is more than sockets buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,33 +318,36 @@ class Huge(nn.Module):
         self.layer = nn.Parameter(torch.randn(1 << 23))
 
 
-@pytest.mark.parametrize(("end", "timeout_s"), [("die", 30.0), ("hang", 4.0)])
+@pytest.mark.parametrize(("end", "timeout_s"), [("die", 12.0), ("hang", 4.0)])
 def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_other(
     end: str, timeout_s: float, receivers: list[Receiver], start_receiver: Callable[[], Receiver]
 ) -> None:
     (survivor, replacement), lost = receivers, start_receiver()
-    stream = WeightStream(Large(), "float32", 1 << 30)
+    stream = WeightStream(Large(), "float32", 24 << 20)
     sender = GlooBroadcasts("float32", CPU)
     connect(sender, [survivor, lost], timeout_s)
-    bucket = sender.post(0, stream.unshard_bucket(0))
-    survivor.tell("load", bucket)
-    lost.tell("receive_some", bucket, 2, end)
-    in_time_s = 25.0  # of 30, which the sender need not wait for after a death
+    first, second = (sender.post(index, stream.unshard_bucket(index)) for index in range(2))
+    survivor.tell("load", first)
+    lost.tell("receive_then", first, end)
+    sender.deliver(0)
+    assert isinstance(survivor.answer(), tuple)
+    survivor.tell("load", second)
+    in_time_s = 10.0  # of 12, which the sender need not wait for after a death
     started_s = time.monotonic()
-    with pytest.raises(ConnectionError, match=r"sending 'layers\.\d+' in the group 'weights-\d+' of 3 failed: \w+"):
-        sender.deliver(0)
+    with pytest.raises(ConnectionError, match=r"sending 'layers\.6' .. 'layers\.11' in the group '[\w-]+' of 3 failed: \w+"):
+        sender.deliver(1)
     assert time.monotonic() - started_s < in_time_s
-    # It may have received all already. If not, it fails when the sender leaves or, in the middle of a tensor, in time.
+    # It may have received all already. If not, it fails when the sender leaves or, in the middle of a bucket, in time.
     assert isinstance(survivor.answer(), ConnectionError | tuple)
     assert time.monotonic() - started_s < timeout_s + in_time_s
     with pytest.raises(ConnectionError, match="no process group was joined"):
-        sender.deliver(0)
+        sender.deliver(1)
     connect(sender, [survivor, replacement])
     push(sender, stream, [survivor, replacement])
     sender.close()
 
 
-def test_receiver_left_in_the_middle_of_a_tensor_fails_at_its_timeout_and_joins_again(
+def test_receiver_left_in_the_middle_of_a_bucket_fails_at_its_timeout_and_joins_again(
     receivers: list[Receiver], start_receiver: Callable[[], Receiver]
 ) -> None:
     """Gloo doesn't tell it that the connection closed."""
@@ -484,6 +487,6 @@ def test_only_the_first_broadcast_of_a_group_has_the_time_that_meeting_takes() -
     group._link = GroupLink(
         name="g", backend="gloo", address="", port=0, rank=0, world_size=2, timeout_s=20.0, join_timeout_s=120.0
     )
-    for _ in range(2):
-        group.send(["a", "b"], [torch.zeros(1)] * 2)
-    assert asked_s == [120, 20, 20, 20]
+    for num_bytes in (0, 1, 1, 10**9):
+        group.send(["a", "b"], torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+    assert asked_s == [pytest.approx(120), pytest.approx(20), 30], "no call for nothing; time for many bytes"

@@ -335,6 +335,20 @@ def test_a_server_that_hangs_in_a_broadcast_fails_the_push_and_counts_as_dead_at
     asyncio.run(go())
 
 
+def test_a_bucket_comes_to_a_server_in_one_broadcast(model_path: str) -> None:
+    async def go() -> None:
+        bodies: list[Any] = []
+        engine = engine_of(model_path, Script(update_weights_from_distributed=lambda body: bodies.append(body) or {}))
+        await engine.pause()
+        await engine.begin_weights(LINK)
+        await engine.load_bucket(BUCKET)
+        assert [(body["load_format"], body["names"]) for body in bodies] == [
+            ("flattened_bucket", [tensor.name for tensor in BUCKET.tensors])
+        ]
+
+    asyncio.run(go())
+
+
 def test_broadcast_that_can_not_be_loaded_differs_from_one_that_broke_off(
     model_path: str,
 ) -> None:
