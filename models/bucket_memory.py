@@ -38,7 +38,7 @@ def pack(memory_B: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Seque
     """
     sizes = [count_bytes(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     pieces = memory_B[: sum(sizes)].split(sizes) if sizes else ()
-    return [piece.view(dtype).view(torch.Size(shape)) for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
+    return [one.view(dtype).view(torch.Size(shape)) for one, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
 
 
 class BucketMemory:

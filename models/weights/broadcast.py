@@ -38,7 +38,7 @@ class GlooBroadcasts(WeightTransport):
         return self._announce(bucket, sent, Broadcast())
 
     def deliver(self, index: int) -> None:
-        """Raises ConnectionError that names the bucket's tensors if a receiver is gone, or hangs for the link's timeout."""
+        """Raises ConnectionError that names the bucket's tensors if a receiver is gone or hangs."""
         names, packed_B = self._posted[index]
         self._group.send(names, packed_B)
 

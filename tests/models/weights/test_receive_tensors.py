@@ -334,7 +334,7 @@ def test_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_restarts_no_o
     survivor.tell("load", second)
     in_time_s = 10.0  # of 12, which the sender need not wait for after a death
     started_s = time.monotonic()
-    with pytest.raises(ConnectionError, match=r"sending 'layers\.6' .. 'layers\.11' in the group '[\w-]+' of 3 failed: \w+"):
+    with pytest.raises(ConnectionError, match=r"sending 'layers\.6' .. 'layers\.11' in the group .* of 3 failed: \w+"):
         sender.deliver(1)
     assert time.monotonic() - started_s < in_time_s
     # It may have received all already. If not, it fails when the sender leaves or, in the middle of a bucket, in time.
