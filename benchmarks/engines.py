@@ -282,9 +282,6 @@ class LocalLearner:
     async def bucket(self, index: int) -> WeightBucket:
         return await asyncio.to_thread(lambda: self._transport.post(index, self._stream.unshard_bucket(index)))
 
-    async def deliver(self, index: int) -> None:
-        self._transport.deliver(index)
-
     def close(self) -> None:
         self._transport.close()
 

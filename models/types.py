@@ -404,6 +404,18 @@ class GroupLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPush:
+    """A whole push by broadcasts, as one engine is told of it.
+
+    headers: the tensors of all buckets, without checksums, encoded once for all engines.
+    """
+
+    version: int
+    link: GroupLink
+    headers: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
     """An engine's receipt after a push: the tensors it got since `begin_weights`.
 

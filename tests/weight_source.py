@@ -48,9 +48,6 @@ class CountingLearner:
         tensor = WeightTensor(name=self._tensors[index], dtype="float32", shape=(2,), checksum=checksum_of(data))
         return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
 
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
 
 @dataclass
 class Spans:

@@ -1,14 +1,15 @@
 """Weights sent by rank 0 of a process group, over sockets (gloo) or between GPUs (nccl): both ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from grmpipe.models.bucket_memory import BucketMemory
 from grmpipe.models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
-from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.process_group import BroadcastLink, read_published
 from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTransport, open_bucket, parse_dtype
 
 
@@ -41,6 +42,9 @@ class GlooBroadcasts(WeightTransport):
         """Raises ConnectionError that names the bucket's tensors if a receiver is gone or hangs."""
         names, packed_B = self._posted[index]
         self._group.send(names, packed_B)
+
+    def publish(self, checksums: Mapping[str, str], version: int) -> None:
+        self._group.publish(version, msgspec.json.encode(checksums).decode())
 
     def close(self) -> None:
         self._group.leave()
@@ -76,6 +80,13 @@ class NcclBroadcasts(GlooBroadcasts):
         if device.type != "cuda":
             raise ValueError(f"sync.transport: nccl sends from a GPU, but the learner is on {device}; set gloo")
         return device
+
+
+def read_checksums(link: GroupLink, version: int) -> dict[str, str]:
+    """The checksums that the sender published. For a process that isn't in the group itself, as next to an SGLang
+    server. Raises ConnectionError.
+    """
+    return msgspec.json.decode(read_published(link, version), type=dict[str, str])
 
 
 @open_bucket.register

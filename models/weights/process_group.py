@@ -43,6 +43,8 @@ class BroadcastLink:
         self._local_rank = local_rank
         self._link: GroupLink | None = None
         self._backend: _Backend | None = None
+        self._store: dist.Store | None = None
+        self._published: str | None = None
         self._arena = BucketMemory(torch.device("cpu"))
         self._connected = False  # NCCL connects its members in the first broadcast
 
@@ -59,7 +61,7 @@ class BroadcastLink:
         if link is None:
             return
         try:
-            self._backend = _meet(link, link.rank + self._local_rank, self._device)
+            self._backend, self._store = _meet(link, link.rank + self._local_rank, self._device)
         except (RuntimeError, OSError) as error:
             raise ConnectionError(
                 f"weights: rank {link.rank + self._local_rank} of {link.world_size} could not join the group "
@@ -71,6 +73,7 @@ class BroadcastLink:
     def leave(self) -> None:
         """Close the connections: all who wait on them fail now."""
         backend, link, self._backend, self._link = self._backend, self._link, None, None
+        self._store = self._published = None
         self._arena = BucketMemory(torch.device("cpu"))
         if backend is not None and link is not None and link.backend == "nccl":
             backend.abort()  # not shutdown, which waits for hanging operations
@@ -78,6 +81,14 @@ class BroadcastLink:
     def send(self, names: Sequence[str], packed_B: Tensor) -> None:
         """Send a bucket's bytes to all members, as rank 0. Blocks until they have received."""
         self._broadcast(names, packed_B, "sending")
+
+    def publish(self, version: int, data: str) -> None:
+        """Leave data for `read_published` in place of the last version's."""
+        if self._store is not None:
+            if self._published is not None:
+                self._store.delete_key(self._published)
+            self._published = f"published/{version}"
+            self._store.set(self._published, data)
 
     def receive(
         self, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]
@@ -120,20 +131,31 @@ def _failure(backend: _Backend, packed_B: Tensor, timeout_s: float) -> str | Non
     return None
 
 
-def _meet(link: GroupLink, rank: int, device: torch.device) -> _Backend:
+def read_published(link: GroupLink, version: int) -> bytes:
+    """What the sender published for a version. Raises ConnectionError."""
+    try:
+        timeout = timedelta(seconds=link.timeout_s)
+        store = dist.TCPStore(link.address, link.port, None, False, timeout, wait_for_workers=False)
+        return bytes(store.get(f"published/{version}"))
+    except (RuntimeError, OSError) as error:
+        raise ConnectionError(f"weights: the sender published nothing for version {version}: {_plain(error)}") from None
+
+
+def _meet(link: GroupLink, rank: int, device: torch.device) -> tuple[_Backend, dist.Store]:
     timeout = timedelta(seconds=link.meeting_timeout_s)
-    store: dist.Store = store_at(link.address, link.port, rank, link.world_size, timeout)
-    store.set_timeout(timeout)
+    meeting: dist.Store = store_at(link.address, link.port, rank, link.world_size, timeout)
+    meeting.set_timeout(timeout)
+    store = meeting
     # The prefixes that torch gives its own groups: see `_new_process_group_helper`.
     for prefix in (link.name, f"{link.name}/", "cuda/" if link.backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)
     if link.backend == "nccl":
-        return _nccl(store, rank, link.world_size, timeout, device)
+        return _nccl(store, rank, link.world_size, timeout, device), meeting
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # By default gloo listens at the address of the host's name: the address on the way to the sender is enough.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(link.address, link.port))]
-    return cast(_Backend, dist.ProcessGroupGloo(store, rank, link.world_size, options))
+    return cast(_Backend, dist.ProcessGroupGloo(store, rank, link.world_size, options)), meeting
 
 
 def _nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> _Backend:

@@ -6,7 +6,7 @@ def _(payload: Pigeon, tensors: Sequence[WeightTensor], group: BroadcastLink | N
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -62,6 +62,9 @@ class WeightTransport(ABC):
 
     def deliver(self, index: int) -> None:  # noqa: B027
         """Send a posted bucket while the receivers load it. Another thread may post the next one meanwhile."""
+
+    def publish(self, checksums: Mapping[str, str], version: int) -> None:  # noqa: B027
+        """Tell whoever asks for the checksums of a version, after its last bucket."""
 
     def close(self) -> None:  # noqa: B027
         """Free memory, files and groups."""

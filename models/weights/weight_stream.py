@@ -70,12 +70,16 @@ class WeightStream:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
+    def list_shapes(self, index: int) -> dict[str, Shape]:
+        """The tensors of a bucket, by name."""
+        return {name: shape for sent in self._buckets[index] for name, shape in sent.shapes.items()}
+
     def unshard_bucket(self, index: int) -> UnshardedBucket:
         """One bucket, one whole tensor at a time. A collective: every rank reads all its tensors, or drains it."""
         bucket = self._buckets[index]
         return UnshardedBucket(
-            names=tuple(name for sent in bucket for name in sent.shapes),
-            shapes=tuple(shape for sent in bucket for shape in sent.shapes.values()),
+            names=tuple(self.list_shapes(index)),
+            shapes=tuple(self.list_shapes(index).values()),
             tensors=(tensor for sent in bucket for tensor in sent.tensors()),
         )
 

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 # Short calls, and waits that are repeated all the time.
 CONTROL = frozenset(
-    {
-        "deliver", "sender.deliver", "collect", "pause", "resume", "node_address", "free_port", "open_rpc",
-        "open_network_rpc",
-    }
-)  # fmt: skip
+    {"deliver", "collect", "pause", "resume", "node_address", "free_port", "open_rpc", "open_network_rpc"}
+)
 # Calls that read or write whole models, or wait for a process to start.
 LOAD = frozenset({"process_id", "start", "make", "load", "save", "begin_save", "export"})
-WORK_FACTOR, LOAD_FACTOR = 6, 12  # times the limit of control calls; work queues behind other work
+# Whole pushes of weights, of any size: a push has its own deadline, which grows with its bytes.
+PUSH = frozenset({"receive_weights", "sender.broadcast"})
+WORK_FACTOR, LOAD_FACTOR, PUSH_FACTOR = 6, 12, 48  # times the limit of control calls; work queues behind other work
 MEMBER_CALL = "ask"  # wraps a method of the member
 
 
@@ -26,7 +25,8 @@ class CallLimits:
         name = str(args[0]) if method == MEMBER_CALL and args else method
         if name in CONTROL:
             return self.call_timeout_s
-        return self.call_timeout_s * (LOAD_FACTOR if name in LOAD else WORK_FACTOR)
+        factor = LOAD_FACTOR if name in LOAD else PUSH_FACTOR if name in PUSH else WORK_FACTOR
+        return self.call_timeout_s * factor
 
     def words(self, method: str, args: tuple[object, ...]) -> str:
         """Why a call timed out, for a process's report."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -11,6 +11,7 @@ import msgspec
 
 from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.types import (
+    Broadcast,
     Completion,
     Engine,
     EngineDied,
@@ -21,7 +22,9 @@ from grmpipe.models.types import (
     SamplingParams,
     Sleeper,
     WeightBucket,
+    WeightPush,
     WeightReceipt,
+    WeightTensor,
 )
 from grmpipe.scheduler.processes.actors import Closable, EngineFactory
 from grmpipe.scheduler.processes.call_order import OrderedHost
@@ -35,6 +38,9 @@ ENGINE_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (EngineDied, EngineRefused, ValueError, ConnectionError)
 }
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
+
+
+Headers = tuple[tuple[WeightTensor, ...], ...]  # the tensors of each bucket
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -82,6 +88,24 @@ Message = EngineRequest | Cancel | Abort | EndTrajectory
 Notice = FirstToken | Finished | Failure
 
 
+def encode_headers(buckets: Headers) -> bytes:
+    return msgspec.msgpack.encode(buckets)
+
+
+async def receive_weights(engine: Engine, push: WeightPush, is_current: Callable[[], bool]) -> WeightReceipt:
+    """Take a whole push into an engine: join its group, load every bucket, commit. It ends between two buckets once it
+    isn't current any more. Raises like the engine's own methods.
+    """
+    await engine.begin_weights(push.link)
+    for tensors in msgspec.msgpack.decode(push.headers, type=Headers):
+        if not is_current():
+            break
+        await engine.load_bucket(WeightBucket(tensors=tensors, payload=Broadcast()))
+    if not is_current():
+        raise ConnectionError(f"weights: the push of version {push.version} was given up, and another one began")
+    return await engine.commit_weights(push.version)
+
+
 class EngineHost(OrderedHost):
     """An async actor: every method runs on one event loop, so that no control call queues behind `collect`."""
 
@@ -89,6 +113,7 @@ class EngineHost(OrderedHost):
         super().__init__()
         put_working_folder_last()  # Ray puts it first
         self._engine: Engine | None = None
+        self._push: WeightPush | None = None  # the last one by broadcasts
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
@@ -155,7 +180,12 @@ class EngineHost(OrderedHost):
     async def resume(self) -> None:
         await self.engine.resume()
 
+    async def receive_weights(self, push: WeightPush) -> WeightReceipt:
+        self._push = push
+        return await receive_weights(self.engine, push, lambda: self._push is push)
+
     async def begin_weights(self, link: GroupLink | None) -> None:
+        self._push = None
         await self.engine.begin_weights(link)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:

@@ -14,6 +14,7 @@ from grmpipe.models.types import (
     SamplingParams,
     SmallPayload,
     WeightBucket,
+    WeightPush,
     WeightReceipt,
     ignore_first_token,
 )
@@ -98,6 +99,10 @@ class RemoteEngine:
 
     async def resume(self) -> None:
         await self._control("resume")
+
+    async def receive_weights(self, push: WeightPush) -> WeightReceipt:
+        """Take a whole push by broadcasts, in one call: buckets don't pass this process."""
+        return cast(WeightReceipt, await self._control("receive_weights", push))
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         await self._control("begin_weights", link)

@@ -47,6 +47,3 @@ class StoredWeights:
 
     async def bucket(self, index: int) -> WeightBucket:
         return files_at(self.path)
-
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("files are read, not broadcast")

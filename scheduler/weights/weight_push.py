@@ -1,8 +1,9 @@
 """One push of weights to some engines: stream, confirm, probe.
 
-    pause all -> begin, and join the group if weights are broadcast
-    -> bucket by bucket: all engines load one while the learner makes the next
-    -> commit -> compare receipts -> resume -> compare a probe
+    pause all
+    -> broadcasts: one call to each engine and rank, which join a group, send and load all buckets, and commit
+       else:       begin; bucket by bucket, all engines load one while the learner makes the next; commit
+    -> compare receipts -> resume -> compare a probe
 
 One deadline covers every step of every engine; it grows with the bytes sent. A failed push leaves its engines paused,
 on weights that must not be sampled from; a later push starts over and needs no restart.
@@ -12,10 +13,21 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from grmpipe.models.bounds import Bounded, above, at_least
-from grmpipe.models.types import MIN_BYTES_PER_S, Broadcast, Engine, EngineDied, GroupLink, WeightBucket
+from grmpipe.models.types import (
+    MIN_BYTES_PER_S,
+    Engine,
+    EngineDied,
+    GroupLink,
+    WeightBucket,
+    WeightPush,
+    WeightReceipt,
+    WeightTensor,
+)
+from grmpipe.scheduler.processes.engine_host import Headers, encode_headers, receive_weights
+from grmpipe.scheduler.processes.remote_engine import RemoteEngine
 from grmpipe.scheduler.run_together import run_together
 from grmpipe.scheduler.weights.weight_checks import (
     WeightMismatch,
@@ -84,8 +96,19 @@ class WeightSource(Protocol):
         """
         ...
 
-    async def deliver(self, index: int) -> None:
-        """Broadcast the tensors of a bucket, in order, while the engines load it. Only for broadcasts."""
+
+@runtime_checkable
+class BroadcastSource(WeightSource, Protocol):
+    """A sender that can broadcast: all buckets of a push by itself."""
+
+    async def list_tensors(self) -> Headers:
+        """The tensors of each bucket, without checksums."""
+        ...
+
+    async def broadcast(self, first: int, version: int) -> Mapping[str, str]:
+        """Broadcast the buckets from `first` on, in order, while the engines load them. Returns the checksums by
+        name.
+        """
         ...
 
 
@@ -161,6 +184,13 @@ class Push:
         if self._limit is not None and (ends := self._limit.when()) is not None:
             self._limit.reschedule(ends + seconds)
 
+    def allow_at_most(self, seconds: float) -> None:
+        """Bring the deadline forward to `seconds` from now, if it is later."""
+        if self._limit is not None and (ends := self._limit.when()) is not None:
+            early_s = ends - (asyncio.get_running_loop().time() + seconds)
+            if early_s > 0:
+                self.allow(-early_s)
+
     async def run(self, link: GroupLink | None, ranks_per_engine: int, transport: str) -> SyncReport:
         clock = asyncio.get_running_loop().time
         started_s = clock()
@@ -170,10 +200,15 @@ class Push:
         check_finite(expected, self.version)
         await self._on_engines("to pause", lambda engine: engine.pause())
         paused_s = clock()
-        await self._begin(link, ranks_per_engine)
-        await self._stream()
+        if link is None:
+            await self._begin()
+            await self._stream()
+            receipts = await self._on_engines("to commit", lambda engine: engine.commit_weights(self.version))
+        else:
+            receipts = await self._broadcast(link, ranks_per_engine)
         # Receipts are compared while all engines are paused: weights that arrived damaged are never sampled from.
-        await self._commit()
+        for name, receipt in receipts.items():
+            check_receipt(name, self.version, self.sent[name], receipt)
         await self._on_engines("to resume", lambda engine: engine.resume())
         resumed_s = clock()
         # After the resume: kept requests go on while the probe is scored. A mismatch pauses the engines again.
@@ -197,20 +232,50 @@ class Push:
         self.waiting.remove((who, what))
         return result
 
-    async def _begin(self, link: GroupLink | None, ranks_per_engine: int) -> None:
-        """Joining a group waits for all members: the engines and the sender join at the same time."""
-        begins = {}
+    async def _broadcast(self, link: GroupLink, ranks_per_engine: int) -> dict[str, WeightReceipt]:
+        """One call to each engine, which ends with its receipt, and one to each rank of the learner: the members of the
+        group pace each other, and no bucket waits for this process.
+        """
+        source = self.source
+        assert isinstance(source, BroadcastSource), "a group of broadcasts has a sender that knows them"
+        buckets = await self.step(LEARNER, "to list its tensors", source.list_tensors())
+        first, _ = await self._first_bucket()
+        tensors = [tensor for bucket in buckets[first:] for tensor in bucket]
+        self._count(tensors)
+        self.allow(self.num_bytes / MIN_BYTES_PER_S)
+        push = WeightPush(version=self.version, link=link, headers=encode_headers(buckets[first:]))
+        work: dict[str, Coroutine[object, object, WeightReceipt | None]] = {}
         for place, (name, engine) in enumerate(self.engines.items()):
-            own = replace(link, rank=1 + place * ranks_per_engine) if link else None
-            begins[name] = self.step(name, "to begin", engine.begin_weights(own))
-        await run_together(**begins, learner=self.step(LEARNER, "to begin", self.source.connect(link)))
+            # Joining waits for all members: the engines and the sender join at the same time.
+            own = replace(push, link=replace(link, rank=1 + place * ranks_per_engine))
+            work[name] = self.step(name, f"to receive {len(buckets) - first} buckets", _give(engine, own))
+        last = sum(map(num_bytes, buckets[-1])) if buckets else 0
+        work[LEARNER] = self._send(source, link, first, last)
+        answers = await run_together(**work)
+        return {name: receipt for name, receipt in answers.items() if receipt is not None}
+
+    async def _send(self, source: BroadcastSource, link: GroupLink, first: int, last_bytes: int) -> None:
+        await self.step(LEARNER, "to begin", source.connect(link))
+        checksums = await self.step(LEARNER, "to broadcast its weights", source.broadcast(first, self.version))
+        self.sent = {name: dict(checksums) for name in self.engines}
+        # All that is left is to load the last bucket: an engine that hangs needn't get the time of all of them.
+        self.allow_at_most(self.config.deadline_s + last_bytes / MIN_BYTES_PER_S)
+
+    async def _begin(self) -> None:
+        begins = {name: self.step(name, "to begin", engine.begin_weights()) for name, engine in self.engines.items()}
+        await run_together(**begins, learner=self.step(LEARNER, "to begin", self.source.connect(None)))
+
+    async def _first_bucket(self) -> tuple[int, int]:
+        """The first bucket to send, and the number of those that never change. Frozen weights below adapters are sent
+        once to each engine; one new engine is enough to make them again.
+        """
+        num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
+        return num_fixed if self.have_fixed >= self.engines.keys() else 0, num_fixed
 
     async def _stream(self) -> None:
         """All engines load a bucket while the learner makes the next one: at most two are held."""
         number = await self.step(LEARNER, "to count its buckets", self.source.num_buckets())
-        num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
-        # Frozen weights below adapters are sent once to each engine; one new engine is enough to make them again.
-        first = num_fixed if self.have_fixed >= self.engines.keys() else 0
+        first, num_fixed = await self._first_bucket()
         # Where unsharding and sending cost alike, one after the other took 1.4 to 1.5 times as long.
         bucket = await self._bucket(first) if first < number else None
         for index in range(first, number):
@@ -229,29 +294,20 @@ class Push:
     ) -> dict[str, Coroutine[object, object, object]]:
         """The transfers of a bucket to the engines that lack it."""
         checksums = {tensor.name: tensor.checksum for tensor in bucket.tensors}
-        size = sum(map(num_bytes, bucket.tensors))
-        self.dtypes |= {tensor.dtype for tensor in bucket.tensors}
-        is_broadcast = isinstance(bucket.payload, Broadcast)  # it reaches the whole group
-        takers = [name for name in self.engines if is_broadcast or name not in have_it]
+        takers = [name for name in self.engines if name not in have_it]
         for name in takers:
             self.sent[name] |= checksums
-        self.num_bytes += size
-        # Copies to engines share the learner's links; a broadcast goes over each of them once.
-        copies = 1 if is_broadcast else len(takers)
-        self.allow(size * copies / MIN_BYTES_PER_S)
-        what = f"bucket {index} ({describe_span(bucket)})"
-        work: dict[str, Coroutine[object, object, object]] = {}
-        if is_broadcast:
-            # One sender: each receiver's link carries every byte, however many send.
-            work["the sender"] = self.step(LEARNER, f"to broadcast {what}", self.source.deliver(index))
-        for name in takers:
-            work[name] = self.step(name, f"to load {what}", self.engines[name].load_bucket(bucket))
-        return work
+        size = self._count(bucket.tensors)
+        self.allow(size * len(takers) / MIN_BYTES_PER_S)  # copies to engines share the learner's links
+        what = f"to load bucket {index} ({describe_span(bucket)})"
+        return {name: self.step(name, what, self.engines[name].load_bucket(bucket)) for name in takers}
 
-    async def _commit(self) -> None:
-        receipts = await self._on_engines("to commit", lambda engine: engine.commit_weights(self.version))
-        for name, receipt in receipts.items():
-            check_receipt(name, self.version, self.sent[name], receipt)
+    def _count(self, tensors: Sequence[WeightTensor]) -> int:
+        """Count tensors that are sent. Returns their bytes."""
+        size = sum(map(num_bytes, tensors))
+        self.dtypes |= {tensor.dtype for tensor in tensors}
+        self.num_bytes += size
+        return size
 
     async def _probe(self, expected: Sequence[float]) -> float:
         """The largest probe error over all engines; of weights that nobody has scored, from the first one. On a
@@ -270,3 +326,10 @@ class Push:
     async def _on_engines(self, what: str, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
         """Run a step on all engines at once; the first failure ends it for all."""
         return await run_together(**{name: self.step(name, what, ask(engine)) for name, engine in self.engines.items()})
+
+
+def _give(engine: Engine, push: WeightPush) -> Awaitable[WeightReceipt]:
+    """A whole push to an engine: by one call, if it is in another process."""
+    if isinstance(engine, RemoteEngine):
+        return engine.receive_weights(push)
+    return receive_weights(engine, push, lambda: True)

@@ -6,12 +6,12 @@ from typing import Protocol
 import numpy as np
 
 from grmpipe.models.stored_files import StoredFile
-from grmpipe.models.types import GroupLink, WeightBucket
+from grmpipe.models.types import GroupLink, WeightBucket, WeightTensor
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 
 
 class SendsWeights(Protocol):
-    """The sending end of a push. Rank 0 only, and no collective, but for `bucket`."""
+    """The sending end of a push. Rank 0 only, and no collective, but for `bucket` and `broadcast`."""
 
     def num_buckets(self) -> int:
         """The buckets of a push."""
@@ -28,11 +28,13 @@ class SendsWeights(Protocol):
         """Gather a bucket and post it: a collective. None on a rank that doesn't send."""
         ...
 
-    def deliver(self, index: int) -> None:
-        """Begin to send a posted bucket, which the engines load meanwhile."""
+    def list_tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        """The tensors of each bucket, without checksums. Only for broadcasts."""
+        ...
 
-    def delivered(self) -> None:
-        """Wait until the delivery that was begun has ended, and raise its error."""
+    def broadcast(self, first: int, version: int) -> dict[str, str]:
+        """Gather the buckets from `first` on and broadcast them: a collective. Returns the checksums by name."""
+        ...
 
 
 class LearnerRank(Protocol):

@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket
+from grmpipe.models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket, WeightTensor
 from grmpipe.scheduler.processes.actors import ActorRanks
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.batching.seqlen_balancing import RankWork, work
@@ -84,7 +84,7 @@ class LearnerRanks(Ranks):
     async def held(self) -> AsyncIterator[int]:
         """Context with the version, in which nothing changes the weights: steps and loads wait. Accumulating continues.
 
-        A push calls num_buckets, num_fixed_buckets, bucket, deliver and score within it.
+        A push calls the methods from `connect` to `score` within it.
         """
         async with self._weights:
             yield self._version
@@ -135,12 +135,14 @@ class LearnerRanks(Ranks):
         posted = await self._actors.call_all("sender.bucket", index)
         return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
-    async def deliver(self, index: int) -> None:
-        """Let rank 0 broadcast a bucket while the engines load it, and while a bucket that is asked for meanwhile is
-        unsharded. Does nothing if the bytes are there already.
+    async def list_tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        return cast(tuple[tuple[WeightTensor, ...], ...], await self._actors.call(0, "sender.list_tensors"))
+
+    async def broadcast(self, first: int, version: int) -> dict[str, str]:
+        """Let all ranks unshard the buckets from `first` on, and rank 0 broadcast them to the group that it joined.
+        Returns the checksums by name.
         """
-        await self._actors.call(0, "sender.deliver", index)
-        await self._actors.call(0, "sender.delivered")
+        return cast(list[dict[str, str]], await self._actors.call_all("sender.broadcast", first, version))[0]
 
     async def close(self) -> None:
         """Let rank 0 remove its files and leave its group. The actors stay alive."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.lm.lora import list_outgoing
-from grmpipe.models.types import GroupLink, WeightBucket
+from grmpipe.models.types import GroupLink, WeightBucket, WeightTensor
 from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.transports import transport_kind
 from grmpipe.models.weights.weight_stream import WeightStream
@@ -50,7 +50,7 @@ class Delivery:
 
 
 class WeightSender:
-    """`bucket` is a collective; rank 0 alone is asked for the rest."""
+    """`bucket` and `broadcast` are collectives; rank 0 alone is asked for the rest."""
 
     def __init__(self, spec: LearnerSpec, model: PreTrainedModel, device: torch.device, rank: int) -> None:
         sent = list_outgoing(model, spec.lora, spec.sync_dtype) if spec.lora.learns else None
@@ -59,6 +59,7 @@ class WeightSender:
         sends = rank == 0 or transport_kind(spec.transport).every_rank
         self._transport = open_transport(spec.transport, spec.sync_dtype, device, spec.sync_dir) if sends else None
         self._delivery = Delivery()
+        self._dtype = spec.sync_dtype
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets
@@ -81,16 +82,42 @@ class WeightSender:
         finally:
             bucket.drain()  # also if rank 0 failed: the others would wait for it
 
-    def deliver(self, index: int) -> None:
-        """Begin to send a posted bucket, on rank 0, while the engines load it and the next one is unsharded. Does
-        nothing without broadcasts.
-        """
-        assert self._transport is not None, "rank 0 sends"
-        self._delivery.begin(partial(self._transport.deliver, index))
+    def list_tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        """The tensors of each bucket, without checksums."""
+        return tuple(
+            tuple(
+                WeightTensor(name=name, dtype=self._dtype, shape=shape, checksum="")
+                for name, shape in self._stream.list_shapes(index).items()
+            )
+            for index in range(self._stream.num_buckets)
+        )
 
-    def delivered(self) -> None:
-        """Wait until the bucket is sent. Raises what its delivery raised. Before the bucket after the next one."""
+    def broadcast(self, first: int, version: int) -> dict[str, str]:
+        """Send all buckets from `first` on to the group, on rank 0; a bucket is unsharded while the one before it is on
+        its way. Returns the checksums by name; nothing on other ranks.
+
+        Raises ConnectionError if the group breaks, once all buckets are unsharded: the other ranks know nothing of it.
+        """
+        checksums: dict[str, str] = {}
+        failure: Exception | None = None
+        for index in range(first, self._stream.num_buckets):
+            bucket = self._stream.unshard_bucket(index)
+            if self._transport is not None and failure is None:
+                try:
+                    posted = self._transport.post(index, bucket)
+                    self._delivery.end()  # of the bucket before: the next one is posted into its memory
+                    self._delivery.begin(partial(self._transport.deliver, index))
+                    checksums |= {tensor.name: tensor.checksum for tensor in posted.tensors}
+                except Exception as error:
+                    failure = error
+                    self.connect(None)  # the receivers wait for no more
+            bucket.drain()
+        if failure is not None:
+            raise failure
         self._delivery.end()
+        if self._transport is not None:
+            self._transport.publish(checksums, version)
+        return checksums
 
     def close(self) -> None:
         """Close the files and connections of the transport."""

@@ -18,6 +18,7 @@ from grmpipe.models.engines.taken_tensors import Taken
 from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
+from grmpipe.models.weights.broadcast import read_checksums
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 from grmpipe.models.weights.transport_ends import num_bytes
 from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_folder
@@ -86,6 +87,9 @@ class SglangWeights:
                 f"weights: version {name} was sent to SGLang at {self._http.url}, but it reports {reported}"
             )
         collected, self._checksums = self._checksums, {}
+        if self._link is not None and self._tells_parameters and not all(self._sent.values()):
+            sums = await asyncio.to_thread(read_checksums, self._link, version)
+            self._sent = {name: sums.get(name, "") for name in self._sent}
         after = await self._parameters()
         missing = find_unapplied(self._sent, self._last_sent, self._before, after)
         self._before, self._last_sent, self._sent = after, {**self._last_sent, **self._sent}, {}

@@ -214,9 +214,6 @@ class Learner:
         tensor = WeightTensor(name="all", dtype="float32", shape=(2,), checksum=checksum(data))
         return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
 
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
 
 class Prompts:
     def at(self, prompt_index: int) -> Prompt:

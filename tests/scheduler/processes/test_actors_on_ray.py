@@ -28,7 +28,6 @@ from ray.actor import ActorHandle
 from grmpipe.envs.sandbox.worker_processes import descendants
 from grmpipe.models.checksum import checksum as checksum_of
 from grmpipe.models.types import (
-    Broadcast,
     Completion,
     Engine,
     EngineDied,
@@ -342,9 +341,6 @@ class Source:
         tensor = WeightTensor(name="ab"[index], dtype="float32", shape=(1 << 20,), checksum=checksum)
         return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
 
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
 
@@ -438,23 +434,26 @@ class Broadcaster(Source):
     def __init__(self, victim: int | None = None) -> None:
         super().__init__(victim)
         self.group = BroadcastLink()
-        self.data: dict[int, np.ndarray] = {}
 
     async def connect(self, link: GroupLink | None) -> None:
         await asyncio.to_thread(self.group.join, link)
 
-    async def bucket(self, index: int) -> WeightBucket:
-        self.data[index] = np.random.default_rng(index).standard_normal(1 << 22, dtype=np.float32)
-        checksum = checksum_of(self.data[index])
-        tensor = WeightTensor(name=f"layers.{index}.weight", dtype="float32", shape=(1 << 22,), checksum=checksum)
-        return WeightBucket(tensors=(tensor,), payload=Broadcast())
+    async def list_tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        return tuple(
+            (WeightTensor(name=f"layers.{index}.weight", dtype="float32", shape=(1 << 22,), checksum=""),)
+            for index in range(2)
+        )
 
-    async def deliver(self, index: int) -> None:
-        if index == 1 and self._victim is not None:
-            os.kill(self._victim, signal.SIGKILL)
-            self._victim = None
-        tensor = torch.from_numpy(self.data[index])
-        await asyncio.to_thread(self.group.send, [f"layers.{index}.weight"], [tensor])
+    async def broadcast(self, first: int, version: int) -> dict[str, str]:
+        sums: dict[str, str] = {}
+        for index in range(first, 2):
+            if index == 1 and self._victim is not None:
+                os.kill(self._victim, signal.SIGKILL)
+                self._victim = None
+            data = np.random.default_rng(index).standard_normal(1 << 22, dtype=np.float32)
+            sums[name := f"layers.{index}.weight"] = checksum_of(data)
+            await asyncio.to_thread(self.group.send, [name], torch.from_numpy(data.view(np.uint8)))
+        return sums
 
 
 def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weights_in_a_new_group() -> None:

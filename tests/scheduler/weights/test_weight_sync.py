@@ -14,7 +14,6 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.models.checksum import checksum
 from grmpipe.models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from grmpipe.models.types import (
-    Broadcast,
     Completion,
     EngineDied,
     GroupLink,
@@ -48,9 +47,7 @@ def bucket_of(contents: dict[str, bytes], dtype: str, payload: Payload | None = 
 class Source:
     """Three buckets of two tensors; scores every token -1, like scripted engines. Records its calls."""
 
-    def __init__(
-        self, *, dtype: str = "float32", hangs_at: int | None = None, broadcast: bool = False, score: float = -1.0
-    ) -> None:
+    def __init__(self, *, dtype: str = "float32", hangs_at: int | None = None, score: float = -1.0) -> None:
         self.weights = {f"layers.{n}.{part}": f"layers.{n}.{part}".encode() * 16 for n in range(3) for part in "qk"}
         self.num_fixed = 0
         self.steps = 0
@@ -58,7 +55,7 @@ class Source:
         self.asked: list[str] = []
         self.links: list[GroupLink | None] = []
         self.in_bucket: Callable[[int], None] = lambda index: None
-        self._dtype, self._hangs_at, self._broadcast, self._score = dtype, hangs_at, broadcast, score
+        self._dtype, self._hangs_at, self._score = dtype, hangs_at, score
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
@@ -93,19 +90,44 @@ class Source:
             self._hangs_at = None
             await asyncio.Event().wait()
         names = (f"layers.{index}.q", f"layers.{index}.k")
-        payload = Broadcast() if self._broadcast else None
-        return bucket_of({name: self.weights[name] for name in names}, self._dtype, payload)
-
-    async def deliver(self, index: int) -> None:
-        self.asked.append(f"deliver {index}")
+        return bucket_of({name: self.weights[name] for name in names}, self._dtype)
 
 
-class Heavy(Source):
+class Broadcaster(Source):
+    """Its engines echo the checksums that it sends: `Faulty` receives no bytes."""
+
+    def __init__(self, *, takes_s: float = 0.0, fault: str = "") -> None:
+        super().__init__()
+        self._takes_s, self.fault = takes_s, fault
+        self.meets_s = 0.0
+
+    async def connect(self, link: GroupLink | None) -> None:
+        await super().connect(link)
+        await asyncio.sleep(self.meets_s)
+
+    async def list_tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        self.asked.append("list")
+        return self.tensors()
+
+    def tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        names = [(f"layers.{index}.q", f"layers.{index}.k") for index in range(3)]
+        return tuple(bucket_of({name: self.weights[name] for name in pair}, "float32").tensors for pair in names)
+
+    async def broadcast(self, first: int, version: int) -> dict[str, str]:
+        self.asked.append(f"broadcast {first}")
+        await asyncio.sleep(self._takes_s)
+        if self.fault:
+            self.fault = ""
+            raise ConnectionError("weights: sending 'layers.1.q' .. 'layers.1.k' failed")
+        sent = [tensor for bucket in self.tensors()[first:] for tensor in bucket]
+        return {tensor.name: tensor.checksum for tensor in sent}
+
+
+class Heavy(Broadcaster):
     """Its tensors claim to be large."""
 
-    async def bucket(self, index: int) -> WeightBucket:
-        bucket = await super().bucket(index)
-        return replace(bucket, tensors=tuple(replace(tensor, shape=(10**10,)) for tensor in bucket.tensors))
+    def tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
+        return tuple(tuple(replace(tensor, shape=(10**10,)) for tensor in bucket) for bucket in super().tensors())
 
 
 class Faulty(SimulatedEngine):
@@ -307,10 +329,12 @@ def test_after_a_push_that_proved_itself_an_engine_may_not_be_far_noisier() -> N
 
 
 def test_a_large_model_has_the_time_that_its_bytes_take_and_a_hung_engine_no_more() -> None:
-    """Pushing 80 GB buckets to 32 engines, which load them at 400 MB/s each."""
+    """Pushing 80 GB buckets to 32 engines, which load them at 400 MB/s each. When the last one is on its way, an engine
+    has the time of that one.
+    """
 
     async def scene() -> None:
-        source = Heavy(broadcast=True)
+        source = Heavy(takes_s=400.0)
         engines = [Faulty(load_s=200.0) for _ in range(32)]
         sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", group="gloo", new_address=address)
         report = await sync.push(lambda: named(*engines), 1)
@@ -318,22 +342,22 @@ def test_a_large_model_has_the_time_that_its_bytes_take_and_a_hung_engine_no_mor
         engines[7].fault = "hang"
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        with pytest.raises(WeightSyncTimeout, match=r"within 1660 s; waiting for policy-7 to load bucket 1"):
+        with pytest.raises(WeightSyncTimeout, match=r"within 1260 s; waiting for policy-7 to receive 3 buckets$"):
             await sync.push(lambda: named(*engines), 2)
-        assert clock() - started_s == pytest.approx(60 + 2 * 800)
+        assert clock() - started_s == pytest.approx(400 + 60 + 800)
 
     run_virtually(scene)
 
 
 def test_a_new_group_has_time_of_its_own_to_meet() -> None:
     async def scene() -> None:
-        source, engine = Source(broadcast=True), Faulty()
+        source, engine = Broadcaster(), Faulty()
         sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", group="gloo", new_address=address)
-        engine.meets_s = 100.0
+        engine.meets_s = source.meets_s = 100.0
         assert (await sync.push(lambda: named(engine), 1)).seconds == pytest.approx(100)
         assert source.links[0] is not None
         assert (source.links[0].timeout_s, source.links[0].meeting_timeout_s) == (20, 120)
-        with pytest.raises(WeightSyncTimeout, match="within 60 s; waiting for policy-0 to begin"):
+        with pytest.raises(WeightSyncTimeout, match="within 60 s; waiting for policy-0 to receive 3 buckets"):
             await sync.push(lambda: named(engine), 2)  # in the group that it has
 
     run_virtually(scene)
@@ -401,7 +425,7 @@ def test_push_without_engines_fails() -> None:
 
 def test_a_broadcast_has_a_group_of_all_ranks_and_keeps_it() -> None:
     async def main() -> None:
-        source, engines = Source(broadcast=True), (Faulty(), Faulty())
+        source, engines = Broadcaster(), (Faulty(), Faulty())
         sync = WeightSync(
             source,
             PROBE,
@@ -420,8 +444,8 @@ def test_a_broadcast_has_a_group_of_all_ranks_and_keeps_it() -> None:
             (5, "gloo", 4711, 10.0)
         }
         assert len({link.name for link in links if link}) == 1
-        assert source.asked == ["hold", "bucket 0", "deliver 0", "bucket 1", "deliver 1", "bucket 2", "deliver 2",
-                                "let go"]  # fmt: skip
+        assert source.asked == ["hold", "list", "broadcast 0", "let go"]
+        assert engines[1].loaded == list(source.weights)
         await sync.push(lambda: named(*engines), 2)
         assert source.links[1] == source.links[0]
         await sync.push(lambda: named(engines[0]), 3)
@@ -434,7 +458,7 @@ def test_a_broadcast_has_a_group_of_all_ranks_and_keeps_it() -> None:
 
 def test_after_a_failed_push_the_group_is_a_new_one() -> None:
     async def main() -> None:
-        source, engine = Source(broadcast=True), Faulty()
+        source, engine = Broadcaster(), Faulty()
         sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", group="gloo", new_address=address)
         await sync.push(lambda: named(engine), 1)
         engine.fault = "bit"
@@ -443,6 +467,38 @@ def test_after_a_failed_push_the_group_is_a_new_one() -> None:
         await sync.push(lambda: named(engine), 3)
         names = [link.name for link in source.links if link]
         assert names[0] == names[1] != names[2]
+
+    asyncio.run(main())
+
+
+def test_a_member_that_fails_ends_a_broadcast_by_name_and_all_stay_paused() -> None:
+    async def main() -> None:
+        source, engines = Broadcaster(takes_s=0.01), (Faulty(), Faulty("die"))
+        sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", group="gloo", new_address=address)
+        with pytest.raises(EngineLost, match="policy-1 died while it was asked to receive 3 buckets: killed by signal"):
+            await sync.push(lambda: named(*engines), 1)
+        source.fault = "lost"
+        with pytest.raises(ConnectionError, match="sending"):
+            await sync.push(lambda: named(*engines), 2)
+        assert [engine.paused for engine in engines] == [True, True]
+        assert (await sync.push(lambda: named(*engines), 3)).version == 3
+        assert len({link.name for link in source.links if link}) == 3, "a new group after each failure"
+
+    asyncio.run(main())
+
+
+def test_fixed_tensors_are_broadcast_to_an_engine_once() -> None:
+    async def main() -> None:
+        source, old, new = Broadcaster(), Faulty(), Faulty()
+        source.num_fixed = 2
+        sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", group="gloo", new_address=address)
+        sizes = [(await sync.push(lambda: {"old": old}, version)).num_bytes for version in (1, 2)]
+        sizes.append((await sync.push(lambda: {"old": old, "new": new}, 3)).num_bytes)
+        assert sizes == [NUM_BYTES, NUM_BYTES // 3, NUM_BYTES]
+        assert [asked for asked in source.asked if asked.startswith("broadcast")] == [
+            "broadcast 0", "broadcast 2", "broadcast 0",
+        ]  # fmt: skip
+        assert len(old.loaded) == 6 + 2 + 6
 
     asyncio.run(main())
 

@@ -133,11 +133,9 @@ def test_ranks_that_share_samples_get_the_same_micro_batch_and_answer_once() -> 
         assert all(one is old[rank // 2] for one in before)
 
 
-def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
-    of_rank_0: dict[str, list[object]] = {
-        name: [None] for name in ("sender.connect", "sender.deliver", "sender.delivered")
-    }
-    actors = Recorded({"sender.num_buckets": [2, 2], "sender.bucket": ["posted", None], **of_rank_0})
+def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_it_or_each_is_asked_once_to_broadcast_all() -> None:
+    actors = Recorded({"sender.connect": [None], "sender.num_buckets": [2, 2], "sender.bucket": ["posted", None],
+                       "sender.list_tensors": ["listed", None], "sender.broadcast": [{"w": "sum"}, {}]})  # fmt: skip
     link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
     async def push() -> list[object]:
@@ -148,14 +146,13 @@ def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() ->
             posted: list[object] = []
             for index in range(await group.num_buckets()):
                 posted.append(await group.bucket(index))
-                await group.deliver(index)
-            return posted
+            return [*posted, await group.list_tensors(), await group.broadcast(1, 7)]
 
-    assert asyncio.run(push()) == ["posted", "posted"]
+    assert asyncio.run(push()) == ["posted", "posted", "listed", {"w": "sum"}]
     assert actors.asked == [
         (0, "sender.connect", link), (0, "sender.num_buckets"),
-        (0, "sender.bucket", 0), (1, "sender.bucket", 0), (0, "sender.deliver", 0), (0, "sender.delivered"),
-        (0, "sender.bucket", 1), (1, "sender.bucket", 1), (0, "sender.deliver", 1), (0, "sender.delivered"),
+        (0, "sender.bucket", 0), (1, "sender.bucket", 0), (0, "sender.bucket", 1), (1, "sender.bucket", 1),
+        (0, "sender.list_tensors"), (0, "sender.broadcast", 1, 7), (1, "sender.broadcast", 1, 7),
     ]  # fmt: skip
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -16,7 +18,8 @@ from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.lm import unshard
 from grmpipe.models.settings import EmbeddedConfig
-from grmpipe.models.types import GroupLink
+from grmpipe.models.types import Broadcast, GroupLink, WeightBucket
+from grmpipe.models.weights.broadcast import read_checksums
 from grmpipe.models.weights.process_group import BroadcastLink
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 from grmpipe.models.weights.transport_ends import WeightTransport
@@ -55,20 +58,22 @@ def test_after_a_step_and_a_push_the_engine_scores_as_the_learner(transport: str
     path, ids, samples = resolve_model("tiny://policy"), (5, 6, 7, 8, 9), make_samples(4)
 
     async def push(group: LearnerRanks, engine: EmbeddedEngine) -> None:
-        """As the pusher does: the next bucket is made while the engine loads this one."""
+        """As the pusher does."""
         mine, engines = two_links(transport)
         async with group.held() as version:
             await engine.pause()
             await asyncio.gather(engine.begin_weights(engines), group.connect(mine))
             number, sent = await group.num_buckets(), {}
-            bucket = await group.bucket(0)
-            for index in range(number):
+            if transport == "gloo":
+                listed = await group.list_tensors()
+                sending = asyncio.create_task(group.broadcast(0, version))
+                for tensors in listed:
+                    await engine.load_bucket(WeightBucket(tensors=tensors, payload=Broadcast()))
+                sent = await sending
+            for index in range(number if transport != "gloo" else 0):
+                bucket = await group.bucket(index)
                 sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
-                moves = [engine.load_bucket(bucket), group.deliver(index)]
-                if index + 1 < number:
-                    *_, bucket = await asyncio.gather(*moves, group.bucket(index + 1))
-                else:
-                    await asyncio.gather(*moves)
+                await engine.load_bucket(bucket)
             assert number > 2 and (await engine.commit_weights(version)).checksums == sent
             await engine.resume()
 
@@ -127,50 +132,68 @@ def sender_and_receiver(timeout_s: float = 60.0) -> tuple[GroupLink, GroupLink]:
     return replace(mine, timeout_s=timeout_s), replace(engines, timeout_s=timeout_s)
 
 
-def test_the_next_bucket_is_made_while_one_is_delivered_and_two_are_alive(gpt2_path: str, tmp_path: Path) -> None:
+def test_the_next_bucket_is_made_while_one_is_sent_and_all_arrive_as_they_are_listed(
+    gpt2_path: str, tmp_path: Path
+) -> None:
     """The receiver takes bucket 0 only after bucket 1 was made: the one after the other would wait forever."""
     learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
-    receiver = BroadcastLink()
+    receiver, made = BroadcastLink(), threading.Semaphore(0)
     mine, engines = sender_and_receiver()
-    with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(receiver.join, engines)
+    post = learner.sender._transport.post  # type: ignore[union-attr]
+
+    def count(index: int, bucket: Any) -> WeightBucket:
+        posted = post(index, bucket)
+        made.release()
+        return posted
+
+    learner.sender._transport.post = count  # type: ignore[union-attr, method-assign]
+    came: dict[str, str] = {}
+    with ThreadPoolExecutor(2) as threads:
+        joining = threads.submit(receiver.join, engines)
         learner.sender.connect(mine)
         joining.result()
-        bucket = learner.sender.bucket(0)
-        for index in range(3):
-            assert bucket is not None
-            learner.sender.deliver(index)
-            following = learner.sender.bucket(index + 1)
-            with receive_tensors(bucket, receiver) as tensors:
-                assert compute_checksums(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
-            learner.sender.delivered()
-            bucket = following
+        listed = learner.sender.list_tensors()
+        assert len(listed) == learner.sender.num_buckets() > 3
+        sending = threads.submit(learner.sender.broadcast, 1, 5)
+        made.acquire(timeout=60)
+        for tensors in listed[1:]:
+            if tensors is not listed[-1]:
+                assert made.acquire(timeout=60), "the next one"
+            with receive_tensors(WeightBucket(tensors=tensors, payload=Broadcast()), receiver) as held:
+                came |= compute_checksums(held)
+        assert sending.result() == came and len(came) == sum(map(len, listed[1:]))
+        assert read_checksums(engines, 5) == came, "also for a process that isn't in the group"
         receiver.leave()
     learner.close()
 
 
-def test_delivery_without_a_receiver_fails_and_the_next_push_starts_again(gpt2_path: str, tmp_path: Path) -> None:
+def test_a_broadcast_without_a_receiver_fails_when_all_is_unsharded_and_the_next_push_starts_again(
+    gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsharding is a collective: the other ranks would wait for this one."""
+    unsharded: list[Tensor] = []
+    whole = unshard.unshard
+    monkeypatch.setattr(unshard, "unshard", lambda *args: unsharded.append(whole(*args)) or unsharded[-1])
     learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
+    listed = learner.sender.list_tensors()
     receiver = BroadcastLink()
     with ThreadPoolExecutor(1) as thread:
-        for is_there, waits in ((False, True), (False, False), (True, True)):
+        for is_there in (False, True):
             mine, engines = sender_and_receiver(timeout_s=2.0)
             joining = thread.submit(receiver.join, engines)
-            learner.sender.connect(mine)  # also after a delivery that was given up
+            learner.sender.connect(mine)
             joining.result()
-            bucket = learner.sender.bucket(0)
-            assert bucket is not None
+            unsharded.clear()
             if not is_there:
                 receiver.leave()
-                learner.sender.deliver(0)
-                assert learner.sender.bucket(1) is not None
-                if waits:  # otherwise the push was given up before
-                    with pytest.raises(ConnectionError, match=f"sending '{bucket.tensors[0].name}'"):
-                        learner.sender.delivered()
+                with pytest.raises(ConnectionError, match=f"sending '{listed[0][0].name}'"):
+                    learner.sender.broadcast(0, 1)
+                assert len(unsharded) == sum(map(len, listed))
                 continue
-            learner.sender.deliver(0)
-            with receive_tensors(bucket, receiver) as tensors:
-                assert len(compute_checksums(tensors)) == len(bucket.tensors)
-            learner.sender.delivered()
+            sending = thread.submit(learner.sender.broadcast, 0, 2)
+            for tensors in listed:
+                with receive_tensors(WeightBucket(tensors=tensors, payload=Broadcast()), receiver) as held:
+                    assert len(compute_checksums(held)) == len(tensors)
+            assert len(sending.result()) == len(unsharded)
         receiver.leave()
     learner.close()
