@@ -19,6 +19,7 @@ from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.lm import unshard
 from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import Broadcast, GroupLink, WeightBucket
+from grmpipe.models.weights import process_group
 from grmpipe.models.weights.broadcast import read_checksums
 from grmpipe.models.weights.process_group import BroadcastLink
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
@@ -133,9 +134,14 @@ def sender_and_receiver(timeout_s: float = 60.0) -> tuple[GroupLink, GroupLink]:
 
 
 def test_the_next_bucket_is_made_while_one_is_sent_and_all_arrive_as_they_are_listed(
-    gpt2_path: str, tmp_path: Path
+    gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receiver takes bucket 0 only after bucket 1 was made: the one after the other would wait forever."""
+    collectives: list[int] = []
+    broadcast = process_group._failure
+    monkeypatch.setattr(
+        process_group, "_failure", lambda *args: collectives.append(args[1].numel()) or broadcast(*args)
+    )
     learner = Learner(replace(make_spec(gpt2_path, "gloo", tmp_path), bucket_bytes=10_000))
     receiver, made = BroadcastLink(), threading.Semaphore(0)
     mine, engines = sender_and_receiver()
@@ -161,6 +167,7 @@ def test_the_next_bucket_is_made_while_one_is_sent_and_all_arrive_as_they_are_li
                 assert made.acquire(timeout=60), "the next one"
             with receive_tensors(WeightBucket(tensors=tensors, payload=Broadcast()), receiver) as held:
                 came |= compute_checksums(held)
+        assert len(collectives) == 2 * len(listed[1:]), "one for each bucket at each end"
         assert sending.result() == came and len(came) == sum(map(len, listed[1:]))
         assert read_checksums(engines, 5) == came, "also for a process that isn't in the group"
         receiver.leave()
