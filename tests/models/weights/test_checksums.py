@@ -51,3 +51,25 @@ def test_many_tensors_have_the_sums_that_each_has_alone() -> None:
     tensors = [torch.randn(n) for n in (0, 1, 3, 100)]
     assert device_checksums(tensors) == [one(tensor) for tensor in tensors]
     assert device_checksums([]) == []
+
+
+def test_sums_are_those_of_earlier_versions_and_tensors_share_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of a push may have other versions: an engine on another machine."""
+    tensors = [torch.arange(n, dtype=torch.bfloat16) for n in (0, 3, 4, 1000)] * 25
+    expected = [
+        "device-0000000000000000",
+        "device-ad8f75698b52cfd6",
+        "device-fabeb062f4d2cfd8",
+        "device-71a083a139e954dd",
+    ] * 25
+    assert device_checksums(tensors) == expected
+    for size in (1, 7, 100):
+        monkeypatch.setattr(checksums, "PIECE_WORDS", size)
+        assert device_checksums(tensors) == expected
+    monkeypatch.undo()
+    calls: list[int] = []
+    for some in (tensors[4:8], tensors):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            device_checksums(some)
+        calls.append(sum(event.count for event in profile.key_averages() if event.key in ("aten::mul_", "aten::sum")))
+    assert calls == [3, 3], "not by tensor"
