@@ -42,11 +42,13 @@ def pack(memory_B: Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Seque
 
 
 class BucketMemory:
-    """Memory of this process that grows to the largest bucket."""
+    """Memory of this process that grows to the largest bucket. memory_B: all of it, uint8; another tensor whenever it
+    grew.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory_B = torch.empty(0, dtype=torch.uint8, device=device)
+        self.memory_B = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Tensors in the same memory as those of the last call."""
@@ -61,7 +63,7 @@ class BucketMemory:
         return memory_B, pack(memory_B, dtypes, shapes)
 
     def _reserve(self, num_bytes: int) -> Tensor:
-        if num_bytes > self._memory_B.numel():
-            self._memory_B = torch.empty(0, dtype=torch.uint8, device=self._device)  # free it before taking more
-            self._memory_B = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._memory_B
+        if num_bytes > self.memory_B.numel():
+            self.memory_B = torch.empty(0, dtype=torch.uint8, device=self._device)  # free it before taking more
+            self.memory_B = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self.memory_B

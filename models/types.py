@@ -303,17 +303,13 @@ class Broadcast(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaHandle:
-    """A contiguous tensor in a GPU's memory, in a form that another process on that GPU can open (CUDA IPC).
+    """Memory of a GPU, in a form that another process on that GPU can open (CUDA IPC).
 
-    offset:             where the tensor begins in its storage, in elements.
     memory:             handle of the allocation with the storage; empty if the storage is empty.
     storage_bytes, storage_offset_bytes: the storage within the allocation.
     ref_counter, event: torch's own, which keep the allocation alive for its readers.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
     memory: bytes
     storage_bytes: int
     storage_offset_bytes: int
@@ -324,11 +320,11 @@ class CudaHandle:
 
 
 class CudaHandles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Memory of the sender's GPUs, with the same tensors on each: GPU uuid -> one handle per tensor. A receiver opens
-    those of its GPU.
+    """Memory of the sender's GPUs, with the same tensors on each: GPU uuid -> handle. The tensors lie there in order,
+    each at the next multiple of 64 bytes. A receiver opens the memory of its GPU.
     """
 
-    handles: Mapping[str, tuple[CudaHandle, ...]]
+    handles: Mapping[str, CudaHandle]
 
 
 class ModelFiles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,5 +1,6 @@
 """Weights in the memory of a GPU shared by learner and engine, mapped by the engine (CUDA IPC): both ends."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -7,10 +8,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
-from grmpipe.models.bucket_memory import BucketMemory
+from grmpipe.models.bucket_memory import BucketMemory, views
 from grmpipe.models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTransport, open_bucket
+from grmpipe.models.weights.transport_ends import CPU, UnshardedBucket, WeightTransport, open_bucket, parse_dtype
 
 
 class CudaMemory(WeightTransport):
@@ -22,15 +23,30 @@ class CudaMemory(WeightTransport):
             raise ValueError(
                 f"sync.transport: cuda_ipc shares a GPU's memory, but the learner is on {device}; set shared_memory"
             )
-        self._arenas = tuple(BucketMemory(device) for _ in range(2))
+        self._arenas = tuple(SharedMemoryOfGpu(device) for _ in range(2))
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
         self._arenas = self._arenas[::-1]
         sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
         self._fill(sent, bucket)
         torch.cuda.synchronize(self._device)  # another process reads it next
-        handles = tuple(make_handle(tensor) for tensor in sent)
-        return self._announce(bucket, sent, CudaHandles(handles={gpu_id(self._device): handles}))
+        handle = self._arenas[0].handle
+        return self._announce(bucket, sent, CudaHandles(handles={gpu_id(self._device): handle}))
+
+
+class SharedMemoryOfGpu(BucketMemory):
+    """Memory whose handle is made once: torch wraps a storage into one more owner each time that it is shared, and a
+    run has thousands of buckets.
+    """
+
+    _shared: tuple[weakref.ref[Tensor], CudaHandle] | None = None
+
+    @property
+    def handle(self) -> CudaHandle:
+        """The handle of `memory_B`. The memory stays as long as this object, whatever its readers count."""
+        if self._shared is None or self._shared[0]() is not self.memory_B:
+            self._shared = weakref.ref(self.memory_B), make_handle(self.memory_B)
+        return self._shared[1]
 
 
 @open_bucket.register
@@ -38,7 +54,8 @@ def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastLin
     """The tensors on the GPU that this process sees. Raises ValueError if the handles are for another GPU."""
     for device in gpus_seen():
         if (own := payload.handles.get(gpu_id(device))) is not None:
-            return [map_handle(handle, device) for handle in own]
+            dtypes, shapes = [parse_dtype(tensor) for tensor in tensors], [tensor.shape for tensor in tensors]
+            return views(map_handle(own, device), dtypes, shapes)
     raise ValueError(
         f"sync.transport: cuda_ipc is for engines on the learner's GPUs ({', '.join(payload.handles)}); this engine "
         "sees none of them: set sync.transport=auto"
@@ -54,14 +71,11 @@ def gpus_seen() -> range:
     return range(torch.cuda.device_count())
 
 
-def make_handle(tensor: Tensor) -> CudaHandle:
-    """The handle of a contiguous tensor, as torch's `reduce_tensor` shares it."""
-    assert tensor.is_contiguous() and not tensor.requires_grad
-    _, _, _, offset, _, _, _, memory, size, start, _, counter, counter_offset, event, sync = reduce_tensor(tensor)[1]
+def make_handle(memory_B: Tensor) -> CudaHandle:
+    """The handle of a whole storage, uint8, as torch's `reduce_tensor` shares it."""
+    assert memory_B.dtype is torch.uint8 and memory_B.nbytes == memory_B.untyped_storage().nbytes()
+    _, _, _, _, _, _, _, memory, size, start, _, counter, counter_offset, event, sync = reduce_tensor(memory_B)[1]
     return CudaHandle(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        offset=offset,
         memory=memory or b"",
         storage_bytes=size,
         storage_offset_bytes=start,
@@ -73,16 +87,14 @@ def make_handle(tensor: Tensor) -> CudaHandle:
 
 
 def map_handle(handle: CudaHandle, device: int) -> Tensor:
-    """The sender's tensor itself, on the device number that this process gives the GPU."""
-    dtype: torch.dtype = getattr(torch, handle.dtype)
-    shape = torch.Size(handle.shape)
-    tensor: Tensor = rebuild_cuda_tensor(
+    """The sender's memory itself, uint8, on the device number that this process gives the GPU."""
+    memory_B: Tensor = rebuild_cuda_tensor(
         Tensor,
-        shape,
-        torch.empty(shape, device="meta").stride(),
-        handle.offset,
+        torch.Size((handle.storage_bytes,)),
+        (1,),
+        0,
         TypedStorage,
-        dtype,
+        torch.uint8,
         device,
         handle.memory or None,
         handle.storage_bytes,
@@ -93,4 +105,4 @@ def map_handle(handle: CudaHandle, device: int) -> Tensor:
         handle.event,
         handle.event_sync_required,
     )
-    return tensor
+    return memory_B

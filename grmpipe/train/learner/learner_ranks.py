@@ -196,7 +196,7 @@ def _together(buckets: Sequence[WeightBucket]) -> WeightBucket:
     first, *others = buckets
     if not others:
         return first
-    handles: dict[str, tuple[CudaHandle, ...]] = {}
+    handles: dict[str, CudaHandle] = {}
     for bucket in buckets:
         assert isinstance(bucket.payload, CudaHandles) and len(bucket.tensors) == len(first.tensors), "one rank sends"
         handles |= dict(bucket.payload.handles)

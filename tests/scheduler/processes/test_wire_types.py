@@ -51,8 +51,8 @@ from grmpipe.scheduler.processes.wire_types import (
 )
 
 HANDLE = CudaHandle(
-    dtype="float32", shape=(2, 3), offset=6, memory=b"\x00\xff", storage_bytes=48, storage_offset_bytes=0,
-    ref_counter=b"\x01", ref_counter_offset=3, event=b"", event_sync_required=True,
+    memory=b"\x00\xff", storage_bytes=48, storage_offset_bytes=0, ref_counter=b"\x01", ref_counter_offset=3, event=b"",
+    event_sync_required=True,
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_an_array_of_objects_can_t_cross() -> None:
         SafetensorsFile(path="/shared/x"),
         Broadcast(),
         ModelFiles(path="/models/x"),
-        CudaHandles(handles={"uuid": (HANDLE,)}),
+        CudaHandles(handles={"uuid": HANDLE}),
     ],
 )
 def test_a_bucket_crosses_with_its_payload(payload: Payload) -> None:

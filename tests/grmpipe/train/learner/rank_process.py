@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from grmpipe.algorithm.objective import Objective
 from grmpipe.config.train import AlgorithmConfig
+from grmpipe.models.bucket_memory import BucketMemory
 from grmpipe.models.types import CudaHandle, CudaHandles, InlineBytes, TokenScores, WeightBucket
 from grmpipe.models.weights.transport_ends import UnshardedBucket, WeightTransport
 from grmpipe.models.weights.transports import TRANSPORTS
@@ -92,23 +93,21 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
 
 
 class GpuOfFiles(WeightTransport):
-    """Handles that are paths in a folder, which stands for a GPU and has its name."""
+    """A handle that is a path in a folder, which stands for a GPU and has its name."""
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
         gpu = Path(self._folder)
         gpu.mkdir(exist_ok=True)
-        paths = [str(gpu / f"{index}-{name}") for name in bucket.names]
-        held = [torch.empty(shape, dtype=getattr(torch, self._dtype)) for shape in bucket.shapes]
+        memory = BucketMemory(torch.device("cpu"))
+        held = memory.take(self._dtypes(bucket), bucket.shapes)
         self._fill(held, bucket)
-        for path, tensor in zip(paths, held, strict=True):
-            torch.save(tensor, path)
-        handles = {gpu.name: tuple(handle_of_file(path) for path in paths)}
-        return self._announce(bucket, held, CudaHandles(handles=handles))
+        torch.save(memory.memory_B, gpu / str(index))
+        return self._announce(bucket, held, CudaHandles(handles={gpu.name: handle_of_file(str(gpu / str(index)))}))
 
 
 def handle_of_file(path: str) -> CudaHandle:
     return CudaHandle(
-        dtype="", shape=(), offset=0, memory=path.encode(), storage_bytes=0, storage_offset_bytes=0, ref_counter=b"",
+        memory=path.encode(), storage_bytes=0, storage_offset_bytes=0, ref_counter=b"",
         ref_counter_offset=0, event=b"", event_sync_required=False,
     )  # fmt: skip
 

@@ -33,8 +33,8 @@ from grmpipe.models.weights.receive_tensors import compute_checksums, receive_te
 from grmpipe.models.weights.weight_files import SharedArena
 
 HANDLE = CudaHandle(
-    dtype="float32", shape=(2, 3), offset=6, memory=b"\x00\xff", storage_bytes=48, storage_offset_bytes=0,
-    ref_counter=b"\x01", ref_counter_offset=3, event=b"", event_sync_required=True,
+    memory=b"\x00\xff", storage_bytes=48, storage_offset_bytes=0, ref_counter=b"\x01", ref_counter_offset=3, event=b"",
+    event_sync_required=True,
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def bucket_with(payload: Payload) -> WeightBucket:
         SharedMemory(path="/dev/shm/x"),
         SafetensorsFile(path="/shared/x.safetensors"),
         Broadcast(),
-        CudaHandles(handles={"uuid": (HANDLE,)}),
+        CudaHandles(handles={"uuid": HANDLE}),
         ModelFiles(path="/models/x"),
     ],
 )
