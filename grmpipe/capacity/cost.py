@@ -14,7 +14,11 @@ from grmpipe.scheduler.devices import GB, DeviceSpec
 
 LINK_SHARE = 0.7  # share of NVLink, PCIe or the network: NCCL broadcasts, pinned copies
 DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers
-SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
+SYNC_FIXED_S = 0.05  # no push takes less
+# What a push takes besides its bytes: a tensor goes through an engine's loader, mostly in Python (vLLM 0.32: 1.1 ms for
+# one of an expert, benchmarks/weight_sync.md); a bucket is made, sent and checked; an engine is asked to pause, to
+# receive, to resume and to score, over Ray.
+TENSOR_S, BUCKET_S, ENGINE_S = 1e-3, 5e-3, 4 * 1.1e-3
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
 # (benchmarks/plan_rates.md).
 LEARNER_SPREAD = 1.5
@@ -247,10 +251,21 @@ def estimate_read_s(num_parameters: int, device: DeviceSpec, dtype: str) -> floa
     return FORWARD_FLOPS * num_parameters / (device.flops(dtype) * ENGINE_RATES.prefill_flops)
 
 
-def sync_time_s(weight_bytes: float, device: DeviceSpec, *, over_nodes: bool = False) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSize:
+    """What a push sends, and to how many engines."""
+
+    num_bytes: float
+    tensors: int = 0
+    buckets: int = 0
+    engines: int = 0
+
+
+def sync_time_s(push: PushSize, device: DeviceSpec, *, over_nodes: bool = False) -> float:
     """The time of a push to all engines at once, over the slowest link: within a node, or the network."""
     rate = device.network_gb_per_s if over_nodes else device.link_gb_per_s
-    return SYNC_FIXED_S + weight_bytes / (min(rate, device.link_gb_per_s) * GB * LINK_SHARE)
+    calls_s = push.tensors * TENSOR_S + push.buckets * BUCKET_S + push.engines * ENGINE_S
+    return SYNC_FIXED_S + calls_s + push.num_bytes / (min(rate, device.link_gb_per_s) * GB * LINK_SHARE)
 
 
 def switch_time_s(weight_bytes: float, device: DeviceSpec) -> float:

@@ -11,7 +11,7 @@ from grmpipe.models.model_files import PlainConfig
 from grmpipe.models.settings import CHUNK_LOGITS, KEEP_ALL, Activations, LoraConfig, ModelShape
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
 # Bytes per logit of a chunk in the backward pass: as computed, as float32, its gradient twice.
@@ -33,6 +33,7 @@ VECTORS_OF_LAYER: dict[str, Callable[[ModelShape], int]] = {
     "qwen2": lambda shape: (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,  # biases of q, k and v
     "qwen3": lambda shape: 2 * shape.head_dim,  # norms of queries and keys
 }
+NUM_VECTORS = {"qwen2": 3, "qwen3": 2}  # the tensors that these weights are
 BYTES_OF_ADAM = 8  # two moments of a trained value, in float32
 
 
@@ -57,7 +58,8 @@ class Footprint:
     linear_weights: name of the blocks' linear layers -> sum of inputs and outputs, and weights, over all blocks.
     active_layer_weights: weights of the layers' matrices, with only as many experts as a token is sent to.
     num_expert_parameters: the experts of all layers. experts_per_token: how many a token is sent to. Both are 0 in a
-    dense model. attention_flops: as in ModelFlops. whole_logits: its forward pass changes the output of its head, so
+    dense model. num_tensors: without those of experts, of which a checkpoint has num_expert_tensors, each expert's by
+    itself. attention_flops: as in ModelFlops. whole_logits: its forward pass changes the output of its head, so
     all logits exist at once.
     """
 
@@ -76,6 +78,8 @@ class Footprint:
     attention_flops: Mapping[int, int]
     num_expert_parameters: int = 0
     experts_per_token: int = 0
+    num_tensors: int = 0
+    num_expert_tensors: int = 0
     whole_logits: bool = False
 
     @property
@@ -240,7 +244,11 @@ def read_plain_footprint(config: PlainConfig) -> Footprint | None:
         return None
     shape = ModelShape(**sizes, context_tokens=config.context_tokens, tied=tied)
     found = footprint_of_shape(shape)
-    return replace(found, num_parameters=found.num_parameters + shape.num_layers * vectors(shape))
+    return replace(
+        found,
+        num_parameters=found.num_parameters + shape.num_layers * vectors(shape),
+        num_tensors=found.num_tensors + shape.num_layers * NUM_VECTORS.get(values["model_type"], 0),
+    )
 
 
 def measure_outline(path: str) -> Footprint:
@@ -288,6 +296,8 @@ def measure_outline(path: str) -> Footprint:
         attention_flops=attention_flops(text, text.num_attention_heads, head_dim),
         num_expert_parameters=num_expert_parameters,
         experts_per_token=getattr(text, "num_experts_per_tok", 1) if num_expert_parameters else 0,
+        num_tensors=sum(not is_expert(name) for name, _ in model.named_parameters()),
+        num_expert_tensors=sum(count_experts(name, p) for name, p in model.named_parameters() if is_expert(name)),
         whole_logits=not isinstance(model.get_output_embeddings(), OutputHead),
     )
 
@@ -303,6 +313,13 @@ def _per_token_width(config: PreTrainedConfig) -> int:
 def is_expert(parameter: str) -> bool:
     """Whether a parameter of this name belongs to one expert, or to all experts of a layer."""
     return "experts" in parameter.split(".")
+
+
+def count_experts(parameter: str, weights: Tensor) -> int:
+    """The tensors in a checkpoint of a parameter of experts: one for each of them, two if it has two fused matrices."""
+    if weights.dim() < 3:
+        return 1
+    return len(weights) * (2 if "gate_up" in parameter else 1)
 
 
 def active_weights(layer: nn.Module, config: PreTrainedConfig) -> int:
@@ -376,4 +393,7 @@ def footprint_of_shape(shape: ModelShape) -> Footprint:
         attention_flops={FULL: 4 * shape.num_layers * query_width},
         num_expert_parameters=shape.num_layers * shape.num_experts * expert,
         experts_per_token=shape.experts_per_token,
+        # Attention and two norms; the MLP, or a router; the embedding, the last norm, the head.
+        num_tensors=shape.num_layers * (6 + (1 if shape.num_experts else 3)) + (2 if shape.tied else 3),
+        num_expert_tensors=shape.num_layers * shape.num_experts * 3,
     )

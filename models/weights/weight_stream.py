@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.lm.unshard import Outgoing, Piece, has_even_rows, list_pieces, split_rows
+from grmpipe.models.weights.bucket_size import choose_bucket_bytes
 from grmpipe.models.weights.transport_ends import Shape, UnshardedBucket
-
-BUCKETS_PER_PUSH = 16  # if the size of the bucket depends on the model's
-SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,7 @@ class WeightStream:
         pieces = outgoing or Outgoing(changing=list(list_pieces(model, dtype)))
         itemsize = getattr(torch, dtype).itemsize
         num_bytes = itemsize * sum(piece.tensor.numel() for piece in (*pieces.fixed, *pieces.changing))
-        size = bucket_bytes or bucket_bytes_for(num_bytes)
+        size = choose_bucket_bytes(bucket_bytes, num_bytes)
         fixed, changing = (
             list(_plan([sent for piece in some for sent in _sent(piece, names, dtype, size)], itemsize, size))
             for some in (pieces.fixed, pieces.changing)
@@ -82,13 +80,6 @@ class WeightStream:
             shapes=tuple(self.list_shapes(index).values()),
             tensors=(tensor for sent in bucket for tensor in sent.tensors()),
         )
-
-
-def bucket_bytes_for(num_bytes: int) -> int:
-    """The size of a bucket if nobody sets it. Every bucket has a fixed cost, and a few of them take memory at both
-    ends: few buckets for a large model, small ones for a small one.
-    """
-    return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
 
 
 def _sent(piece: Piece, names: CheckpointNames | None, dtype: str, bucket_bytes: int) -> Iterator[_Sent]:

@@ -1,5 +1,6 @@
 """The costs of a planned run's processes, by roofline."""
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -9,6 +10,7 @@ from grmpipe.capacity.cost import (
     LearnerModel,
     LearnerSpeed,
     ModelSizes,
+    PushSize,
     engine_speed,
     estimate_read_s,
     learner_speed,
@@ -27,6 +29,7 @@ from grmpipe.models.lm.flops import PackedSizes
 from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.types import EngineSpeed
+from grmpipe.models.weights.bucket_size import choose_bucket_bytes
 from grmpipe.scheduler.devices import DeviceSpec
 
 NO_ADAPTERS = LoraConfig()
@@ -158,7 +161,7 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     device, pools = device_for(where.pool, facts), facts.placement.pools.values()
     resource = facts.config.placement.pools[where.pool].resource
     num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
-    return sync_time_s(count_push_bytes(model, facts), device, over_nodes=num_slots > device.slots_per_node)
+    return sync_time_s(measure_push(model, facts), device, over_nodes=num_slots > device.slots_per_node)
 
 
 def count_cores(facts: RunFacts) -> int:
@@ -197,6 +200,26 @@ def measure_sizes(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
         weight_bytes=engine_weights(served, footprint),
         kv_bytes_per_token=footprint.kv_bytes_per_token(served.dtype, num_gpus),
         dtype=served.dtype,
+    )
+
+
+def measure_push(role: str, facts: RunFacts) -> PushSize:
+    """What a push of a role's model sends. Adapters have two tensors for each linear layer; merged ones have
+    fewer tensors than are counted here.
+    """
+    footprint, served = facts.models[role].footprint, facts.roles.served[role]
+    size = count_push_bytes(role, facts)
+    if footprint is None:
+        tensors = 0
+    elif served.model.lora.in_engines:
+        tensors = 2 * len(footprint.linear_widths) * footprint.num_layers
+    else:
+        tensors = footprint.num_tensors + (footprint.num_expert_tensors if served.engine.checkpoint_names else 0)
+    return PushSize(
+        num_bytes=size,
+        tensors=tensors,
+        buckets=math.ceil(size / choose_bucket_bytes(served.sync.bucket_mb << 20, size)),
+        engines=facts.describe_seats(role).replicas,
     )
 
 

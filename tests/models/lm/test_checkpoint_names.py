@@ -16,9 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.lm.lora import add_adapters, list_outgoing
 from grmpipe.models.settings import LoraConfig
+from grmpipe.models.weights.bucket_size import choose_bucket_bytes
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.receive_tensors import receive_tensors
-from grmpipe.models.weights.weight_stream import WeightStream, bucket_bytes_for
+from grmpipe.models.weights.weight_stream import WeightStream
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,
@@ -120,7 +121,7 @@ def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pyt
     ("model_bytes", "bucket_bytes"), [(1 << 20, 64 << 20), (8 << 30, 512 << 20), (1 << 40, 1 << 30)]
 )
 def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes: int) -> None:
-    assert bucket_bytes_for(model_bytes) == bucket_bytes
+    assert choose_bucket_bytes(0, model_bytes) == bucket_bytes and choose_bucket_bytes(5, model_bytes) == 5
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])

@@ -70,6 +70,8 @@ def test_a_mixture_counts_the_experts_that_a_token_is_sent_to() -> None:
     assert footprint.num_parameters == pytest.approx(30.5e9, rel=0.005), "as on its model card"
     embedding = QWEN3_30B_A3B.vocab_size * QWEN3_30B_A3B.hidden_size
     assert footprint.matrix_weights + embedding == pytest.approx(3.3e9, rel=0.02), "as on its model card"
+    norms_of_heads = 2 * 48  # which no shape declares
+    assert footprint.num_tensors + footprint.num_expert_tensors + norms_of_heads == 18867, "as it is sent to vLLM"
 
 
 def test_a_mixture_in_a_directory_has_the_sizes_of_its_shape(tmp_path: Path) -> None:
@@ -84,6 +86,8 @@ def test_a_mixture_in_a_directory_has_the_sizes_of_its_shape(tmp_path: Path) -> 
     assert found.attention_flops == declared.attention_flops
     norms_of_heads = 2 * 2 * 32  # which no shape declares
     assert found.num_parameters == declared.num_parameters + norms_of_heads
+    assert found.num_tensors == declared.num_tensors + 2 * 2
+    assert found.num_expert_tensors == declared.num_expert_tensors == 2 * 8 * 3
     assert found.linear_widths == declared.linear_widths
     assert found.linear_weights == declared.linear_weights
     assert found.num_key_heads == declared.num_key_heads == 2
