@@ -204,15 +204,13 @@ def measure_sizes(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
 
 
 def measure_push(role: str, facts: RunFacts) -> PushSize:
-    """What a push of a role's model sends. Adapters have two tensors for each linear layer; merged ones have
-    fewer tensors than are counted here.
-    """
+    """What a push of a role's model sends. Adapters have two tensors for each linear layer, merged ones one."""
     footprint, served = facts.models[role].footprint, facts.roles.served[role]
     size = count_push_bytes(role, facts)
     if footprint is None:
         tensors = 0
-    elif served.model.lora.in_engines:
-        tensors = 2 * len(footprint.linear_widths) * footprint.num_layers
+    elif served.model.lora.learns:
+        tensors = len(footprint.linear_widths) * footprint.num_layers * (2 if served.model.lora.in_engines else 1)
     else:
         tensors = footprint.num_tensors + (footprint.num_expert_tensors if served.engine.checkpoint_names else 0)
     return PushSize(
