@@ -14,6 +14,7 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.models.engines.engine_memory import LEAST_PACKED
 from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint, Working
 from grmpipe.models.settings import LoraConfig
+from grmpipe.models.weights.bucket_size import choose_bucket_bytes
 from grmpipe.roles.roles import ServedRole
 from grmpipe.scheduler.devices import GB
 from grmpipe.scheduler.placement import Placement, PoolConfig, Seat
@@ -59,6 +60,7 @@ def list_memory(facts: RunFacts, role: str) -> list[MemoryUse]:
             held = learner_memory(facts.config, sized.footprint, seated.replicas, model, batch_tokens)
         return [
             *held,
+            *([] if role == CRITIC else buckets_of_weights(facts.roles.served[trained[role]], sized.footprint, pool)),
             *copies_to_files(facts.config.train, num_values // seated.replicas, sized.footprint, held, pool),
             *own,
         ]
@@ -68,6 +70,16 @@ def list_memory(facts: RunFacts, role: str) -> list[MemoryUse]:
     served = facts.roles.served[role]
     at_once = requests_in_flight(role, facts) if served.engine.memory.grows_cache else None
     return [*engine_memory(served, sized, sized.footprint, num_gpus, pool, at_once), *own]
+
+
+def buckets_of_weights(served: ServedRole, footprint: Footprint, pool: PoolConfig) -> list[MemoryUse]:
+    """The two buckets of a push that a learner's rank has on its GPU at most, for transports between GPUs. Engines take
+    them outside of their share of the memory.
+    """
+    if pool.resource != "gpu" or served.model.lora.in_engines:
+        return []
+    size = choose_bucket_bytes(served.sync.bucket_mb << 20, footprint.weight_bytes(served.dtype))
+    return [MemoryUse(what="two buckets of weights for engines", num_bytes=2 * size)]
 
 
 def process_memory(facts: RunFacts, pool: PoolConfig) -> list[MemoryUse]:

@@ -75,6 +75,11 @@ class SimulatedRanks(SimulatedProcess):
                 case "step":
                     await self._spend(self._speed.step_s)
                     return [{}] * self._num_ranks
+                case "sender.list_tensors":  # its bucket isn't broadcast
+                    return [(BUCKET.tensors,)] * self._num_ranks
+                case "sender.broadcast":
+                    await self._spend(self._sync_s)
+                    return [{tensor.name: tensor.checksum for tensor in BUCKET.tensors}] * self._num_ranks
                 case "sender.num_buckets":
                     return [1] * self._num_ranks
                 case "sender.num_fixed_buckets":
@@ -89,7 +94,7 @@ class SimulatedRanks(SimulatedProcess):
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
-                case "expect" | "discard" | "close" | "sender.connect" | "sender.deliver" | "sender.delivered":
+                case "expect" | "discard" | "close" | "sender.connect":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 

@@ -39,7 +39,7 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
     "step": (TOTALS,),
     "sender.connect": (None,),
     "sender.bucket": (0,),
-    "sender.deliver": (0,),
+    "sender.broadcast": (0, 1),
     "score": ((1, 2),),
 }
 
