@@ -19,7 +19,7 @@ def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
     joined_since: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that gave up waiting starts again while its old broadcast still hangs in another thread."""
-    monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: object())
+    monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: (object(), object()))
     group = BroadcastLink()
     group.join(LINK)
 
