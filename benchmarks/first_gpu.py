@@ -338,7 +338,12 @@ def run_recipe(kit: Kit) -> Iterator[Row]:
             raise SystemExit(f"the run ended with {done.returncode}")
         steps = list(read_journal(run_dir / "metrics.jsonl"))[2:]  # after the first, which is slower
         planned = costs and sum(compute_loads(step_work(facts), costs, facts).values())
-        for what, metric, expected in (("a step", "time/step_s", planned), ("pause of a push", "sync/pause_s", None)):
+        figures = (
+            ("a step", "time/step_s", planned),
+            ("a push of weights", "sync/push_s", costs and costs.sync_s),
+            ("its pause of the engines", "sync/pause_s", None),
+        )
+        for what, metric, expected in figures:
             found = [step[metric] for step in steps if metric in step]
             yield Row(what=f"{what}, {name}", measured=statistics.median(found), unit="s", plan=expected)
 
