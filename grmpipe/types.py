@@ -46,7 +46,7 @@ class Criterion:
     @property
     def whole_text(self) -> str:
         """The text and its levels, as a judge reads them."""
-        return "\n".join([self.text, *(f"{score}: {meaning}" for score, meaning in self.levels)])
+        return "\n".join([self.text, *(f"   {score}: {meaning}" for score, meaning in self.levels)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

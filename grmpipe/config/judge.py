@@ -662,6 +662,8 @@ def check_rubric(judge: JudgeConfig) -> None:
             f"rubric.{changed[0]}: is for judges by a rubric, and {judge.protocol} is none; type judge=rubric, or "
             f"judge.rubric.{changed[0]}={usual[changed[0]]}"
         )
+    if rubric.dropout == 1:
+        raise ValueError("rubric.dropout: must be below 1, or no criterion would be left to judge by")
     if rubric.criteria_per_call and judge.vote in VOTES_WITH_META_RM:
         raise ValueError(
             f"vote: {judge.vote} weighs judgements of the whole rubric, and judge.rubric.criteria_per_call splits it; "

@@ -8,6 +8,7 @@ OpenRubrics  rubric: "1. The response .. [Hard Rule]\\n2. The response .. [Princ
              rubric models of RubricRM write it too (the prompt in the card of RubricRM-4B-Rubric)
 """
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,12 @@ MOST_LEVELS = 10
 DEFAULT = "default"  # of a shared rubric: for the sources that aren't named
 LISTED = re.compile(r"^[ \t]*\d+[.)][ \t]+", re.MULTILINE)  # where an item of a list begins
 MARKED = re.compile(r"[ \t\n]*\[(Hard Rule|Principle)\][\s.*]*$", re.IGNORECASE)  # how an item of OpenRubrics ends
+# Published sets have further fields, which say nothing to a judge: only what looks like one of these is refused.
+KNOWN = frozenset(
+    {*TEXTS, *WEIGHTS, "name", "title", "kind", "levels", "essential", "evidence", "tags"}
+    | {LEVEL.format(level) for level in range(MOST_LEVELS + 1)}
+)
+NEAR = 0.8
 WORDS_OF_NAME = 6  # of a text, for a criterion without a name
 
 
@@ -83,6 +90,9 @@ def parse_criterion(found: object, where: str) -> Criterion:
     if not isinstance(found, Mapping):
         return Criterion(text=require_text(found, where))
     fields = {name: value for name, value in found.items() if value is not None}
+    for name in fields.keys() - KNOWN:
+        if near := difflib.get_close_matches(str(name), KNOWN, n=1, cutoff=NEAR):
+            raise ValueError(f"{where}.{name}: unknown field; did you mean {near[0]}?")
     text, weight = pick(fields, TEXTS, where), pick(fields, WEIGHTS, where, default=1.0)
     number = None if isinstance(weight, bool) else to_number(weight)
     if number is None or number == 0 or not math.isfinite(number):

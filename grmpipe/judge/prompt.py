@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeGuard
 
@@ -175,6 +176,7 @@ PROBE = Prompt(
 )
 EXAMPLE = re.compile(r"\bN\b")  # where the score stands in the line that asks for it
 PROBE_PRINCIPLES = "what matters here"
+CRITERION = "a criterion that no template has"
 OWN_ALONE = SharedRubric()
 
 
@@ -232,6 +234,8 @@ class JudgePrompt:
     def of(cls, config: JudgeConfig) -> JudgePrompt:
         ahead, rubric = config.principles.kind == "shared", load_rubric(config)
         made = cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead, rubric=rubric)
+        if config.rubric.path is not None and not made.shows_criteria:
+            raise ValueError(f"rubric.path: template {config.template} shows no criteria; type judge=rubric")
         made._examples = load_examples(config, made.example)
         if config.prefill:
             made._prefill = (Message(role=ASSISTANT, content=config.prefill),)
@@ -242,6 +246,12 @@ class JudgePrompt:
     def has_own_turn(self) -> bool:
         """Whether the judge writes two turns: an empty message stands for the first one."""
         return self._template.has_own_turn
+
+    @cached_property
+    def shows_criteria(self) -> bool:
+        """Whether a judge reads the criteria of a rubric."""
+        probe = replace(PROBE, rubric=(Criterion(text=CRITERION),))
+        return any(CRITERION in one.content for one in self._render(probe, self.blanks, PROBE_PRINCIPLES))
 
     @property
     def blanks(self) -> tuple[str, ...]:
@@ -284,7 +294,9 @@ class JudgePrompt:
         criteria: Sequence[Criterion] | None = None,
     ) -> tuple[Message, ...]:
         shown = [of_text(response) if isinstance(response, str) else response for response in responses]
-        rubric = show_criteria(self.find_rubric(prompt) if criteria is None else criteria)
+        asked = self.find_rubric(prompt) if criteria is None else criteria
+        self._check_weights(prompt, asked)
+        rubric = show_criteria(asked)
         fields = make_fields(self._template, self._guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
@@ -305,6 +317,16 @@ class JudgePrompt:
             ) from error
         except ValueError as error:
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
+
+    def _check_weights(self, prompt: Prompt, rubric: Sequence[Criterion]) -> None:
+        """A judge of one score sees only texts, by which a fault would be a merit."""
+        unlike = [one for one in rubric if one.weight < 0 or one.essential or one.evidence]
+        if unlike and "criteria" not in self._needs and self.shows_criteria:
+            raise ValueError(
+                f"{self._label}, prompt {prompt.prompt_id}: it shows criteria without weight, and "
+                f"{unlike[0].text[:60]!r} is a fault, essential, or needs evidence; type judge=rubric, or word it as a "
+                "plain merit"
+            )
 
     def _guarded(self, responses: Sequence[Trajectory]) -> dict[str, object]:
         """The fields that hold the responses."""

@@ -176,10 +176,15 @@ class JudgedSibling:
     @property
     def criteria(self) -> dict[str, float | None]:
         """How far each criterion of a rubric is met, from 0 to 1; None: its judgement failed. Of several judges under
-        `<judge>/<name>`.
+        `<judge>/<name>`. Without those by which no sibling is judged.
         """
         own = self.report.own_reports.items()
-        return {f"{judge}/{one.name}".lstrip("/"): one.met for judge, report in own for one in report.criteria}
+        return {
+            f"{judge}/{one.name}".lstrip("/"): one.met
+            for judge, report in own
+            for one in report.criteria
+            if not one.left_out
+        }
 
     @property
     def critiques(self) -> tuple[str, ...]:

@@ -207,7 +207,9 @@ class RubricSession(PointwiseSession):
             for one in judged
             if isinstance(sampled := self._sampled[one], SampledJudgements)
         }
-        left_out = choose_left_out(self._rubric, failed, self._context.config.rubric.min_share)
+        # Of a response that is judged alone nobody knows whether its siblings have what it lacks.
+        min_share = self._context.config.rubric.min_share if self._size > 1 else 1.0
+        left_out = choose_left_out(self._rubric, failed, min_share)
         return {one: self._principles.add_to(await self._report(one, left_out, priority)) for one in judged}
 
     async def _sample_criteria(

@@ -81,6 +81,7 @@ class JudgeMonitor(RunFeature):
         self._path = run_dir / CANARIES
         self._note = note
         self._why_unchecked = ""
+        self._is_blind = False  # whether an alarm said that no canary can be judged
         self._canaries = read_canaries(self._path)
         known = {**(LIMITS_OF_COMPARING if monitored.compares else {}), **config.limits}
         typed = config.typed_limits
@@ -146,6 +147,14 @@ class JudgeMonitor(RunFeature):
         metrics = await self._ask(lambda judge, _: probe_judge(judge, self._probes()))
         if self._canaries:
             metrics |= await self._check_canaries(step)
+            if metrics.get("judge_monitor/canaries_failed") == len(self._canaries) and not self._is_blind:
+                self._is_blind = True
+                text = (
+                    f"none of the {len(self._canaries)} canaries could be judged at step {step}, so that drift and "
+                    "tricks go unseen; do the rows of judge_monitor.canaries_path, or of data.eval_path, have what the "
+                    "judge needs, such as a rubric or a reference?"
+                )
+                self.new_alarms = [*self.new_alarms, text]
         if metrics:
             log.info("the judge at step %d: %s", step, metrics)
         return metrics

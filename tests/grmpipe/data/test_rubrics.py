@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.data.prompts import load_prompts
-from grmpipe.data.rubrics import load_shared_rubric, name_criteria
+from grmpipe.data.rubrics import load_shared_rubric, name_criteria, parse_rubric
 from grmpipe.observe.records import decode, encode
 from grmpipe.types import Criterion, Prompt
 
@@ -87,7 +87,7 @@ def test_published_rubrics_are_read_as_they_are(tmp_path: Path) -> None:
     (prompt,) = load_prompts(write(tmp_path, {"criteria": "Does it rhyme?"} | levels))
     (criterion,) = prompt.rubric
     assert criterion.text == "Does it rhyme?" and criterion.levels[4] == (5, "It rhymes 5 times.")
-    assert criterion.whole_text.splitlines()[::5] == ["Does it rhyme?", "5: It rhymes 5 times."]
+    assert criterion.whole_text.splitlines()[::5] == ["Does it rhyme?", "   5: It rhymes 5 times."]
     assert criterion.weight == 1
     text = "1. The response has two\n   paragraphs. [Hard Rule]\n\n2. The response is clear. [Principle]\n\n"
     (prompt,) = load_prompts(write(tmp_path, text))
@@ -165,3 +165,13 @@ def test_a_bad_file_of_criteria_says_what_is_wrong(tmp_path: Path, text: str | N
         (tmp_path / "rubric.json").write_text(text)
     with pytest.raises(ValueError, match=said):
         load_shared_rubric(str(tmp_path / "rubric.json"))
+
+
+@pytest.mark.parametrize(
+    ("field", "near"), [("wieght", "weight"), ("point", "points"), ("essencial", "essential"), ("evidnce", "evidence")]
+)
+def test_a_misspelt_field_of_a_criterion_is_named_and_others_of_published_sets_are_not(field: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"^row 3: rubric\[0\]\.{field}: unknown field; did you mean {near}\?$"):
+        parse_rubric({"rubric": [{"text": "It rhymes.", field: 2}]}, "row 3")
+    further = {"criterion": "It rhymes.", "points": 2, "tags": [], "axis": "form", "id": "c1"}
+    assert parse_rubric({"rubrics": [further]}, "row 3")[0].weight == 2

@@ -22,6 +22,7 @@ from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.grm import LocalGrm, set_purpose
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_together
+from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.rubric import choose_left_out, is_quoted, normalise
 from grmpipe.judge.verdict import outcome, report_score
@@ -217,6 +218,7 @@ def test_yes_and_no_are_weighed_by_their_probability(bench: Any) -> None:
         ({"rubric": ONE_A_CALL}, "rubric.criteria_per_call: is for judges by a rubric, and pointwise is none"),
         ({"rubric": RubricConfig(min_share=0.5)}, "rubric.min_share: is for judges by a rubric"),
         ({**RUBRIC, "rubric": {"min_share": 0}}, "rubric.min_share: must be above 0 and at most 1"),
+        ({**RUBRIC, "rubric": RubricConfig(dropout=1)}, "rubric.dropout: must be below 1"),
         ({**RUBRIC, "rubric": {"criteria_per_call": -1}}, "rubric.criteria_per_call: must be 0 or more"),
         ({**RUBRIC, "rubric": ONE_A_CALL, "vote": "weighted"}, "vote: weighted weighs judgements of the whole rubric"),
         (
@@ -396,6 +398,26 @@ def test_points_go_to_the_tokens_that_the_judge_quotes_and_the_rest_to_the_whole
             assert found == pytest.approx(expected)
 
 
+def test_a_judge_of_one_score_shows_no_fault_as_a_merit_and_one_without_criteria_takes_no_file(
+    tmp_path: Path,
+) -> None:
+    shows = JudgePrompt.load("selene", Scale(low=1, high=5))
+    prompt = Prompt(prompt_id="p1", messages=(Message(role="user", content="Write."),))
+    shows.render(replace(prompt, rubric=(Criterion(text="It rhymes.", weight=3),)), "a poem")
+    for unlike in (
+        Criterion(text="It flatters.", weight=-1),
+        Criterion(text="It rhymes.", essential=True),
+        Criterion(text="It rhymes.", evidence=True),
+    ):
+        with pytest.raises(ValueError, match=r"prompt p1: it shows criteria without weight.*type judge=rubric"):
+            shows.render(replace(prompt, rubric=(unlike,)), "a poem")
+    JudgePrompt.load("pointwise").render(replace(prompt, rubric=(Criterion(text="x", weight=-1),)), "a poem")
+    (tmp_path / "rubric.json").write_text('["is polite"]', encoding="utf-8")
+    path = RubricConfig(path=str(tmp_path / "rubric.json"))
+    with pytest.raises(ValueError, match=r"rubric\.path: template pointwise shows no criteria; type judge=rubric"):
+        JudgePrompt.of(judge_config(template="pointwise", parser="score_line", rubric=path))
+
+
 # -- failed criteria ---------------------------------------------------------------------------------------------------
 
 FOUR = {"a": Criterion(text="a", weight=4), "b": Criterion(text="b", weight=3), "c": Criterion(text="c", weight=2)}
@@ -465,6 +487,8 @@ def test_a_criterion_that_fails_for_one_sibling_counts_for_none(bench: Any) -> N
         strict = judge_siblings(bench, said, HARD, min_share=min_share)
         assert isinstance(strict[0].verdict, Failed)
         assert [one.verdict.outcome for one in strict[1:]] == [1, 0.75]
+    (alone,) = judge_siblings(bench, said[:1], HARD, min_share=0.2)
+    assert isinstance(alone.verdict, Failed), "nobody knows what its siblings lack"
     essential = (HARD[0], replace(HARD[1], essential=True))
     assert isinstance(judge_siblings(bench, said, essential, min_share=0.2)[0].verdict, Failed)
 

@@ -388,6 +388,20 @@ def test_a_drift_that_no_verdict_shows_is_no_alarm_that_is_off(tmp_path: Path) -
     assert "alarm/canary_drift" not in metrics
 
 
+def test_canaries_that_the_judge_cannot_judge_are_an_alarm_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        scene.judge.fails = True
+        await judge_monitor.first(0, SEEN)
+        await judge_monitor.measure(2, {})
+        scene.hear(judge_monitor)
+
+    scene.run(watch)
+    (alarm,) = [one for one in scene.alarms if "canaries could be judged" in one]
+    assert alarm.startswith("none of the 3 canaries could be judged at step 0")
+
+
 @pytest.mark.parametrize(
     ("compares", "own", "rung"),
     [
