@@ -58,7 +58,7 @@ def broadcast(address: str) -> set[str]:
         thread.start()
     for thread in threads:
         thread.join()
-    sending = threading.Thread(target=groups[0].send, args=(["w"], [torch.ones(3)]))
+    sending = threading.Thread(target=groups[0].send, args=(["w"], torch.ones(3).view(torch.uint8)))
     sending.start()
     (came,) = groups[1].receive(["w"], [torch.float32], [(3,)])
     sending.join()
