@@ -57,6 +57,7 @@ from grmpipe.config.keys.secrets import (
     may_be_secret,
 )
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.task_settings import EVALUATIONS
 from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.new_project import write_new_project
@@ -164,7 +165,7 @@ def of_null_group(error: ValueError, typed: Sequence[str]) -> str:
 
 def build_checked(config: DictConfig, typed: Sequence[str]) -> RunConfig:
     """The checked configuration. Raises ConfigError, also for a typed key that the task would ignore."""
-    if config.task not in ("evaluate", "calibrate", "probe_judge", "rejudge"):
+    if config.task not in (*EVALUATIONS, "rejudge"):
         built = build(config)
         if built.trains_policy and not built.judging.judges:
             check_typed_judges(built, list_typed_keys(typed), find_interpolated_keys(config))

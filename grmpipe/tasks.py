@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.task_settings import EVALUATIONS
 from grmpipe.run.build.start_cluster import preload
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.run.prepare import Prepared, prepare
@@ -66,7 +67,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     if config.task in SHOWN:
         return SHOWN[config.task](config)
     # They leave nothing to resume but, within a budget, answers that are paid.
-    if config.task in ("evaluate", "calibrate", "probe_judge", "score") and not config.budget.bounds:
+    if config.task in (*EVALUATIONS, "score") and not config.budget.bounds:
         config = replace(config, resume="never")
     if config.task in ("score", "serve"):  # they have no steps; to import W&B takes longer than to start such a judge
         config = replace(config, tracking=replace(config.tracking, trackers=[]))

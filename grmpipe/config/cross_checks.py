@@ -20,6 +20,7 @@ from grmpipe.config.reward_checks import (
 )
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_judges import check_all_used, check_judging, check_teachers
+from grmpipe.config.task_settings import EVALUATIONS
 from grmpipe.config.train import (
     check_interpolated,
     check_log_ratio,
@@ -58,8 +59,7 @@ def check_across(config: RunConfig) -> None:
 
 def check_run(config: RunConfig) -> None:
     """Check that the task has the data and the judge that it needs."""
-    has_no_prompts = ("evaluate", "calibrate", "probe_judge")
-    if not config.data.path and config.task not in has_no_prompts:
+    if not config.data.path and config.task not in EVALUATIONS:  # which train on no prompts
         raise ValueError("data.path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
     if config.task == "train_judge_rft" and config.main_judge.kind != "label":
         raise ValueError(
@@ -282,7 +282,7 @@ def check_meta_rm(config: RunConfig) -> None:
 
 def check_lora(config: RunConfig) -> None:
     """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    if config.task in ("evaluate", "calibrate", "probe_judge"):  # which have no adapters
+    if config.task in EVALUATIONS:  # which have no adapters
         return
     for role, model in config.models.items():
         key, kind = model.key, config.find_engine_kind(role)

@@ -11,6 +11,7 @@ from grmpipe.config.keys.entry_names import ENV, JUDGE, POLICY
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_judges import Judging
 from grmpipe.config.run_sections import RunKeys, SharedSections
+from grmpipe.config.task_settings import EVALUATIONS
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.settings import LoraConfig, ParallelConfig, PriceConfig
 
@@ -150,7 +151,7 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def trains(self) -> bool:
         """Whether the task trains a model."""
-        return self.task not in ("evaluate", "calibrate", "probe_judge", "score", "serve", "rejudge")
+        return self.task not in (*EVALUATIONS, "score", "serve", "rejudge")
 
     @property
     def uses_meta_rm(self) -> bool:

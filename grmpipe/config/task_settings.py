@@ -11,6 +11,7 @@ from grmpipe.models.settings import DTYPES
 from grmpipe.scheduler.devices import DeviceSpec
 
 WHAT = ("judge", "policy", "both")
+EVALUATIONS = ("evaluate", "calibrate", "probe_judge")  # tasks that judge, or answer, what `evaluate` names
 HELD_OUT_JUDGEMENTS = "tiny://judgements_held_out"
 A_PATH_OR_NONE = "give a path, or null for none"
 OF_JUDGE = ("path", "num_items", "ks", "against")  # keys that only the evaluation of a judge reads

@@ -98,7 +98,7 @@ class RpcServer:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await _prove_key(reader, writer, key, calls=False)
-            except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            except (OSError, asyncio.IncompleteReadError):
                 writer.close()
             else:
                 await self._serve(reader, writer)
@@ -228,13 +228,9 @@ def socket_path() -> Iterator[str]:
 
 async def _prove_key(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, calls: bool) -> None:
     """Show the other end that this one has the key, and see that it has: the key itself never travels here. The caller
-    proves first. Raises OSError, TimeoutError or IncompleteReadError.
+    proves first. Raises OSError or IncompleteReadError.
     """
-    connection: socket.socket = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        if (number := getattr(socket, option, None)) is not None:  # Linux has all
-            connection.setsockopt(socket.IPPROTO_TCP, number, value)
+    _watch_connection(writer)
     own = secrets.token_bytes(NONCE_BYTES)
 
     def make_proof(nonce: bytes, *, calls: bool) -> bytes:
@@ -250,6 +246,15 @@ async def _prove_key(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the other end has another key")
         if not calls:
             writer.write(make_proof(theirs, calls=False))
+
+
+def _watch_connection(writer: asyncio.StreamWriter) -> None:
+    """Let the system notice that the other machine is gone."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if (number := getattr(socket, option, None)) is not None:  # Linux has all
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> Frame | None:

@@ -18,7 +18,7 @@ from grmpipe.judge.verdict import outcome_place, report_failures
 from grmpipe.judge.votes import ONE_PART, Weights, mean
 from grmpipe.models.seeds import first_name, is_drawn
 from grmpipe.scheduler.run_together import raise_first_failure
-from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit
+from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,11 @@ class PointwiseSession(GroupSession):
         if not sampled.judgements:
             return report_failures(*sampled.failures)
         verdict = await self._context.vote.count(sampled.judgements, parts.weights, parts.places, priority)
+        return self._make_report(rollout, parts, sampled, verdict)
+
+    def _make_report(
+        self, rollout: Rollout, parts: ScoredParts, sampled: SampledJudgements, verdict: Verdict | Failed
+    ) -> JudgeReport:
         return JudgeReport(
             verdict=verdict,
             judgements=sampled.judgements,

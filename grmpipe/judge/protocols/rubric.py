@@ -293,23 +293,17 @@ class RubricSession(PointwiseSession):
                 met = {name: self._context.scale.to_reward(count(given[name])) for name in kept}
                 points = {name: part * met[name] for name, part in zip(kept, parts.weights.parts, strict=True)}
                 verdict = credit_evidence(verdict, rollout, points, self._place_evidence(rollout, chosen))
-        return JudgeReport(
-            verdict=verdict,
-            judgements=sampled.judgements,
-            failures=sampled.failures,
-            saved_tokens=sampled.saved_tokens,
-            audit=self._audit(rollout, parts, sampled),
-            criteria=tuple(
-                JudgedCriterion(
-                    name=name,
-                    met=self._context.scale.to_reward(count(given[name])) if given[name] else None,
-                    tags=criterion.tags,
-                    shared=criterion not in self._prompt.rubric,
-                    left_out=name in left_out,
-                )
-                for name, criterion in self._rubric.items()
-            ),
+        criteria = tuple(
+            JudgedCriterion(
+                name=name,
+                met=self._context.scale.to_reward(count(given[name])) if given[name] else None,
+                tags=criterion.tags,
+                shared=criterion not in self._prompt.rubric,
+                left_out=name in left_out,
+            )
+            for name, criterion in self._rubric.items()
         )
+        return replace(self._make_report(rollout, parts, sampled, verdict), criteria=criteria)
 
     def _place_evidence(self, rollout: Rollout, judgements: Sequence[Judgement]) -> dict[str, ResponseStep]:
         """Criterion -> the first step or turn that has what a judgement quotes for it, by the first that quotes any."""
