@@ -269,6 +269,11 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
 
         print(make_report(config))
         return None
+    if config.task == "runs":
+        from grmpipe.run.tasks.list_runs import list_runs
+
+        list_runs(config)
+        return None
     if config.task == "view":
         from grmpipe.run.tasks.view_task import view_runs
 

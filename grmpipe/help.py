@@ -33,8 +33,10 @@ Tasks (task=name):
   score             judge a file of responses
   serve             answer other programs' questions with a judge
   rejudge           judge stored rollouts again by another judge: those of run_dir, or of another trainer
+  play              one episode on the console: you, a script or the policy acts
   plan, simulate    memory and costs, or the seconds of a step, without a GPU
   report            report.html of a run, also of a crashed one
+  runs              a table of the runs in a folder: how they stand, their figures, what differs
   view              pages of a run, or of a folder of runs, in a browser on this machine
   new               a project of your own in new.dir
   doctor            what is installed and missing, and what to type

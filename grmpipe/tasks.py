@@ -25,6 +25,7 @@ from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.scheduler.event_loop import run_to_end
 
 if TYPE_CHECKING:
+    from grmpipe.run.tasks.play import PreparedPlay
     from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation
     from grmpipe.run.tasks.rejudge import PreparedRejudging
     from grmpipe.run.tasks.retrain import PreparedRetraining
@@ -67,9 +68,13 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
     if config.task in SHOWN:
         return SHOWN[config.task](config)
     # They leave nothing to resume but, within a budget, answers that are paid.
-    if config.task in (*EVALUATIONS, "score") and not config.budget.bounds:
+    if config.task in (*EVALUATIONS, "score", "play") and not config.budget.bounds:
         config = replace(config, resume="never")
-    if config.task in ("score", "serve"):  # they have no steps; to import W&B takes longer than to start such a judge
+    if config.task in (
+        "score",
+        "serve",
+        "play",
+    ):  # they have no steps; to import W&B takes longer than to start such a judge
         config = replace(config, tracking=replace(config.tracking, trackers=[]))
     return run(config, RUNS[config.task](), watcher)
 
@@ -188,6 +193,12 @@ def make_evaluation(
     )
 
 
+def make_playing() -> RunTask[PreparedPlay]:
+    from grmpipe.run.tasks.play import PlayRun, prepare_play
+
+    return RunTask(prepare=prepare_play, make_run=PlayRun, continued="type the command again")
+
+
 def make_scoring() -> RunTask[PreparedScoring]:
     from grmpipe.run.tasks.score import ScoringRun, prepare_scoring
 
@@ -246,6 +257,7 @@ RUNS: dict[str, Callable[[], RunTask[Any]]] = {
     "score": make_scoring,
     "serve": make_serving,
     "rejudge": rejudge,
+    "play": make_playing,
 }
 
 

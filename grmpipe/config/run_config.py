@@ -151,7 +151,7 @@ class RunConfig(SharedSections, RunKeys):
     @property
     def trains(self) -> bool:
         """Whether the task trains a model."""
-        return self.task not in (*EVALUATIONS, "score", "serve", "rejudge")
+        return self.task not in (*EVALUATIONS, "score", "serve", "rejudge", "play")
 
     @property
     def uses_meta_rm(self) -> bool:
@@ -161,8 +161,9 @@ class RunConfig(SharedSections, RunKeys):
 
     @property
     def plays(self) -> bool:
-        """Whether the policy plays: an evaluation of a judge alone, or judging again, plays nothing."""
-        return self.trains or (self.task in ("evaluate", "probe_judge") and self.evaluate.what != "judge")
+        """Whether episodes are played: an evaluation of a judge alone, or judging again, plays nothing."""
+        evaluates = self.task in ("evaluate", "probe_judge") and self.evaluate.what != "judge"
+        return self.trains or evaluates or self.task == "play"
 
     @property
     def places_envs(self) -> bool:

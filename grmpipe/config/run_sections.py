@@ -18,6 +18,7 @@ from grmpipe.config.task_settings import (
     EvaluateConfig,
     MetaRmConfig,
     PlanConfig,
+    PlayConfig,
     ProbeConfig,
     RejudgeConfig,
     ScoreConfig,
@@ -33,7 +34,7 @@ from grmpipe.scheduler.weights.weight_push import SyncConfig
 
 TASKS = (
     "train", "train_judge_rft", "train_meta_rm", "evaluate", "calibrate", "probe_judge", "score", "serve",
-    "rejudge", "plan", "simulate", "report", "view", "doctor", "new",
+    "rejudge", "play", "plan", "simulate", "report", "runs", "view", "doctor", "new",
 )  # fmt: skip
 RESUMES = ("never", "auto")
 
@@ -133,6 +134,7 @@ class SharedSections:
     rejudge: RejudgeConfig = field(default_factory=RejudgeConfig)
     annotate: AnnotateConfig = field(default_factory=AnnotateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    play: PlayConfig = field(default_factory=PlayConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     new: NewConfig = field(default_factory=NewConfig)
 

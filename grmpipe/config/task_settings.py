@@ -188,6 +188,21 @@ class AnnotateConfig(Bounded):
     num_items: int = at_least(1, 100)  # [answers] Expected number of answers in the queue.
 
 
+BY_PERSON, BY_POLICY = "person", "policy"
+
+
+@dataclass(frozen=True)
+class PlayConfig(Bounded):
+    """Settings of `task=play`, which plays one episode on the console."""
+
+    # Who acts: person (you type the policy's turns), policy (the model), or a .jsonl file with a turn per line, a JSON
+    # text.
+    by: str = not_empty(BY_PERSON, "type person, policy, or a .jsonl file with a turn of the policy per line")
+    prompt: int = at_least(
+        0, 0
+    )  # Number of the prompt, from 0, among those of data.eval_path; without them, data.path.
+
+
 @dataclass(frozen=True)
 class PlanConfig(Bounded):
     """Settings of `task=plan`, which plans a run."""

@@ -4,22 +4,26 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, Player, RolloutRequest
 from grmpipe.envs.retry_episode import with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
-from grmpipe.models.types import KeepsTrajectories, SamplingParams
+from grmpipe.models.types import Generates, KeepsTrajectories, SamplingParams
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.run.prepare import Prepared
-from grmpipe.scheduler.routing.router import Router
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.episode_chat import EpisodeChats
 
 log = logging.getLogger(__name__)
 
 
-def make_play(prepared: Prepared, engines: Router, envs: Envs, temperature: float) -> Play:
-    """An episode without its request and prompt. engines: the policy's."""
+class ActingEngine(Generates, KeepsTrajectories, Protocol):
+    """The policy's engines, or who acts in their place."""
+
+
+def make_play(prepared: Prepared, engines: ActingEngine, envs: Envs, temperature: float) -> Play:
+    """An episode without its request and prompt."""
     rollout, env = prepared.config.rollout, prepared.config.env
     sampler, renderer = ReasoningEngine(engines, prepared.policy.renderer), prepared.policy.renderer
     params = SamplingParams(

@@ -115,17 +115,24 @@ def prepare_evaluation(config: RunConfig) -> PreparedEvaluation:
 
 
 def find_judges(
-    config: RunConfig, prompts: Sequence[Prompt], *, weighted: bool = False, reads_policy: bool = True
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    *,
+    weighted: bool = False,
+    reads_policy: bool = True,
+    samples_policy: bool = True,
 ) -> Prepared:
     """Find the models that judge, and assign their slots. Nothing learns.
 
     weighted:     whether a local judge needs a meta-RM even if no vote uses it.
     reads_policy: whether the policy's tokenizer is needed: what it wrote is read by its tokens.
+    samples_policy: whether the policy's own engines play, where episodes are played.
     """
     math_rule.check_installed(config.judges.values())
     here = ((POLICY,) if config.asked.by_policy else ()) + config.asked.local_roles  # that engines serve here
     weighted = config.uses_meta_rm or (weighted and bool(here))
-    playing = (POLICY, *((ENV,) if config.places_envs else ())) if config.plays else ()
+    samples_policy = samples_policy and config.plays
+    playing = (*((POLICY,) if samples_policy else ()), *((ENV,) if config.places_envs else ()))
     needed = dict.fromkeys((*playing, *here, *config.asked.scorer_roles, *(META_RM,) * weighted))
     with section(""):
         placement = place(config.placement.without_time_sharing(), tuple(needed), config.served, config.learners)
@@ -142,7 +149,7 @@ def find_judges(
             grms = [(models[role], config.models[role]) for role in here]
             weighting[META_RM] = find_meta_rm(config.meta_rm.path, grms)
     if POLICY not in models and reads_policy:
-        models = {POLICY: find_model(roles.served[POLICY], config.cluster, weights=config.plays)} | models
+        models = {POLICY: find_model(roles.served[POLICY], config.cluster, weights=samples_policy)} | models
     prepared = Prepared(
         config=config,
         models=models | find_scalar_models(config) | weighting,
