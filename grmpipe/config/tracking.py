@@ -7,9 +7,13 @@ from typing import cast
 
 from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 from grmpipe.models.bounds import Bounded, at_least
+from grmpipe.trackers.mlflow_tracker import MlflowConfig
+from grmpipe.trackers.prometheus_tracker import PrometheusConfig
+from grmpipe.trackers.swanlab_tracker import SwanlabConfig
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
+from grmpipe.trackers.webhook_tracker import WebhookConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class TrackingConfig(Bounded):
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    webhook: WebhookConfig = field(default_factory=WebhookConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +57,9 @@ class TrackingConfig(Bounded):
     def find_missing(self) -> str:
         """The error for a tracker whose library isn't installed; empty if all are."""
         texts = {name: row.missing() for name, row in self.chosen.items()}
-        return next((f"tracking.trackers: {name} isn't installed; {text}" for name, text in texts.items() if text), "")
+        return next(
+            (f"tracking.trackers: {name} can't be used here; {text}" for name, text in texts.items() if text), ""
+        )
 
     def open(self, name: str, run: TrackedRun) -> Tracker:
         """Open one of `trackers`. Raises whatever its library or the user's class raises."""

@@ -60,6 +60,14 @@ class AllTrackers:
             shown = [self._masked(row) for row in rows[: self._table_rows]]
             self._each(lambda tracker: tracker.table(step, shown))
 
+    def alarm(self, text: str) -> None:
+        shown = mask(text, self._secrets)
+        self._each(lambda tracker: tracker.alarm(shown))
+
+    def end(self, status: str, failure: str | None) -> None:
+        shown = None if failure is None else mask(failure, self._secrets)
+        self._each(lambda tracker: tracker.end(status, shown))
+
     def resume_states(self) -> dict[str, Mapping[str, str]]:
         """Name -> what a resume gives to the tracker again."""
         for name, tracker in self._trackers.items():

@@ -209,15 +209,18 @@ class RunConsole(Console):
 class ConsoleSink(Tracker):
     """Text of models is never read as markup, and its control characters never reach the terminal."""
 
-    def __init__(self, num_steps: int, console: Console | None = None, shown: GaugeSet = ONE_JUDGE) -> None:
+    def __init__(
+        self, num_steps: int, console: Console | None = None, shown: GaugeSet = ONE_JUDGE, *, shows_steps: bool = True
+    ) -> None:
         self._num_steps = num_steps
-        self._shown = shown
+        self._shown, self._shows_steps = shown, shows_steps
         self.console = console or RunConsole(highlight=False)
         self._guard = Guard()
         self._width = min(PANEL_COLUMNS, self.console.width)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics, self._shown)))
+        if self._shows_steps:
+            self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics, self._shown)))
 
     def note(self, text: str) -> None:
         self._print(Text(replace_controls(text), style="dim"))

@@ -134,16 +134,17 @@ class Observers:
         """
         one = ONE_REWARD if config.main_judge.in_words.score == "reward" else ONE_JUDGE
         shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else one
-        console = ConsoleSink(config.train.num_steps, shown=shown) if config.tracking.console else None
+        console = (
+            ConsoleSink(config.train.num_steps, shown=shown, shows_steps=gauges) if config.tracking.console else None
+        )
         libraries = [row.library for row in config.tracking.chosen.values()]
         setup_logging(run_dir, console.console if console else None, libraries)
         run_id, compact, guard = read_run_id(run_dir), config.journals.compact, Guard()
         metrics = JsonlSink(run_dir / METRICS, run_id)
-        shown_steps: dict[str, Tracker] = {"console": console} if console and gauges else {}
         requests = RequestJournal(run_dir, run_id, guard)
         spending = Spending(config.prices, config.budget, requests.totals)
         is_service = config.task == "serve" or (config.task == "score" and config.score.path is None)
-        trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | shown_steps)
+        trackers = open_trackers(config, run_dir, state, {METRICS: metrics} | ({"console": console} if console else {}))
         setup_logging(run_dir, console.console if console else None, libraries)  # again: libraries add own handlers
         return Observers(
             trackers=trackers,
@@ -174,10 +175,6 @@ class Observers:
         for change in changes:
             log.info("changed %s", change)
             self.note(f"changed {change}")
-
-    def alarm(self, text: str) -> None:
-        if self.console:
-            self.console.alarm(text)
 
     @property
     def journal_failures(self) -> dict[str, int]:

@@ -156,6 +156,7 @@ async def run_in_directory(
             try:
                 run = make_run(prepared, context)
                 summary = await run_to_end(run, restarts, request)
+                context.observers.trackers.end(summary.status, summary.failure)
             except Restart as restart:
                 context.observers.note(f"{restart}; the run begins again at its last checkpoint")
                 resumed, state = restart.checkpoint, begin_again(restart, make_summary(run, "failed", restart.cause))

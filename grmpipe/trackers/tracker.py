@@ -49,6 +49,14 @@ class Tracker:
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Take rollouts, every `tracking.table_every` steps. Their texts are free of secrets."""
 
+    def alarm(self, text: str) -> None:
+        """Take an alarm of the run, in a sentence or two, free of secrets."""
+
+    def end(self, status: str, failure: str | None) -> None:
+        """Take how the run ended, before `close`: completed, failed or interrupted, and why it failed. A run that
+        begins again at its last checkpoint has not ended.
+        """
+
     def resume_state(self) -> Mapping[str, str]:
         """What a resume needs to continue the same run. Saved with each checkpoint."""
         return {}

@@ -33,7 +33,9 @@ class WandbConfig(TrackerConfig):
 
     # Mode of W&B; auto: online if WANDB_API_KEY is set, otherwise offline. No mode asks for a key.
     mode: str = "auto"
+    entity: str | None = None  # The user or team of W&B that has the project; null: the key's own.
     project: str = "grmpipe"  # W&B's project.
+    group: str | None = None  # W&B shows the runs of a group together: the seeds of an experiment, for example.
     run_name: str | None = None  # Name of the run in W&B; null: that of its folder.
     tags: list[str] = field(default_factory=list)  # Tags of the run in W&B.
 
@@ -60,6 +62,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, config: WandbConfig, run: TrackedRun) -> None:
         self._run_id = run.state.get("run_id") or uuid.uuid4().hex[:8]
+        self._failed = False
         import_wandb()
         modes = modes_to_try(config.mode, os.environ)
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")  # the run's processes start meanwhile
@@ -80,13 +83,20 @@ class WandbTracker(Tracker):
         data = [[step, *astuple(row)] for row in rows]
         self._run().log({"step": step, "rollouts": wandb.Table(columns=list(COLUMNS), data=data)})
 
+    def alarm(self, text: str) -> None:
+        """W&B sends it to whoever asked for alerts: by mail, or to a channel of Slack."""
+        self._run().alert("alarm", text, level="WARN")
+
+    def end(self, status: str, failure: str | None) -> None:
+        self._failed = status == "failed"
+
     def resume_state(self) -> Mapping[str, str]:
         return {"run_id": self._run_id}
 
     def close(self) -> None:
         import wandb
 
-        self._run().finish()
+        self._run().finish(exit_code=int(self._failed))
         wandb.teardown()  # waits for the last records: finish may return before they are in the file
 
 
@@ -126,6 +136,8 @@ def start(config: WandbConfig, mode: Mode, run: TrackedRun, run_id: str) -> wand
         started = wandb.init(
             project=config.project,
             name=config.run_name or run.run_dir.resolve().name,
+            entity=config.entity,
+            group=config.group,
             tags=config.tags,
             id=run_id,
             resume="allow",

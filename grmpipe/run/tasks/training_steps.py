@@ -192,7 +192,7 @@ class TrainingSteps:
         for alarm in (alarm for feature in self._features.each for alarm in feature.alarms(is_last=is_last)):
             self.alarms.append(alarm)
             log.info("alarm: %s", alarm)
-            self._observers.alarm(alarm)
+            self._observers.trackers.alarm(alarm)
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from grmpipe.trackers.wandb_tracker import WandbConfig
     ("bad", "says"),
     [
         (
-            {"trackers": ["wandb", "mlflow"]},
-            "trackers: unknown value 'mlflow'; known: wandb, tensorboard; or the dotted",
+            {"trackers": ["wandb", "comet"]},
+            "trackers: unknown value 'comet'; known: wandb, tensorboard, swanlab, mlflow, prometheus, webhook; or the",
         ),
         ({"trackers": ["wandb", "wandb"]}, "trackers: wandb stands there 2 times; leave one"),
         ({"trackers": ["my_module.MyTracker"]}, "trackers: my_module can't be imported"),

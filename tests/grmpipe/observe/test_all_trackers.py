@@ -82,6 +82,27 @@ def test_a_tracker_that_raises_fails_nothing_is_counted_and_stays_on(caplog: pyt
     assert all("broken failed" in record.getMessage() for record in caplog.records)
 
 
+def test_alarms_and_the_end_reach_each_tracker_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "planted0123")
+    heard: list[tuple[str | None, ...]] = []
+
+    class Hears(Listener):
+        def alarm(self, text: str) -> None:
+            heard.append((text,))
+
+        def end(self, status: str, failure: str | None) -> None:
+            heard.append((status, failure))
+
+    trackers = AllTrackers({"plain": Tracker(), "hears": Hears()})
+    trackers.alarm("the endpoint refused planted0123")
+    trackers.end("completed", None)
+    trackers.end("failed", "refused planted0123")
+    assert heard == [
+        ("the endpoint refused <redacted>",), ("completed", None), ("failed", "refused <redacted>")
+    ]  # fmt: skip
+    assert not trackers.failures
+
+
 def test_a_tracker_that_cannot_be_opened_is_left_out_and_keeps_its_state(caplog: pytest.LogCaptureFixture) -> None:
     trackers = AllTrackers({}, {"mine": {"id": "m"}})
     trackers.open("mine", lambda: 1 / 0)  # type: ignore[arg-type, return-value]

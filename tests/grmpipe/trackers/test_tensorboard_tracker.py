@@ -57,6 +57,6 @@ def test_a_resume_hides_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
 def test_without_tensorboard_a_run_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert TrackingConfig(trackers=["tensorboard"]).find_missing() == (
-        "tracking.trackers: tensorboard isn't installed; type `pip install 'grmpipe[tensorboard]'`"
+        "tracking.trackers: tensorboard can't be used here; type `pip install 'grmpipe[tensorboard]'`"
     )
     assert TrackingConfig(trackers=["wandb"]).find_missing() == ""

@@ -74,13 +74,28 @@ def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> Non
     print(f"started in {took_s:.2f} s")
 
 
+def test_a_run_of_a_team_leaves_its_group_alarms_and_that_it_failed(tmp_path: Path) -> None:
+    sink = WandbTracker(WandbConfig(entity="team", group="seeds"), tracked(tmp_path))
+    sink.log(1, {"x": 1.0})
+    sink.alarm("scores rise, truth falls")
+    sink.end("failed", "out of memory")
+    sink.close()
+    found = list(records(tmp_path))
+    (run,) = (record.run for record in found if record.HasField("run"))
+    (alert,) = (record.alert for record in found if record.HasField("alert"))
+    (end,) = (record.exit for record in found if record.HasField("exit"))
+    assert (run.entity, run.run_group) == ("team", "seeds")
+    assert (alert.title, alert.text, alert.level) == ("alarm", "scores rise, truth falls", "WARN")
+    assert end.exit_code == 1
+
+
 def test_slow_start_does_not_delay_a_run_that_logs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, float]] = []
     may_start = threading.Event()
 
     def slow_start(*_: object) -> Any:
         assert may_start.wait(30)
-        return SimpleNamespace(log=logged.append, finish=lambda: None)
+        return SimpleNamespace(log=logged.append, finish=lambda exit_code: None)
 
     monkeypatch.setattr(wandb_tracker, "start", slow_start)
     sink = WandbTracker(WandbConfig(), tracked(tmp_path))

@@ -20,7 +20,10 @@ from grmpipe.models.types import EngineDied, Message, RequestContext, SamplingPa
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"connect", "read", "write", "pool"}
-WALKED = {"endpoint_client.py", "http_chat.py", "http_client.py", "joined_server.py", "judge_client.py", "server.py"}
+WALKED = {
+    "endpoint_client.py", "http_chat.py", "http_client.py", "joined_server.py", "judge_client.py", "server.py",
+    "webhook_tracker.py",
+}  # fmt: skip
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
