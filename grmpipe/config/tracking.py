@@ -56,7 +56,7 @@ class TrackingConfig(Bounded):
 
     def find_missing(self) -> str:
         """The error for a tracker whose library isn't installed; empty if all are."""
-        texts = {name: row.missing() for name, row in self.chosen.items()}
+        texts = {name: row.find_missing() for name, row in self.chosen.items()}
         return next(
             (f"tracking.trackers: {name} can't be used here; {text}" for name, text in texts.items() if text), ""
         )

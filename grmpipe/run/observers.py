@@ -137,7 +137,7 @@ class Observers:
         console = (
             ConsoleSink(config.train.num_steps, shown=shown, shows_steps=gauges) if config.tracking.console else None
         )
-        libraries = [row.library for row in config.tracking.chosen.values()]
+        libraries = [row.library for row in config.tracking.chosen.values() if row.library]
         setup_logging(run_dir, console.console if console else None, libraries)
         run_id, compact, guard = read_run_id(run_dir), config.journals.compact, Guard()
         metrics = JsonlSink(run_dir / METRICS, run_id)

@@ -26,7 +26,7 @@ class MlflowConfig(TrackerConfig):
     def open(self, run: TrackedRun) -> Tracker:
         return MlflowTracker(self, run)
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         if not importlib.util.find_spec(self.library):
             return "type `pip install 'grmpipe[mlflow]'`"
         return "" if os.environ.get(SERVER) else f"set {SERVER} to your server, for example http://localhost:5000"

@@ -22,8 +22,6 @@ READ_TIMEOUT_S = 10.0
 class PrometheusConfig(TrackerConfig):
     """A page in Prometheus' text format, GET /metrics, as long as the run goes."""
 
-    library = "http"
-
     host: str = "127.0.0.1"  # Address to listen at. Any other needs a token.
     port: int = 9464  # Port to listen at; each run on a machine needs its own.
     token_env: str = ""  # Variable with the token that Prometheus sends (`authorization.credentials`); empty: none.
@@ -40,7 +38,7 @@ class PrometheusConfig(TrackerConfig):
     def open(self, run: TrackedRun) -> Tracker:
         return PrometheusTracker(self, run)
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         needs_token = self.token_env and not os.environ.get(self.token_env)
         return f"set the variable {self.token_env} (tracking.prometheus.token_env)" if needs_token else ""
 

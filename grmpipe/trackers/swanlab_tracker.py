@@ -25,7 +25,7 @@ class SwanlabConfig(TrackerConfig):
     def open(self, run: TrackedRun) -> Tracker:
         return SwanlabTracker(self, run)
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         return "" if importlib.util.find_spec(self.library) else "type `pip install 'grmpipe[swanlab]'`"
 
     def destination(self) -> str:

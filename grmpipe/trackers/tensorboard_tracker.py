@@ -18,7 +18,7 @@ class TensorboardConfig(TrackerConfig):
     def open(self, run: TrackedRun) -> Tracker:
         return TensorboardTracker(run)
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         return "" if importlib.util.find_spec(self.library) else "type `pip install 'grmpipe[tensorboard]'`"
 
 

@@ -68,15 +68,15 @@ class Tracker:
 class TrackerConfig:
     """The base of a shipped tracker's settings.
 
-    library: the package that it writes with.
+    library: the package that it writes with; empty: it needs none.
     """
 
-    library: ClassVar[str]
+    library: ClassVar[str] = ""
 
     def open(self, run: TrackedRun) -> Tracker:
         raise NotImplementedError
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         """What to install for it; empty if it can be opened here."""
         return ""
 

@@ -19,14 +19,12 @@ class WebhookConfig(TrackerConfig):
     people; event (alarm or end), run_dir, status and failure for programs.
     """
 
-    library = "httpx"
-
     url_env: str = "GRMPIPE_WEBHOOK_URL"  # Variable with the URL, which is a secret.
 
     def open(self, run: TrackedRun) -> Tracker:
         return WebhookTracker(os.environ[self.url_env], run)
 
-    def missing(self) -> str:
+    def find_missing(self) -> str:
         is_url = os.environ.get(self.url_env, "").startswith(("http://", "https://"))
         return "" if is_url else f"set the variable {self.url_env} (tracking.webhook.url_env) to its URL, https://.."
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,8 +75,12 @@ def test_what_a_script_lacks_cuts_the_episode_as_a_limit_of_the_policy_does(
 def test_a_person_types_turns_and_the_end_of_the_input_ends_the_episode(
     small_run: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("fo\\\nur\n4\n"))
-    files = small_run(*PLAY, "play.by=person", run_dir="typed")
+    reading, writing = os.pipe()
+    os.write(writing, b"fo\\\nur\n4\n")
+    os.close(writing)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        files = small_run(*PLAY, "play.by=person", run_dir="typed")
     texts = [turn["text"] for turn in files.lines("rollouts")[0]["turns"]]
     assert texts == ["fo\nur", "4"]
     assert "You act as the policy" in capsys.readouterr().out

