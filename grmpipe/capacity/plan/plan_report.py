@@ -25,6 +25,7 @@ from grmpipe.models.engines.engine_kind import EngineOptions
 from grmpipe.models.settings import EngineConfig
 from grmpipe.scheduler.placement import describe
 
+CROWDED = 0.7  # share of the shortest step that the driver may work before it is likely to be waited for
 # Judges that ask no model, or one with a scalar head.
 KIND_IN_WORDS = {
     "scalar": "a scalar reward model",
@@ -120,10 +121,11 @@ def times(facts: RunFacts) -> str:
         for role, load in loads.items()
         if role != DRIVER
     ]
+    busiest = busiest_slot_s(placement, loads, costs.cores)
     if costs.driver_request_s:
         shared = f"on {costs.cores} cores, shared with all processes on CPUs"
-        lines.append(f"  {DRIVER:<{wide}} {seconds(loads[DRIVER])} of work, {shared}")
-    busiest = busiest_slot_s(placement, loads, costs.cores)
+        crowded = describe_crowded_driver(loads[DRIVER], max(busiest, chain))
+        lines.append(f"  {DRIVER:<{wide}} {seconds(loads[DRIVER])} of work, {shared}{crowded}")
     why = (
         "the busiest slot's work"
         if busiest >= chain
@@ -133,6 +135,13 @@ def times(facts: RunFacts) -> str:
     if all(pool.resource == "gpu" for pool in placement.pools.values()):
         lines.append(f"  {bounds_range(facts, work, costs)}")
     return "\n".join(lines)
+
+
+def describe_crowded_driver(driver_s: float, least_s: float) -> str:
+    """A warning if the driver, whose one event loop answers all engines, may set the pace of a step. Else empty."""
+    if driver_s <= CROWDED * least_s:
+        return ""
+    return f"; WARNING: {driver_s / least_s:.0%} of the shortest step, in which engines wait for it (docs/clusters.md)"
 
 
 def compute_loads(work: StepWork, costs: Costs, facts: RunFacts) -> dict[str, float]:

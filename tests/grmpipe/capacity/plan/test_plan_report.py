@@ -328,6 +328,14 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
     assert "likely" not in on_cores, "published rates are those of GPUs"
 
 
+def test_a_driver_that_sets_the_pace_is_a_warning(big_run: tuple[str, ...]) -> None:
+    assert "WARNING" not in planned(*big_run)
+    short = ("rollout.max_new_tokens=16", "plan.judgement_tokens=1", "judge.num_judgements=8")
+    many = ("train.groups_per_batch=2048", "placement.pools.judging.slots=16", "placement.roles.grm.replicas=16")
+    (line,) = (line for line in planned(*big_run, *short, *many).splitlines() if line.startswith("  driver "))
+    assert "WARNING: 100% of the shortest step, in which engines wait for it (docs/clusters.md)" in line
+
+
 def test_without_a_prefix_cache_every_request_computes_its_prompt(big_run: tuple[str, ...]) -> None:
     def judging_s(*overrides: str) -> float:
         line = re.search(r"\n  grm +([\d.]+) s of work", planned(*big_run, "engine=vllm", *H100, *overrides))
