@@ -198,9 +198,8 @@ class PlayConfig(Bounded):
     # Who acts: person (you type the policy's turns), policy (the model), or a .jsonl file with a turn per line, a JSON
     # text.
     by: str = not_empty(BY_PERSON, "type person, policy, or a .jsonl file with a turn of the policy per line")
-    prompt: int = at_least(
-        0, 0
-    )  # Number of the prompt, from 0, among those of data.eval_path; without them, data.path.
+    # Number of the prompt, from 0, among those of data.eval_path; of data.path if it has none.
+    prompt: int = at_least(0, 0)
 
 
 @dataclass(frozen=True)
