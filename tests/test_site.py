@@ -15,7 +15,9 @@ import pytest
 import grmpipe
 
 ROOT = Path(__file__).parents[1]
-LOADED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]*)|<link\b(?![^>]*canonical)[^>]*\bhref=\"([^\"]*)")
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]*)|<link\b(?![^>]*canonical)[^>]*\bhref=\"([^\"]*)"
+)
 
 
 def test_the_page_of_names_has_every_name_that_users_import() -> None:
@@ -25,7 +27,7 @@ def test_the_page_of_names_has_every_name_that_users_import() -> None:
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs grmpipe[docs]")
 def test_the_site_is_built_strictly_in_half_a_minute_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    offline = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    offline = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     began = time.process_time() + sum(os.times()[2:4])
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
