@@ -1,4 +1,4 @@
-"""Plan and simulation of every recipe for GPUs, written into docs/recipes.md. Needs no GPU, no model and no network.
+"""Plan and simulation of every recipe for GPUs, written into docs/recipes*.md. Needs no GPU, no model and no network.
 
     python benchmarks/recipes.py            # all recipes: minutes
     python benchmarks/recipes.py qwen3_8b   # one of them
@@ -32,7 +32,7 @@ from grmpipe.capacity.simulate.simulation import run_simulation  # noqa: E402
 from grmpipe.config.io.yaml_io import build  # noqa: E402
 from grmpipe.config.run_config import ConfigError, RunConfig  # noqa: E402
 
-PAGE = ROOT / "docs/recipes.md"
+PAGES = {num: ROOT / f"docs/recipes{f'_{num}_gpus' if num > 1 else ''}.md" for num in (1, 8, 64)}
 MARK = "<!-- below: python benchmarks/recipes.py -->"
 EXPERIMENTS = ROOT / "conf/experiment"
 PROMPT_CHARS, NUM_PROMPTS = 300, 4096
@@ -124,12 +124,13 @@ def main(names: list[str]) -> None:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text(prompt_rows(), encoding="utf-8")
         for name in names or known:
-            page = PAGE.read_text(encoding="utf-8")
+            file = PAGES[num_gpus(composed(name))]
+            page = file.read_text(encoding="utf-8")
             found = sections_of(page)
             kept = simulation_in(found[name]) if keeps and name in found else None
             found[name] = section(name, prompts, kept or simulated(name, prompts, Path(folder)))
             text = "\n\n".join(found[one] for one in known if one in found)
-            PAGE.write_text(f"{page.split(MARK)[0]}{MARK}\n\n{text}\n", encoding="utf-8")
+            file.write_text(f"{page.split(MARK)[0]}{MARK}\n\n{text}\n", encoding="utf-8")
             print(name, flush=True)
 
 

@@ -5,7 +5,8 @@
 
 `process`: to the command alone; `group`: to its process group, as `timeout` and a terminal send it; `all`: to all
 processes of the run, whatever their group, as systemd's stop does. Twice: the second one a second after the first.
-Writes a row for each case to benchmarks/stopping.md. Exit code 1 if a case ended otherwise than docs/running.md says.
+Writes a row for each case to benchmarks/stopping.md. Exit code 1 if a case ended otherwise than
+docs/checkpoints.md says.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def try_case(case: Case) -> End:
 
 
 def find_fault(case: Case, end: End) -> str:
-    """What differs from docs/running.md; empty: nothing."""
+    """What differs from docs/checkpoints.md; empty: nothing."""
     found = []
     if end.code != 130:
         found.append(f"exit code {end.code}")

@@ -92,14 +92,14 @@ def test_yaml_of_the_pages_composes(page: str, block: str, tmp_path: Path, monke
     in_project(tmp_path, monkeypatch, block, {})
 
 
-def block_below(heading: str, language: str) -> str:
-    """The first block of a section of the page of judging."""
-    section = (ROOT / "docs" / "judging.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+def block_below(page: str, heading: str, language: str) -> str:
+    """The first block of a section of a page."""
+    section = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
     return section.partition(f"```{language}\n")[2].partition("```")[0]
 
 
 def test_a_judge_of_the_page_judges_when_it_is_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, keys = (block_below("Custom judges", language) for language in ("python", "yaml"))
+    code, keys = (block_below("custom_judges.md", "Custom judges", language) for language in ("python", "yaml"))
     assert len(code.splitlines()) <= 20
     config = in_project(tmp_path, monkeypatch, keys, {"my_package/my_module.py": code})
     judge = load_custom_judge(config.main_judge)
@@ -111,7 +111,7 @@ def test_a_judge_of_the_page_judges_when_it_is_pasted(tmp_path: Path, monkeypatc
 def test_a_reward_function_of_the_page_rewards_when_it_is_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = block_below("Reward functions", "python")
+    code = block_below("reward_functions.md", "Reward functions", "python")
     assert len(code.splitlines()) <= 10
     keys = "judge: {kind: function, function: mylab.brief}"
     config = in_project(tmp_path, monkeypatch, keys, {"mylab.py": code})
@@ -121,7 +121,7 @@ def test_a_reward_function_of_the_page_rewards_when_it_is_pasted(
 
 
 def test_the_page_of_a_runs_files_explains_every_key_of_its_summary() -> None:
-    text = (ROOT / "docs" / "running.md").read_text(encoding="utf-8").partition("**`summary.json`**")[2]
+    text = (ROOT / "docs" / "reading_a_run.md").read_text(encoding="utf-8").partition("**`summary.json`**")[2]
     table = text.partition("\n\n")[2].partition("\n\n")[0]
     explained = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert explained == {field.name for field in dataclasses.fields(Summary)}

@@ -10,7 +10,7 @@ from grmpipe.models.bounds import Bounded, at_least, positive
 @dataclass(frozen=True)
 class BudgetConfig(Bounded):
     """What a run, an evaluation or a service may ask of all its models behind endpoints together, resumes included;
-    docs/engines.md has what counts, and what happens at a bound.
+    docs/endpoints.md has what counts, and what happens at a bound.
     """
 
     max_requests: int | None = at_least(1, None)  # [requests] Most requests, retries included; null: no bound.

@@ -236,7 +236,7 @@ class RubricConfig(Bounded):
 class ExamplesConfig(Bounded):
     """Labelled examples that a judge of single responses is shown before its question."""
 
-    # A file of labels (docs/evaluating.md): scores, or right and wrong; null: none.
+    # A file of labels (docs/labels.md): scores, or right and wrong; null: none.
     path: str | None = not_empty(None, "give a file of labels, or null")
     # [examples] Those shown: the ones that share most words with the prompt, and never one on this very prompt.
     count: int = at_least(1, 4)
@@ -282,12 +282,12 @@ class JudgeConfig(Bounded):
     # Text with which each judgement begins, such as "<think>": part of the prompt, and of what is parsed.
     prefill: str = ""
     # Prompt of the judge: tiny, pointwise, short, yes_no, boxed, reference, listwise, pairwise, rubric, rubric_yes_no,
-    # steps, turns, shared_principles, listwise_shared_principles, the format of a public GRM (docs/judging.md), or the
-    # path of a Jinja file.
+    # steps, turns, shared_principles, listwise_shared_principles, the format of a public GRM (docs/public_grms.md), or
+    # the path of a Jinja file.
     template: str = "tiny"
     # How the end of a judgement is read: as a form of "Score: N" (score_line), the same or N alone (score), a form of
-    # "\boxed{N, ...}" (boxed), as "Yes" or "No" (yes_no), as a public GRM writes it (docs/judging.md), or the dotted
-    # path of a Form of your own (grmpipe/judge/parse.py).
+    # "\boxed{N, ...}" (boxed), as "Yes" or "No" (yes_no), as a public GRM writes it (docs/public_grms.md), or the
+    # dotted path of a Form of your own (grmpipe/judge/parse.py).
     parser: str = "score_line"
     # Instead of judge.parser: a regular expression for the line of the verdict, with one group, which holds the score.
     pattern: str = ""
@@ -315,7 +315,8 @@ class JudgeConfig(Bounded):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
     rule: str = "exact_answer"
-    # For a reward function: its dotted path. It takes and returns what docs/judging.md says, or what TRL or verl asks.
+    # For a reward function: its dotted path. It takes and returns what docs/reward_functions.md says, or what TRL or
+    # verl asks.
     function: str = ""
     function_call: FunctionCallConfig = field(default_factory=FunctionCallConfig)
     scalar: ScalarConfig = field(default_factory=ScalarConfig)

@@ -31,7 +31,7 @@ class EvaluateConfig(Bounded):
 
     # What task=evaluate measures: the judge against labels (judge), the policy's answers to prompts (policy), or both.
     what: str = one_of(WHAT, "judge")
-    # Labelled judgements: a .jsonl, .json or .parquet file (docs/evaluating.md lists the schemas), or
+    # Labelled judgements: a .jsonl, .json or .parquet file (docs/labels.md lists the schemas), or
     # tiny://judgements_held_out.
     path: str = not_empty(HELD_OUT_JUDGEMENTS, f"give a file, or type evaluate.path={HELD_OUT_JUDGEMENTS}")
     num_items: int = at_least(1, 512)  # [items] Items made for tiny://, or the first ones of a file.
@@ -228,7 +228,7 @@ class ScoreConfig:
     """Settings of `task=score`, which judges responses that were written elsewhere."""
 
     # Responses to judge: a .jsonl, .json (one array) or .parquet file whose rows have prompt or messages, and response
-    # or responses (docs/evaluating.md).
+    # or responses (docs/labels.md).
     path: str | None = None
 
 
@@ -273,7 +273,7 @@ class ServeConfig(Bounded):
 class RejudgeConfig:
     """Judging the stored rollouts of the run in run_dir again, or those that another trainer has written."""
 
-    # Rollouts of another trainer, a file or a folder (docs/evaluating.md), which become the journals of run_dir; null:
+    # Rollouts of another trainer, a file or a folder (docs/rejudging.md), which become the journals of run_dir; null:
     # run_dir is that of a run.
     path: str | None = None
     # Column of the old reward in the files of rejudge.path; null: as their form has it.

@@ -20,7 +20,7 @@ from grmpipe.trackers.webhook_tracker import WebhookConfig
 class TrackingConfig(Bounded):
     """Where metrics and tables go. The files in `run_dir` are always written."""
 
-    # Trackers that get every step: names of blocks below, or the dotted path of a class of your own (docs/running.md).
+    # Trackers that get every step: names of blocks below, or the dotted path of a class of your own (docs/tracking.md).
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
     table_every: int = at_least(0, 10, "0 (no tables) or more steps")

@@ -33,7 +33,7 @@ def load_labelled(
     columns:     field -> the column of the file that holds it; `a.b` is b within a.
     score_range: the ends of the scale of the file's scores, which are stretched to the judge's; None: the judge's.
 
-    A row's kind is recognised by its fields: docs/evaluating.md has the table of kinds.
+    A row's kind is recognised by its fields: docs/labels.md has the table of kinds.
 
     Checked on stored rows: RMB, JudgeBench, Plan-RewardBench. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3,
     RM-Bench. Only on other projects' readers: PPE, HelpSteer2 preference. Rows without a label are left out, and so are

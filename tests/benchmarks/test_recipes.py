@@ -15,7 +15,8 @@ import recipes  # noqa: E402
 from grmpipe.roles.role_placement import seat_roles  # noqa: E402
 
 NAMES = sorted(path.stem for path in recipes.EXPERIMENTS.glob("qwen3_*.yaml"))
-PAGE = recipes.PAGE.read_text(encoding="utf-8")
+PAGES = {num: page.read_text(encoding="utf-8") for num, page in recipes.PAGES.items()}
+PAGE = "".join(PAGES.values())
 pytestmark = pytest.mark.usefixtures("no_hub")  # as where the page is made
 
 
@@ -36,7 +37,9 @@ def test_there_are_recipes_for_1_8_and_64_gpus() -> None:
 
 
 def test_page_has_a_simulation_of_each_recipe_or_the_reason_for_none() -> None:
-    sections = recipes.sections_of(PAGE)
+    by_num = {num: recipes.sections_of(page) for num, page in PAGES.items()}
+    assert all(recipes.num_gpus(recipes.composed(name)) == num for num, found in by_num.items() for name in found)
+    sections = {name: section for found in by_num.values() for name, section in found.items()}
     assert sections.keys() == set(NAMES)
     for name, section in sections.items():
         begins = "not simulated: " if "_tools" in name else f"{recipes.STEPS} steps of "

@@ -1,7 +1,7 @@
 """Public GRMs are asked in their own format, and their answers are read as published: golden answers for each.
 
 The answers are written for these tests; their tags, markers and verdicts are those of the models (sources:
-docs/judging.md).
+docs/public_grms.md).
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def test_the_advantages_of_the_judged_siblings_are_those_without_the_lost_one(tm
     mean = fmean(rewards)
     first, lost, *rest = [one - mean for one in rewards]
     assert [first, *rest] == pytest.approx([2 / 3, -1 / 3, -1 / 3], abs=1e-6) and abs(lost) < 1e-6
-    assert stdev([1, 0, 0]) / stdev(rewards) == pytest.approx((3 / 2) ** 0.5), "the factor that docs/serving.md gives"
+    assert stdev([1, 0, 0]) / stdev(rewards) == pytest.approx((3 / 2) ** 0.5), "the factor of docs/serving_urls.md"
 
 
 def test_above_the_failure_rate_no_mean_is_given(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_every_free_key_is_a_key() -> None:
 
 
 def test_the_page_names_what_a_resume_may_change_by_keys_that_are_free() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "running.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "checkpoints.md").read_text()
     rows = page.partition("| may change | keys |")[2].partition("\n\n")[0]
     named = {key.removesuffix("*") for key in re.findall(r"`([\w.*]+)`", rows)} - {"engine_options"}  # of any role
     known = set(keys_of(RunSections()))

@@ -1,4 +1,4 @@
-"""What a program of the policy tries in its episode, by what it is after. docs/agents.md says which isolation holds it.
+"""What a program of the policy tries in its episode, by what it is after. docs/isolation.md says what holds it.
 
 Each is code after `adversary.PRELUDE` that prints only if it works. `PATH`, `NAME` and `PORT` are sockets of the
 machine on which somebody listens, `SECRET` is a file that everybody may change, `OTHER` a process of the run's user,
