@@ -59,7 +59,7 @@ docs: $(VENV)/.installed
 
 # All pages as a site, in site/; a link that leads nowhere is an error. `python -m http.server -d site` shows it.
 site: docs $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # torch by itself first: a range in a later install would take the newest build, with gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml $(TESTED)

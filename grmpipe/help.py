@@ -45,7 +45,7 @@ Choices (group=choice; an experiment by +experiment=name):
 """
 FOOT = """
 --cfg job prints all keys of a run with their values, --hydra-help what Hydra takes, --version the version.
-What the keys mean: configuration.md; first page: overview.md; in {docs}
+What the keys mean: configuration.md; first page: index.md; in {docs}
 """
 GROUPS = {
     "experiment": "a whole run",

@@ -29,7 +29,7 @@ def test_help_runs_nothing_and_imports_nothing_that_takes_time(typed: tuple[str,
     printed = run(*typed)
     assert printed.startswith("grmpipe post-trains") and printed.endswith("slow: []\n")
     docs = Path(printed.splitlines()[-2].rpartition(" in ")[2])
-    assert {"configuration.md", "overview.md"} <= {page.name for page in docs.iterdir()}
+    assert {"configuration.md", "index.md"} <= {page.name for page in docs.iterdir()}
 
 
 def test_the_version_is_ours() -> None:
