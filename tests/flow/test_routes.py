@@ -8,6 +8,7 @@ checkout, `python launch.py`, is `grmpipe`.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
@@ -28,7 +29,7 @@ BLOCK = re.compile(r"^```(py|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 LEFT_OUT = re.compile(r"/models/|task=view|pip install|make ")
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -83,6 +84,8 @@ class Route:
                 self.run([sys.executable, "-c", block.replace(":8710", f":{self.port}")])
 
     def type(self, command: str) -> None:
+        if "annotate.select=" in command:
+            self.annotate("labels.csv", Path("runs/weak/annotations.jsonl"))
         if not command or LEFT_OUT.search(command) or command.startswith("export "):
             return
         command = command.replace("https://api.openai.com/v1", self.address).replace("python launch.py", "grmpipe")
@@ -91,9 +94,18 @@ class Route:
         else:
             self.run(["bash", "-c", command])
 
+    def annotate(self, labels: str, path: Path) -> None:
+        """What a person would say of the answers on the viewer's pages."""
+        with (self.folder / labels).open(newline="") as file:
+            rows = [
+                {"prompt": row["question"], "response": row["answer"], "right": row["ok"] == "yes"}
+                for row in csv.DictReader(file)
+            ]
+        (self.folder / path).write_text("".join(json.dumps(row) + "\n" for row in rows[:60]), encoding="utf-8")
+
     def run(self, words: list[str]) -> None:
         done = subprocess.run(
-            words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=600, check=False
+            words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=1500, check=False
         )
         assert done.returncode == 0, f"{words[-1]}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         self.said += done.stdout
@@ -145,3 +157,11 @@ def test_an_outside_judge_is_priced_measured_and_trained_with_within_its_budget(
     summary = route.summary("runs/bounded")
     assert summary["status"] == "completed" and summary["steps"] == 6
     assert 0 < summary["judging"]["spending"]["cost_usd"] <= 1
+
+
+def test_a_judge_is_measured_compared_calibrated_trained_and_measured_again(route: Route) -> None:
+    route.follow("judge_workbench.md")
+    again = route.summary("runs/again")["eval"]["final"]
+    assert "difference" in again and again["accuracy"] > 0.5
+    assert json.loads((route.folder / "runs/calibrated/calibration.json").read_text(encoding="utf-8"))
+    assert (route.folder / "runs/probed/probes_held_out.jsonl").exists()
