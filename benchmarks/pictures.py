@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import pstdev
 from urllib.parse import urlencode
 
+import grmpipe
+
 DOCS = Path(__file__).parents[1] / "docs"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WAIT_S = 300.0
@@ -30,10 +32,9 @@ WAIT_S = 300.0
 def find_group(run_dir: Path) -> str:
     """The trained group whose rewards differ most; of equal ones the first."""
     rewards: dict[str, list[float]] = defaultdict(list)
-    with (run_dir / "judgements.jsonl").open(encoding="utf-8") as file:
-        for line in map(json.loads, file):
-            if line["reward"] is not None and re.fullmatch(r"g\d+", line["group_id"]):
-                rewards[line["group_id"]].append(line["reward"])
+    for line in grmpipe.read_run(run_dir).judgements:
+        if line.reward is not None and re.fullmatch(r"g\d+", line.group_id):
+            rewards[line.group_id].append(line.reward)
     return max(rewards, key=lambda group: pstdev(rewards[group]))
 
 
@@ -48,9 +49,10 @@ def take_picture(browser: str, url: str, path: Path, height: int) -> None:
 
 
 def await_index(address: str, run: str, token: str) -> None:
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())  # the token becomes a cookie
     ends_s = time.monotonic() + WAIT_S
     while time.monotonic() < ends_s:
-        with urllib.request.urlopen(f"{address}/state/{run}?{token}") as answer:
+        with opener.open(f"{address}/state/{run}?{token}") as answer:
             if "100%" in json.loads(answer.read())["words"]:
                 return
         time.sleep(0.5)
