@@ -260,7 +260,7 @@ def config_defaults() -> list[object]:
 def escape_markdown(text: str) -> str:
     """Text escaped for Markdown: a bar ends a table cell, and <name> outside code is read as HTML."""
     return "".join(
-        part.replace("|", "\\|") if part.startswith("`") else part.replace("|", "\\|").replace("<", "\\<")
+        part.replace("|", "\\|") if part.startswith("`") else part.replace("|", "\\|").replace("<", "&lt;")
         for part in re.split(r"(`[^`]*`)", text)
     )
 
