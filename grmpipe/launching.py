@@ -33,7 +33,7 @@ LOOP_CHECK_S = 1.0  # between looks at whether the event loop of a run's user is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A training step. step: from 1. metrics: its line of metrics.jsonl (docs/reading_a_run.md), each in its unit."""
+    """A training step. step: from 1. metrics: its line of metrics.jsonl (docs/metrics.md), each in its unit."""
 
     step: int
     metrics: Mapping[str, float]
