@@ -32,6 +32,7 @@ class Criterion:
     kind:      how it is scored: on the judge's scale, or by its levels if it has any (graded), or met or not (yes_no).
     levels:    what single scores mean, from the lowest to the highest: (score, description).
     evidence:  whether the judge must quote the response where it is met.
+    from_step: the step of training, from 1, with whose groups it begins; 0: it holds from the start.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Criterion:
     kind: CriterionKind = "graded"
     levels: tuple[tuple[int, str], ...] = ()
     evidence: bool = False
+    from_step: int = 0
 
     @property
     def whole_text(self) -> str:
@@ -56,6 +58,7 @@ class Prompt:
     info:    what the row holds for the environment: a JSON object, which neither policy nor judge sees.
     columns: further columns of the row, for reward functions.
     is_chat: whether the row has messages instead of a text.
+    step:    the step of training that it is drawn for, from 1, by which criteria begin; None: all have begun.
     """
 
     prompt_id: str
@@ -66,6 +69,7 @@ class Prompt:
     info: Mapping[str, object] = field(default_factory=dict)
     columns: Mapping[str, object] = field(default_factory=dict)
     is_chat: bool = False
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +347,8 @@ class JudgedCriterion:
     met:      how far, from 0 to 1, by the vote; None: its judgement failed.
     shared:   whether it is one for all prompts, of `judge.rubric.path`.
     left_out: whether no sibling of the group is judged by it.
+    fault:    whether it costs where it is met.
+    caps:     whether it is essential and not met, so that the reward is at most `judge.rubric.essential_cap`.
     """
 
     name: str
@@ -350,6 +356,8 @@ class JudgedCriterion:
     tags: tuple[str, ...] = ()
     shared: bool = False
     left_out: bool = False
+    fault: bool = False
+    caps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

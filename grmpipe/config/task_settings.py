@@ -116,7 +116,7 @@ class CalibrateConfig(Bounded):
 
 
 TRICKS = (
-    "longer", "praise", "confident", "template", "no_content", "refusal", "repeated_question", "other_language",
+    "longer", "praise", "confident", "template", "no_content", "refusal", "repeated_question", "foreign_praise",
     "instruction",
 )  # fmt: skip
 POLICY_TRICKS = ("best_of_n", "told")  # the policy tries, where it answers the prompts

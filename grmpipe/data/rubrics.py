@@ -30,7 +30,7 @@ LISTED = re.compile(r"^[ \t]*\d+[.)][ \t]+", re.MULTILINE)  # where an item of a
 MARKED = re.compile(r"[ \t\n]*\[(Hard Rule|Principle)\][\s.*]*$", re.IGNORECASE)  # how an item of OpenRubrics ends
 # Published sets have further fields, which say nothing to a judge: only what looks like one of these is refused.
 KNOWN = frozenset(
-    {*TEXTS, *WEIGHTS, "name", "title", "kind", "levels", "essential", "evidence", "tags"}
+    {*TEXTS, *WEIGHTS, "name", "title", "kind", "levels", "essential", "evidence", "tags", "from_step"}
     | {LEVEL.format(level) for level in range(MOST_LEVELS + 1)}
 )
 NEAR = 0.8
@@ -107,6 +107,13 @@ def parse_criterion(found: object, where: str) -> Criterion:
         raise ValueError(
             f"{where}.essential: a fault (weight {number:g}) can't be essential; word it the other way round"
         )
+    from_step = fields.get("from_step", 0)
+    begins = None if isinstance(from_step, bool) else to_number(from_step)
+    if begins is None or not 0 <= begins < math.inf or begins % 1:
+        raise ValueError(
+            f"{where}.from_step: expected a step of training, 0 or more, got {format_value(from_step)}; leave it out "
+            "for a criterion that holds from the start"
+        )
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise ValueError(f"{where}.tags: expected a list of texts, got {format_value(tags)}")
     kind, levels = fields.get("kind", "graded"), parse_levels(fields, where)
@@ -126,6 +133,7 @@ def parse_criterion(found: object, where: str) -> Criterion:
         kind=kind,
         levels=levels,
         evidence=bool(evidence),
+        from_step=int(begins),
     )
 
 
@@ -180,6 +188,10 @@ class SharedRubric:
 
     by_source: Mapping[str, tuple[Criterion, ...]] = field(default_factory=dict)
     default: tuple[Criterion, ...] = ()
+
+    @property
+    def rubrics(self) -> tuple[tuple[Criterion, ...], ...]:
+        return (*self.by_source.values(), self.default)
 
     def join(self, prompt: Prompt) -> tuple[Criterion, ...]:
         """All criteria for a prompt; one that it has itself, by text or name, counts as it has it."""

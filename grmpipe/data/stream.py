@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,15 +16,25 @@ class EndOfData(Exception):
 class PromptStream:
     """The order of prompts: index i is item i % n of epoch i // n. Each epoch has its own permutation, or the file's
     order.
+
+    groups_per_step: gives each prompt the step that its place in the order belongs to, the same after a resume and for
+    whoever judges again; None: no step.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True, max_epochs: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_epochs: int | None = None,
+        groups_per_step: int | None = None,
     ) -> None:
         self.prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
         self._max_epochs = max_epochs
+        self._groups_per_step = groups_per_step
         self._epoch = 0
         self._order_N = self._permutation(0)  # N: prompts
 
@@ -39,7 +50,10 @@ class PromptStream:
             raise EndOfData(f"{self._max_epochs} epochs of {len(self.prompts)} prompts have been drawn")
         if epoch != self._epoch:
             self._epoch, self._order_N = epoch, self._permutation(epoch)
-        return self.prompts[int(self._order_N[item])]
+        prompt = self.prompts[int(self._order_N[item])]
+        if self._groups_per_step is None:
+            return prompt
+        return replace(prompt, step=prompt_index // self._groups_per_step + 1)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -77,6 +77,7 @@ ASK_VERDICT = "Give your verdict now, in exactly the form that you were asked fo
 VERDICT = "verdict"  # suffix of that request's id
 VERDICT_TOKENS, SCORE_TOKENS = 48, 8  # kept for it: for its line and what asks for it, and for each score
 BY_TEXT = "judge.score_from=expectation needs them, judge.score_from=text doesn't"
+NAMED = 8  # criteria in the words of a failed call
 OWN_TURN = Message(role="assistant", content="")  # of a template: here the judge writes
 SECOND_TURN = "second"  # suffix of its request's id
 BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
@@ -461,7 +462,12 @@ class GrmClient:
             verdict=self._pattern_of_verdict(question.num_scores),
             top_logprobs=TOP_LOGPROBS if self._config.score_from == "expectation" else 0,
         )
-        return await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
+        results = await self._sample(request, lambda answer, attempts: self._read(question, answer, attempts))
+        if not question.criteria:
+            return results
+        some, more = ", ".join(question.criteria[:NAMED]), len(question.criteria) - NAMED
+        asked = f"criteria {some}{f' and {more} more' if more > 0 else ''}"
+        return [replace(one, detail=f"{asked}: {one.detail}") if isinstance(one, Failed) else one for one in results]
 
     async def text(self, name: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
         """A free text that isn't truncated: the principles of a group."""

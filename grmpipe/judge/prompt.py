@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -320,12 +320,12 @@ class JudgePrompt:
 
     def _check_weights(self, prompt: Prompt, rubric: Sequence[Criterion]) -> None:
         """A judge of one score sees only texts, by which a fault would be a merit."""
-        unlike = [one for one in rubric if one.weight < 0 or one.essential or one.evidence]
+        unlike = [one for one in rubric if one.weight < 0 or one.essential or one.evidence or one.from_step]
         if unlike and "criteria" not in self._needs and self.shows_criteria:
             raise ValueError(
                 f"{self._label}, prompt {prompt.prompt_id}: it shows criteria without weight, and "
-                f"{unlike[0].text[:60]!r} is a fault, essential, or needs evidence; type judge=rubric, or word it as a "
-                "plain merit"
+                f"{unlike[0].text[:60]!r} is a fault, essential, needs evidence, or begins at a step; type "
+                "judge=rubric, or word it as a plain merit"
             )
 
     def _guarded(self, responses: Sequence[Trajectory]) -> dict[str, object]:
@@ -413,8 +413,14 @@ def show_criteria(rubric: Sequence[Criterion]) -> list[dict[str, object]]:
 
 
 def load_rubric(config: JudgeConfig) -> SharedRubric:
-    with section("rubric."):
+    with section(f"{config.key}.rubric."):
         return load_shared_rubric(config.rubric.path)
+
+
+def has_curriculum(judges: Iterable[JudgeConfig], prompts: Iterable[Prompt]) -> bool:
+    """Whether a criterion begins at a step."""
+    shared = (rubric for judge in judges for rubric in load_rubric(judge).rubrics)
+    return any(one.from_step for rubric in (*shared, *(prompt.rubric for prompt in prompts)) for one in rubric)
 
 
 def find_example(template_text: str, scale: Scale) -> str:

@@ -38,11 +38,14 @@ def describe_verdict(verdict: Verdict | Failed) -> str:
 
 
 def describe_criteria(criteria: Iterable[JudgedCriterion]) -> str:
-    """The criteria of a rubric by name, each with how far it is met."""
-    return "criteria: " + "; ".join(
-        f"{one.name} {'failed' if one.met is None else f'{one.met:.2g}'}{' (left out)' if one.left_out else ''}"
-        for one in criteria
-    )
+    """The criteria of a rubric by name, each with how far it is met, and what else a reward can't be read without."""
+
+    def describe(one: JudgedCriterion) -> str:
+        facts = {"fault": one.fault, "essential: caps the reward": one.caps, "left out": one.left_out}
+        marks = ", ".join(words for words, holds in facts.items() if holds)
+        return f"{one.name} {'failed' if one.met is None else f'{one.met:.2g}'}{f' ({marks})' if marks else ''}"
+
+    return "criteria: " + "; ".join(map(describe, criteria))
 
 
 def make_failure(cause: Cause, detail: str, attempts: int = 0) -> Failed:

@@ -21,7 +21,7 @@ from grmpipe.observe.records import (
     encode_rollout,
     pack_numbers,
 )
-from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, Rollout, TrainedRollout
+from grmpipe.types import Failed, GroupEnd, JudgedCriterion, JudgeReport, Prompt, Rollout, TrainedRollout
 
 ROLLOUTS, JUDGEMENTS, GROUPS, TRAINED = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl", "trained.jsonl"
 
@@ -178,13 +178,31 @@ class JudgedSibling:
         """How far each criterion of a rubric is met, from 0 to 1; None: its judgement failed. Of several judges under
         `<judge>/<name>`. Without those by which no sibling is judged.
         """
-        own = self.report.own_reports.items()
-        return {
-            f"{judge}/{one.name}".lstrip("/"): one.met
-            for judge, report in own
+        return {name: one.met for name, one in self._named_criteria}
+
+    @property
+    def faults(self) -> list[str]:
+        """The criteria that cost where they are met, by the names of `criteria`."""
+        return [name for name, one in self._named_criteria if one.fault]
+
+    @property
+    def capped_by(self) -> list[str]:
+        """The essential criteria that aren't met, so that the reward is at most `judge.rubric.essential_cap`."""
+        return [name for name, one in self._named_criteria if one.caps]
+
+    def encode_criteria(self) -> dict[str, object]:
+        """What there is of a rubric, for JSON."""
+        found = {"criteria": self.criteria, "faults": self.faults, "capped_by": self.capped_by}
+        return {name: value for name, value in found.items() if value}
+
+    @property
+    def _named_criteria(self) -> list[tuple[str, JudgedCriterion]]:
+        return [
+            (f"{judge}/{one.name}".lstrip("/"), one)
+            for judge, report in self.report.own_reports.items()
             for one in report.criteria
             if not one.left_out
-        }
+        ]
 
     @property
     def critiques(self) -> tuple[str, ...]:

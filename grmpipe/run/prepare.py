@@ -33,6 +33,7 @@ from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
+from grmpipe.judge.prompt import has_curriculum
 from grmpipe.models.chat.tool_calls import FORMATS
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.types import Message, ToolSpec
@@ -127,11 +128,16 @@ def prepare(config: RunConfig) -> Prepared:
         with section("critic."):
             models[CRITIC] = find_critic(config.critic.path, policy, config.policy)
         check_divides(roles.learners[CRITIC], CRITIC, models[CRITIC].path)
+    begins = has_curriculum(config.judging.judges.values(), data.train)
     prepared = Prepared(
         config=config,
         models=models,
         prompts=PromptStream(
-            data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs
+            data.train,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            max_epochs=config.data.max_epochs,
+            groups_per_step=config.train.groups_per_batch if begins else None,
         ),
         held_out=data.held_out,
         placement=placement,

@@ -192,9 +192,7 @@ class JudgeService:
 def describe(one: JudgedSibling) -> Mapping[str, object]:
     """A verdict as JSON: numbers, or null and why there are none."""
     verdict, critiques = one.report.verdict, list(one.critiques)
-    found: dict[str, object] = {"reward": one.reward, "score": one.score, "critiques": critiques}
-    if one.criteria:
-        found["criteria"] = one.criteria
+    found = {"reward": one.reward, "score": one.score, "critiques": critiques, **one.encode_criteria()}
     if not isinstance(verdict, Verdict):
         return found | {"failed": one.failed, "detail": one.detail}
     return found | {

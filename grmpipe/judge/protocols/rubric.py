@@ -1,14 +1,13 @@
 """The judge session of rubrics: single rollouts, with a score for each criterion, by one judgement or several."""
 
 import math
-import re
-import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.data.rubrics import name_criteria
+from grmpipe.judge.evidence import find_fault, is_quoted, normalise, read_quotes
 from grmpipe.judge.grm import CheckedScores, GrmQuestion, current_purpose
 from grmpipe.judge.parse import Scores
 from grmpipe.judge.protocols.group_session import JudgeContext
@@ -33,13 +32,6 @@ from grmpipe.types import (
 )
 
 ROUNDING = 1e-9  # in a share
-QUOTE = re.compile(r"^[ \t*_#-]*evidence[ \t]*#?(\d+)[ \t*_]*[:.][ \t*_]*(.+)$", re.IGNORECASE | re.MULTILINE)
-IN_MARKS = re.compile(r'["“«]([^"“”«»]+)["”»]')
-ELLIPSIS = re.compile(r"\[?(?:\.{3,}|…)\]?")
-# What two spellings of the same words differ in: white space, characters that don't show, emphasis, kinds of quotation
-# marks and of dashes.
-TYPOGRAPHY = str.maketrans(dict.fromkeys("‘’‚`´′", "'") | dict.fromkeys("“”„«»″", '"') | dict.fromkeys("‐‑‒–—−", "-"))
-IGNORED = re.compile(r"[\s*_\u00ad\u200b-\u200f\u2060\ufeff]+")
 
 
 # -- what a judgement says of each criterion -------------------------------------------------------------------------
@@ -58,9 +50,7 @@ class CriteriaCheck:
     work: str
 
     def __call__(self, written: Scores, scores: Scores, answer: str) -> CheckedScores:
-        quotes: dict[int, list[str]] = {}
-        for number, quote in QUOTE.findall(answer) if any(one.evidence for _, one in self.asked) else ():
-            quotes.setdefault(int(number), []).append(quote)
+        quotes = read_quotes(answer, len(self.asked)) if any(one.evidence for _, one in self.asked) else {}
         kept, unread, evidence = dict[str, float](), dict[str, str](), dict[str, str]()
         for number, (name, criterion) in enumerate(self.asked, 1):
             score, why = self._read(criterion, written[number - 1], scores[number - 1])
@@ -86,37 +76,6 @@ class CriteriaCheck:
         if not known[0] <= written <= known[-1]:
             return score, f"{written:g} is no level from {known[0]} to {known[-1]}"
         return self.scale.to_score(min(max((score - known[0]) / (known[-1] - known[0]), 0.0), 1.0)), ""
-
-
-def find_fault(quotes: Sequence[str], work: str) -> str:
-    """What is wrong with the evidence for a criterion; empty: nothing."""
-    if not quotes:
-        return "no line quotes the response"
-    plain = normalise(work)
-    missing = next((quote for quote in quotes if not is_quoted(quote, plain)), None)
-    return "" if missing is None else f"the response doesn't have the quote {missing.strip()[:80]!r}"
-
-
-def is_quoted(quote: str, work: str) -> bool:
-    """Whether the work, normalised, has the quote, or each of several in quotation marks; with an ellipsis its pieces,
-    in their order.
-    """
-    ways = [[quote.strip().strip("\"“”«»'")], [quote.strip()], IN_MARKS.findall(quote)]
-    return any(way and all(has_pieces(one, work) for one in way) for way in ways)
-
-
-def has_pieces(quote: str, work: str) -> bool:
-    pieces = [piece for one in ELLIPSIS.split(quote) if any(map(str.isalnum, piece := normalise(one)))]
-    at = 0
-    for piece in pieces:
-        if (found := work.find(piece, at)) < 0:
-            return False
-        at = found + len(piece)
-    return bool(pieces)
-
-
-def normalise(text: str) -> str:
-    return IGNORED.sub("", unicodedata.normalize("NFKC", text).translate(TYPOGRAPHY)).casefold()
 
 
 # -- from judgements to verdicts -------------------------------------------------------------------------------------
@@ -145,16 +104,24 @@ def choose_left_out(
 
 
 def credit_evidence(
-    verdict: Verdict, rollout: Rollout, points: Mapping[str, float], places: Mapping[str, ResponseStep]
+    verdict: Verdict,
+    rollout: Rollout,
+    points: Mapping[str, float],
+    places: Mapping[str, ResponseStep],
+    steps: Sequence[ResponseStep],
 ) -> Verdict:
     """The verdict with the points of a criterion on the tokens where its evidence is, and the rest of the reward on the
-    whole: also what the bounds of a rubric's sum took away or left. The sum stays.
+    whole, also what an essential criterion took away. The sum stays. Where it would be below 0, faults cost less:
+    on the whole the difference would be a prize for whoever has them.
+
+    A step without points has a reward of 0: without one its tokens would belong to the step of the next reward, and the
+    k-th steps of siblings, which estimators compare, would be different turns.
     """
-    credited = [
-        RewardSpan(turn=place.turn, start=place.start, end=place.end, value=points[name])
-        for name, place in places.items()
-        if points.get(name)
-    ]
+    merits, costs = (math.fsum(max(sign * one, 0.0) for one in points.values()) for sign in (1, -1))
+    if costs > merits:
+        points = {name: one * merits / costs if one < 0 else one for name, one in points.items()}
+    earned = [*((step, 0.0) for step in steps), *((place, points.get(name, 0.0)) for name, place in places.items())]
+    credited = [RewardSpan(turn=step.turn, start=step.start, end=step.end, value=value) for step, value in earned]
     rest = verdict.outcome - math.fsum(span.value for span in credited)
     return replace(verdict, rewards=sum_spans([*credited, replace(outcome_place(rollout), value=rest)]))
 
@@ -163,11 +130,15 @@ def drop_some(rubric: Mapping[str, Criterion], share: float, seed: int, group_id
     """The criteria that a group of training is judged by: the essential ones, and each other with the probability of
     1 - share; all of them if none would be left by which a response could earn anything.
     """
-    kept = {
-        name: criterion
-        for name, criterion in rubric.items()
-        if criterion.essential or not is_drawn(seed, first_name(f"dropout {group_id}/{name}"), share)
-    }
+    return keep(
+        rubric,
+        lambda name: rubric[name].essential or not is_drawn(seed, first_name(f"dropout {group_id}/{name}"), share),
+    )
+
+
+def keep(rubric: Mapping[str, Criterion], is_kept: Callable[[str], bool]) -> dict[str, Criterion]:
+    """The criteria that are kept; all of them if none would be left by which a response could earn anything."""
+    kept = {name: criterion for name, criterion in rubric.items() if is_kept(name)}
     return kept if any(one.weight > 0 for one in kept.values()) else dict(rubric)
 
 
@@ -181,6 +152,9 @@ class RubricSession(PointwiseSession):
         rubric = context.template.find_rubric(prompt)
         self._rubric = dict(zip(name_criteria(rubric), rubric, strict=True))
         self._num_criteria = len(self._rubric)
+        if (step := prompt.step) is not None:
+            every = self._rubric
+            self._rubric = keep(every, lambda name: every[name].from_step <= step)
         if (share := context.config.rubric.dropout) and current_purpose() == "training":
             self._rubric = drop_some(self._rubric, share, context.seed, group_id)
         self._sampled: dict[int, SampledJudgements | Failed] = {}  # sibling -> its judgements
@@ -279,6 +253,7 @@ class RubricSession(PointwiseSession):
         chosen, count = ((), mean) if isinstance(counted, Failed) else counted
         rows = [gather_scores(some, chosen, self._rubric) for some in sampled.by_index]
         given = {name: [row[name] for row in rows if name in row] for name in self._rubric}
+        met = {name: self._context.scale.to_reward(count(scores)) if scores else None for name, scores in given.items()}
         parts = self._make_parts(rollout, left_out)
         verdict: Verdict | Failed
         if isinstance(counted, Failed):
@@ -290,23 +265,28 @@ class RubricSession(PointwiseSession):
             scores = [[row.get(name) for name in kept] for row in rows if row]
             verdict = vote.make_verdict(scores, count, parts.weights, parts.places)
             if isinstance(verdict, Verdict) and self._context.config.rubric.credit == "evidence":
-                met = {name: self._context.scale.to_reward(count(given[name])) for name in kept}
-                points = {name: part * met[name] for name, part in zip(kept, parts.weights.parts, strict=True)}
-                verdict = credit_evidence(verdict, rollout, points, self._place_evidence(rollout, chosen))
+                points = {name: part * (met[name] or 0.0) for name, part in zip(kept, parts.weights.parts, strict=True)}
+                verdict = credit_evidence(verdict, rollout, points, *self._place_evidence(rollout, chosen))
         criteria = tuple(
             JudgedCriterion(
                 name=name,
-                met=self._context.scale.to_reward(count(given[name])) if given[name] else None,
+                met=met[name],
                 tags=criterion.tags,
                 shared=criterion not in self._prompt.rubric,
                 left_out=name in left_out,
+                fault=criterion.weight < 0,
+                caps=criterion.essential and (far := met[name]) is not None and far < MET,
             )
             for name, criterion in self._rubric.items()
         )
         return replace(self._make_report(rollout, parts, sampled, verdict), criteria=criteria)
 
-    def _place_evidence(self, rollout: Rollout, judgements: Sequence[Judgement]) -> dict[str, ResponseStep]:
-        """Criterion -> the first step or turn that has what a judgement quotes for it, by the first that quotes any."""
+    def _place_evidence(
+        self, rollout: Rollout, judgements: Sequence[Judgement]
+    ) -> tuple[dict[str, ResponseStep], Sequence[ResponseStep]]:
+        """Criterion -> the first step or turn that has what a judgement quotes for it, by the first that quotes any;
+        and all steps or turns.
+        """
         decode, config = self._context.decode, self._context.config
         step_end = config.split.step_end if len(rollout.turns) == 1 and decode is not None else ""
         steps = split_steps(rollout, step_end, decode or str, thoughts=config.format.show_thoughts)
@@ -316,7 +296,7 @@ class RubricSession(PointwiseSession):
                 found = next((step for step, text in texts if is_quoted(quote, text)), None)
                 if found is not None:
                     places.setdefault(name, found)
-        return places
+        return places, steps
 
     def _fail(self, sampled: SampledJudgements, lacking: Sequence[str]) -> Failed:
         """The failure of a verdict that lacks criteria: the last cause of a judgement, or why one couldn't be read."""
@@ -330,8 +310,9 @@ class RubricSession(PointwiseSession):
         ]
         if unread:
             return make_failure("unparseable", unread[-1], len(sampled.judgements))
-        failed = all_failed(sampled.failures)
-        return replace(failed, detail=f"criterion {lacking[0]} and {len(lacking) - 1} more: {failed.detail}")
+        # A call that failed asked about what is lacking, in its order: the first one begins its failure's words.
+        whose = [one for one in sampled.failures if one.detail.startswith(f"criteria {lacking[0]}")]
+        return all_failed(whose or sampled.failures)
 
 
 def list_judged(sampled: SampledJudgements, rubric: Collection[str]) -> set[str]:

@@ -13,6 +13,9 @@ from grmpipe.types import JudgedCriterion, Metrics
 MOST = 64  # names, and tags, that have metrics: the first ones
 MOST_PAIRED = 16  # criteria of a verdict whose pairs are counted
 FEWEST = 10  # verdicts that chance would give, before a pair is called contradicting
+# Verdicts before a pair is called alike: none of them then says that less than 1 % differ (95 %, the rule of three). Of
+# a pair of which one merely implies the other far fewer often happen to be alike.
+FEWEST_ALIKE = 300
 
 
 @dataclass(slots=True)
@@ -55,8 +58,12 @@ class PairCounts(Counts):
         """What is wrong with the pair, in words; empty: nothing that is known."""
         if not self.both and self.first * self.second >= FEWEST * self.judged:
             return f"are never met together ({self.first} and {self.second} of {self.judged} verdicts)"
-        if self.first == self.second == self.both and FEWEST <= self.both <= self.judged - FEWEST:
-            return f"are always met together (both in {self.both} of {self.judged} verdicts, never one alone)"
+        is_alike = self.first == self.second == self.both and self.judged >= FEWEST_ALIKE
+        if is_alike and FEWEST <= self.both <= self.judged - FEWEST:
+            return (
+                f"were met by the same responses so far (both in {self.both} of {self.judged} verdicts, never one "
+                "alone): they count twice what may be one thing, unless one only implies the other"
+            )
         return ""
 
 
@@ -89,6 +96,16 @@ class RubricCounts(Counts):
             for name, one in itertools.islice(counts.items(), MOST)
             for key, value in one.metrics().items()
         }
+
+    def describe(self) -> str:
+        """How far the criteria for all prompts are met, and all with a tag; empty without any."""
+        named = [*self.by_name.items(), *((f"[{tag}]", one) for tag, one in self.by_tag.items())]
+        found = [
+            f"{name} {f'{one.met / one.judged:.2f}' if one.judged else '-'}"
+            + f" ({one.failed} failed)" * (one.failed > 0)
+            for name, one in named
+        ]
+        return f"criteria, how far met: {', '.join(found)}" if found else ""
 
     def list_passed(self) -> Iterator[str]:
         """The criteria that all verdicts met."""

@@ -113,7 +113,7 @@ DEAD_STEPS = 50
 
 class RubricAlarm(RunFeature):
     """Says once of a criterion for all prompts that it is dead: all siblings have met it for DEAD_STEPS steps; and once
-    of two that they are never, or always, met together.
+    of two that they were never met together, or by the same responses.
     """
 
     name = "rubric"

@@ -295,14 +295,19 @@ def list_notes(
     attempts: Sequence[Attempt], results: Mapping[str, TrickResult], margin: float, counts: Mapping[str, int]
 ) -> Iterator[str]:
     yield (
-        "pass: with the trick, at data.labels.pass_score or above; rise: against the same responses without it; "
-        "intervals over prompts"
+        "pass: with the trick, at data.labels.pass_score or above; pass without, rise: of the same responses without "
+        "it; intervals over prompts"
     )
     paying = [trick for trick, one in results.items() if one.pays]
     by_share = (
         f"; of {' and '.join(POLICY_TRICKS)} only the share counts" if set(POLICY_TRICKS) & results.keys() else ""
     )
     yield f"tricks that pay (a rise surely above {margin:g}{by_share}): {', '.join(paying) or 'none'}"
+    if unsure := [trick for trick, one in results.items() if one.pays is None]:
+        yield (
+            f"too few to say whether they pay: {', '.join(unsure)}; more wrong responses are more of "
+            "evaluate.num_items, or of data.num_eval_prompts"
+        )
     if lost := [trick for trick, one in results.items() if one.failed_share > MOST_FAILED]:
         yield f"too many verdicts failed to say anything of {', '.join(lost)}: see the column failed"
     yield from list_worst(attempts, results)

@@ -212,6 +212,8 @@ class ScoringRun(Run[PreparedScoring]):
         (self._run_dir / VERDICTS).write_bytes(b"".join(lines))
         for text in describe_verdicts([one for _, judged in self._judged for one in judged]):
             self._observers.note(text)
+        if words := self._counters.judging.rubric.describe():
+            self._observers.note(words)
 
     async def _judge_call(self, row: Row, name: str = REWARD, priority: int | None = None) -> list[JudgedSibling]:
         """Judge the responses of a row. name: of the judge. priority: the lowest goes first; None: the first asked.
@@ -267,7 +269,8 @@ class ScoringRun(Run[PreparedScoring]):
             return {}
         known = [reward for reward in rewards if reward is not None]
         shares = {"responses": float(len(rewards)), "failed_share": 1 - len(known) / len(rewards)}
-        return shares | ({"reward": fmean(known)} if known else {})
+        mean = {"reward": fmean(known)} if known else {}
+        return shares | mean | self._counters.judging.rubric.metrics()
 
     def results(self) -> Summary:
         return Summary(
@@ -287,7 +290,7 @@ def to_line(group: Responses, judged: Sequence[JudgedSibling]) -> dict[str, obje
         "verdicts": [
             {
                 "reward": one.reward, "score": one.score, "failed": one.failed, "detail": one.detail,
-                "critiques": list(one.critiques), **({"criteria": one.criteria} if one.criteria else {}),
+                "critiques": list(one.critiques), **one.encode_criteria(),
             }
             for one in judged
         ],

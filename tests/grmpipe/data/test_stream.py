@@ -58,6 +58,12 @@ def test_the_last_epoch_ends_the_data() -> None:
         stream.at(6)
 
 
+def test_a_prompt_has_the_step_of_its_place_in_the_order() -> None:
+    stream = PromptStream(prompts(5), seed=1, groups_per_step=3)
+    assert [stream.at(index).step for index in (0, 2, 3, 300)] == [1, 1, 2, 101]
+    assert PromptStream(prompts(5), seed=1).at(300).step is None
+
+
 def test_no_prompt_is_drawn_where_there_are_none() -> None:
     with pytest.raises(AssertionError):
         PromptStream(()).at(0)

@@ -17,6 +17,7 @@ from grmpipe.evaluation.trick_results import (
     Attempt,
     TrickResult,
     list_worst,
+    make_table,
     measure_tricks,
     name_metrics,
     write_probes,
@@ -54,7 +55,7 @@ def measure(attempts: Sequence[Attempt]) -> TrickResult:
 
 def test_a_trick_pays_if_wrong_responses_pass_with_it_that_fail_without() -> None:
     found = measure([attempt(str(i), 1, 10 if i % 2 else 1) for i in range(40)])
-    assert found.pays and found.success.mean == found.success_rise.mean == 0.5
+    assert found.pays and found.success.mean == found.success_rise.mean == 0.5 and found.success_before.mean == 0
     assert found.reward_rise.mean == pytest.approx(0.5)
 
 
@@ -70,7 +71,15 @@ def test_a_better_one_of_several_wrong_answers_is_no_trick_until_it_passes() -> 
 
 def test_responses_that_pass_anyway_show_no_trick() -> None:
     found = measure([attempt(str(i), 10, 10) for i in range(40)])
-    assert found.success.mean == 1 and not found.pays
+    assert found.success.mean == found.success_before.mean == 1 and found.pays is not True
+
+
+@pytest.mark.parametrize(("count", "pays"), [(400, False), (4, None), (1, None)])
+def test_that_a_trick_does_not_pay_takes_enough_responses(count: int, pays: bool | None) -> None:
+    found = measure([attempt(str(i), 1, 2 if i % 40 == 0 else 1) for i in range(count)])
+    assert found.pays is pays
+    ((*_, cell),) = [[*column.cells] for column in make_table({"praise": found}).columns[-1:]]
+    assert cell == ("" if pays is False else "too few to say")
 
 
 def test_answers_to_one_prompt_prove_less_than_those_to_many() -> None:

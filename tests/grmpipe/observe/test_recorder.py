@@ -170,7 +170,7 @@ def plain_rollout(group_id: str = "g0", num_tokens: int = 3) -> Rollout:
     )
 
 
-PROMPT = Prompt(prompt_id="p0", messages=(Message(role="user", content="1 + 1?"),), reference="2")
+PROMPT = Prompt(prompt_id="p0", messages=(Message(role="user", content="1 + 1?"),), reference="2", step=3)
 
 
 @ANY_EXAMPLE

@@ -46,6 +46,16 @@ def test_a_run_judged_by_a_rule_has_no_grm() -> None:
     assert set(prepared.placement.seats) == {"policy", "learner"}
 
 
+@pytest.mark.parametrize("from_step", [0, 3])
+def test_prompts_know_their_step_where_a_criterion_begins_at_one(tmp_path: Path, from_step: int) -> None:
+    row = {"reference": "7", "rubric": ["It is short.", {"text": "It is kind.", "from_step": from_step}]}
+    rows = [{"prompt": f"What is {number} x 7?", **row} for number in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "prompts.jsonl"), "eval_path": None}
+    prepared = prepare(config(judge={"kind": "rule"}, data=data, train={"groups_per_batch": 2}))
+    assert [prepared.prompts.at(index).step for index in (0, 1, 2, 9)] == ([1, 1, 2, 5] if from_step else [None] * 4)
+
+
 PAIRS = {"protocol": "pairwise", "vote": "majority", "num_judgements": 2, "max_new_tokens": 60}
 RANKING = {"template": "nemotron_genrm_json", "parser": "ranking_field", "scale": {"high": 6}}
 

@@ -24,8 +24,8 @@ from grmpipe.judge.grm import LocalGrm, set_purpose
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_together
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.protocols.rubric import choose_left_out, is_quoted, normalise
-from grmpipe.judge.verdict import outcome, report_score
+from grmpipe.judge.protocols.rubric import choose_left_out
+from grmpipe.judge.verdict import describe_criteria, outcome, report_score
 from grmpipe.judge.votes import Weights
 from grmpipe.models.types import Completion, Message, TopLogprobs, VersionSpan
 from grmpipe.types import Criterion, Failed, JudgeReport, Prompt, Rollout
@@ -107,6 +107,26 @@ def test_training_hides_other_criteria_of_each_group_and_evaluations_none(bench:
     assert asked("000003~1") == groups[3], "a group that is sampled again after a resume"
     with set_purpose("held_out"):
         assert len(asked("000003")) == len(rubric)
+
+
+def test_criteria_begin_with_the_groups_of_their_step_and_evaluations_use_all(bench: Any) -> None:
+    author = lambda prompt, context: bench.answer(  # noqa: E731
+        box(*[10 if "ready" in line else 1 for line in re.findall(r"(?m)^\d+\..*", asked_about(prompt))])
+    )
+    judge, _ = bench.generative(author, **RUBRIC, num_judgements=1)
+    late = (Criterion(text="It is ready."), Criterion(text="It is deep.", weight=3, from_step=3))
+
+    def judge_at(step: int | None, *rubric: Criterion) -> JudgeReport:
+        prompt = replace(prompt_with(bench, *rubric), step=step)
+        first, second = bench.run(judge_together(judge, prompt, "g000003", ["a poem", "a verse"]))
+        assert [one.name for one in first.criteria] == [one.name for one in second.criteria]
+        return first
+
+    for step, earned in ((1, 1.0), (2, 1.0), (3, 0.25), (9, 0.25), (None, 0.25)):
+        report = judge_at(step, *late)
+        assert report.verdict.outcome == pytest.approx(earned) and len(report.criteria) == (1 if earned == 1 else 2)
+    assert judge_at(1, *late).judgements[0].criteria == ("It is ready",), "so that whoever reads them knows which"
+    assert judge_at(1, late[1], Criterion(text="It flatters.", weight=-1)).criteria[0].met == 0, "something is to earn"
 
 
 def test_sums_are_those_of_health_bench_within_0_and_1() -> None:
@@ -263,6 +283,31 @@ def test_criteria_that_a_judge_can_not_answer_are_refused(
         check_template(judge_config(**settings), [prompt_with(bench, criterion)])
 
 
+def test_a_call_that_fails_names_its_criteria(bench: Any) -> None:
+    def author(text: str, context: Any) -> Any:
+        return bench.answer("No idea." if "/c2/" in context.request_id else box(10, 10))
+
+    judge, _ = bench.generative(author, **RUBRIC, num_judgements=1, rubric=RubricConfig(criteria_per_call=2))
+    rubric = [Criterion(text=name, name=name) for name in ("rhymes", "short", "true", "kind")]
+    report = bench.run(judge.judge(prompt_with(bench, *rubric), bench.rollout("a poem")))
+    assert {one.detail.partition(": no clear")[0] for one in report.failures} == {"criteria true, kind"}
+    assert report.verdict.detail == report.failures[-1].detail
+
+
+def test_a_reward_says_which_criteria_are_faults_and_which_one_caps_it(bench: Any) -> None:
+    judge, _ = bench.generative(lambda text, context: bench.answer(box(1, 10, 10)), **RUBRIC, num_judgements=1)
+    rubric = (
+        Criterion(text="is true", essential=True),
+        Criterion(text="is long", essential=True),
+        Criterion(text="flatters", weight=-1),
+    )
+    report = bench.run(judge.judge(prompt_with(bench, *rubric), bench.rollout("a poem")))
+    assert report.verdict.outcome == 0
+    assert describe_criteria(report.criteria) == (
+        "criteria: is true 0 (essential: caps the reward); is long 1; flatters 1 (fault)"
+    )
+
+
 # -- kinds and evidence ------------------------------------------------------------------------------------------------
 
 
@@ -361,14 +406,9 @@ def test_what_a_response_says_of_its_criteria_changes_no_verdict(bench: Any, per
     assert report.verdict.outcome == 0 and [one.met for one in report.criteria] == [0, 0]
 
 
-def test_quotes_are_compared_without_white_space_and_typography() -> None:
-    assert is_quoted('"a  b\u00a0c"', normalise("A\u200b b\nc")) and not is_quoted('"a b"', normalise("a c b"))
-    assert not is_quoted('"-5"', normalise("5")) and not is_quoted("", normalise("anything"))
-
-
 @pytest.mark.parametrize("num_turns", [1, 2])
 def test_points_go_to_the_tokens_that_the_judge_quotes_and_the_rest_to_the_whole(bench: Any, num_turns: int) -> None:
-    """To a turn; to a line where there is one turn. The sum stays, also where a bound cuts it."""
+    """To a turn, or a line of the only turn; those without points have 0. The sum stays the verdict's."""
     lines = ["Roses are red.", "I am so good!", "Violets are blue."]
     texts = ["\n".join(lines)] if num_turns == 1 else ["\n".join(lines[:2]), lines[2]]
     turns = tuple(bench.rollout(text).turns[0] for text in texts)
@@ -379,21 +419,25 @@ def test_points_go_to_the_tokens_that_the_judge_quotes_and_the_rest_to_the_whole
         Criterion(text="It praises itself.", evidence=True, weight=-5),
         Criterion(text="It rhymes.", weight=1),
     )
-    places = [(0, 29, 46), (0, 15, 29)] if num_turns == 1 else [(1, 0, 17), (0, 0, 28)]
-    for scores, points in (("10, 1, 10", (0.75, 0.0)), ("10, 10, 10", (0.75, -1.25)), ("1, 10, 1", (0.0, -1.25))):
+    places = [(0, 29, 46), (0, 15, 29), (0, 0, 15)] if num_turns == 1 else [(1, 0, 17), (0, 0, 28)]
+    for scores, points in (
+        ("10, 1, 10", (0.75, 0.0)),
+        ("10, 10, 10", (0.75, -1.0)),  # the fault costs no more than there is
+        ("1, 10, 1", (0.0, 0.0)),
+    ):
         for credit in ("evidence", "whole"):
             author = lambda prompt, context, scores=scores: bench.answer(f"{said}\\boxed{{{scores}}}")  # noqa: E731
             judge, _ = bench.generative(author, **RUBRIC, rubric=RubricConfig(credit=credit))
             report = bench.run(judge.judge(prompt_with(bench, *rubric), rollout))
             verdict = report.verdict
-            earned = min(max(sum(points) + 0.25 * (scores[-2:] == "10"), 0), 1)
+            earned = sum(points) + 0.25 * (scores[-2:] == "10")
             assert verdict.outcome == pytest.approx(earned) and report.judgements[0].quotes
             found = {(span.turn, span.start, span.end): span.value for span in verdict.rewards}
             if credit == "whole":
                 assert len(found) == 1
                 continue
             whole = (num_turns - 1, 0, len(texts[-1]))
-            expected = {place: value for place, value in zip(places, points, strict=True) if value}
+            expected = dict.fromkeys(places, 0.0) | dict(zip(places, points, strict=False))
             expected[whole] = expected.get(whole, 0) + earned - sum(points)
             assert found == pytest.approx(expected)
 
@@ -408,6 +452,7 @@ def test_a_judge_of_one_score_shows_no_fault_as_a_merit_and_one_without_criteria
         Criterion(text="It flatters.", weight=-1),
         Criterion(text="It rhymes.", essential=True),
         Criterion(text="It rhymes.", evidence=True),
+        Criterion(text="It rhymes.", from_step=1),
     ):
         with pytest.raises(ValueError, match=r"prompt p1: it shows criteria without weight.*type judge=rubric"):
             shows.render(replace(prompt, rubric=(unlike,)), "a poem")

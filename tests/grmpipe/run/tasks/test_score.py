@@ -89,3 +89,8 @@ def test_a_verdict_by_a_rubric_shows_its_criteria_by_name() -> None:
         one = JudgedSibling(group_id="g", sibling=0, report=report)
         (line,) = to_line(group, [one])["verdicts"]  # type: ignore[misc]
         assert line.get("criteria") == describe(one).get("criteria") == shown
+    met = (JudgedCriterion(name="kind", met=0.0, caps=True), JudgedCriterion(name="flatters", met=1.0, fault=True))
+    one = JudgedSibling(group_id="g", sibling=0, report=JudgeReport(verdict=verdict, criteria=met))
+    (line,) = to_line(group, [one])["verdicts"]  # type: ignore[misc]
+    for said in (line, describe(one)):
+        assert (said["faults"], said["capped_by"]) == (["flatters"], ["kind"])
