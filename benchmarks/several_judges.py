@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [cluster=inprocess] [--seeds 0 1 2]
 
-Also `votes` (those of the jury), `cascade`, `route`, and `itself` (a policy that judges itself). Each comparison runs
-its variants, or those after --only, side by side for every seed into runs/several_judges/<variant>_<seed>; finished
-runs are reused, interrupted ones continued. The trained policy then answers 2048 held-out problems at T = 1, which no
-run has seen. Writes benchmarks/several_judges/<comparison>.md.
+Also `votes` (those of the jury), `cascade`, `route`, `itself` (a policy that judges itself) and `self_judging` (one
+that learns to judge, too). Each comparison runs its variants, or those after --only, side by side for every seed into
+runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued. The trained policy then
+answers 2048 held-out problems at T = 1, which no run has seen. Writes benchmarks/several_judges/<comparison>.md.
 """
 
 from __future__ import annotations
@@ -135,6 +135,14 @@ COMPARISONS = {
             "three": itself("grm.policy_updates=[20,40,60]"),
         },
         pairs=tuple((name, "live") for name in ("frozen", "three")),
+    ),
+    "self_judging": Comparison(
+        start="tiny://policy_judge",
+        variants={
+            "learns": Variant(overrides=("+experiment=self_judging",)),
+            "live": itself("judge.model=policy"),
+        },
+        pairs=(("learns", "live"),),
     ),
 }
 

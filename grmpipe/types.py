@@ -59,6 +59,7 @@ class Prompt:
     columns: further columns of the row, for reward functions.
     is_chat: whether the row has messages instead of a text.
     step:    the step of training that it is drawn for, from 1, by which criteria begin; None: all have begun.
+    self_judging: whether it is a judging task among a run's prompts, by which a policy that judges itself learns to.
     """
 
     prompt_id: str
@@ -70,6 +71,7 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
     is_chat: bool = False
     step: int | None = None
+    self_judging: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,11 @@ def between_0_and_1(default: T) -> T:
     return _within(lambda value: 0 <= value <= 1, default, "between 0 and 1")
 
 
+def between(low: float, high: float, default: T, text: str) -> T:
+    """Both ends are outside."""
+    return _within(lambda value: low < value < high, default, text)
+
+
 def from_0_to_1(default: T) -> T:
     return _within(lambda value: 0 <= value <= 1, default, "from 0 to 1")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grmpipe.algorithm.distill import DistillConfig
-from grmpipe.models.bounds import Bounded, above, at_least, between_0_and_1, not_empty, one_of
+from grmpipe.models.bounds import Bounded, above, at_least, between, between_0_and_1, not_empty, one_of
 
 MIN_GROUP_STD = 1e-6  # [reward] added to the standard deviation of a group, or of a batch (GRPO's epsilon)
 STD_KINDS = ("population", "sample", "none")
@@ -158,6 +158,27 @@ class SftConfig(Bounded):
 
 
 @dataclass(frozen=True)
+class SelfJudgingConfig(Bounded):
+    """Judging tasks among the prompts of a policy that judges itself: it learns to judge in the same batches."""
+
+    # Share of the groups that are judging tasks: judgements of one answer, rewarded if they agree with its label; null:
+    # none.
+    share: float | None = between(0, 1, None, "above 0 and below 1, or null: no judging tasks")
+    # Labelled judgements on other prompts than the run's: a file, or tiny://judgements_on_others (URPO, arXiv
+    # 2507.17515); null: the run's own rollouts, which judge.rule labels, right and wrong ones alternately (SPARK, arXiv
+    # 2509.22624).
+    data_path: str | None = not_empty(None, "give a file, or type algorithm.self_judging.data_path=null")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data_path is not None and self.share is None:
+            raise ValueError(
+                "share: is null, so that nothing of algorithm.self_judging.data_path would be trained; type "
+                "algorithm.self_judging.share=0.25, or leave data_path out"
+            )
+
+
+@dataclass(frozen=True)
 class AlgorithmSettings(KindSettings, Bounded):
     """The settings of an algorithm, as its functions get them."""
 
@@ -225,7 +246,8 @@ class AlgorithmSettings(KindSettings, Bounded):
     updates_per_batch: int = at_least(1, 1)
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
 
-    # Distillation and imitation.
+    # Distillation, imitation, judging.
 
     distill: DistillConfig = field(default_factory=DistillConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    self_judging: SelfJudgingConfig = field(default_factory=SelfJudgingConfig)

@@ -48,6 +48,7 @@ def check_across(config: RunConfig) -> None:
     check_places(config)
     check_retrain(config)
     check_cotrain(config)
+    check_self_judging(config)
     check_critic_alone(config)
     check_updated_by_policy(config)
     check_lora(config)
@@ -222,7 +223,7 @@ def check_updated_by_policy(config: RunConfig) -> None:
 def check_labels(config: RunConfig) -> None:
     """Check the score that passes, for judges that learn from labels and for a jury that weighs by accuracy."""
     labelled = [judge for judge in config.judging.judges.values() if judge.kind == "label"]
-    labelled += [judge for role in config.trained_grms for judge in config.judging.select_asking(role).values()]
+    labelled += [judge for role in config.learns_to_judge for judge in config.judging.select_asking(role).values()]
     if config.rewards.find_weighed_members():
         labelled.append(config.main_judge)
     for judge in labelled:
@@ -361,6 +362,53 @@ def check_cotrain(config: RunConfig) -> None:
                 f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, and its groups may be "
                 f"judged by different versions of a GRM that learns; with {key}.enabled type algorithm.estimator=grpo"
             )
+
+
+def check_self_judging(config: RunConfig) -> None:
+    """Check that a policy that learns to judge is the judge, and that both kinds of groups can share a batch."""
+    if not config.self_judging_share:
+        return
+    key = "algorithm.self_judging.share"
+    if not config.judging.by_policy:
+        judges = config.judging.generative.values()
+        others = "; ".join(f"{judge.key}.model={judge.model}" for judge in judges) or "no judge asks a model"
+        raise ValueError(
+            f"{key}: a policy learns to judge where it is the judge as it is, and here {others}; type "
+            "judge.model=policy, or train another model that judges by its own section: grm.train.enabled=true"
+        )
+    if config.task == "simulate":
+        raise ValueError(
+            f"{key}: task=simulate simulates no judging tasks; type task=plan for their work, or {key}=null to "
+            "simulate the rest of the run"
+        )
+    judge, rollout = config.judging.find_training_judge(POLICY), config.rollout
+    if judge.temperature != rollout.temperature:
+        raise ValueError(
+            f"{judge.key}.temperature: a learner scores its batch at one temperature, and judgements are sampled at "
+            f"{judge.temperature:g}, rollouts at {rollout.temperature:g}; type {judge.key}.temperature="
+            f"{rollout.temperature:g}"
+        )
+    if judge.protocol_kind.about == "pair" and config.algorithm.self_judging.data_path is None:
+        raise ValueError(
+            "algorithm.self_judging.data_path: a judge of pairs can't learn from single rollouts; give rankings of "
+            "other prompts"
+        )
+    if config.algorithm.overlong_buffer.share > 0 and judge.max_new_tokens > rollout.max_new_tokens:
+        raise ValueError(
+            "algorithm.overlong_buffer.share: answers cost more and more towards rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}, and judgements may be longer; type {judge.key}.max_new_tokens="
+            f"{rollout.max_new_tokens} or less"
+        )
+    if config.algorithm.estimator_kind.need == "batch":
+        raise ValueError(
+            f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, in which rewards of "
+            "answers and of judgements are on two scales; type algorithm.estimator=grpo"
+        )
+    if config.critic.enabled:
+        raise ValueError(
+            "critic.enabled: a critic learns the scale of one reward, and judgements have another than answers; type "
+            "critic=none algorithm.estimator=grpo"
+        )
 
 
 def check_critic_alone(config: RunConfig) -> None:

@@ -135,6 +135,16 @@ class RunConfig(SharedSections, RunKeys):
         return {role: model.train for role, model in self.models.items() if model.train.enabled}
 
     @property
+    def self_judging_share(self) -> float:
+        """The share of the groups in which the policy learns to judge; 0: none, or the task plays no rollouts."""
+        return (self.algorithm.self_judging.share or 0.0) if self.trains_policy else 0.0
+
+    @property
+    def learns_to_judge(self) -> tuple[str, ...]:
+        """The models that learn from judging tasks: GRMs next to the policy, and a policy that judges itself."""
+        return (*self.trained_grms, *((POLICY,) if self.self_judging_share else ()))
+
+    @property
     def prices(self) -> dict[str, PriceConfig]:
         """The prices of the models behind endpoints that the run asks, by role."""
         return {role: model.price for role, model in self.outside_models.items()}

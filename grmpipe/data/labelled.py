@@ -29,7 +29,8 @@ def load_labelled(
     """All labelled items of a .jsonl, .jsonl.gz, .csv, .parquet or .json (one array) file; or `num_tiny` made ones.
 
     scale:       the ends of the judge's scale; a score outside is an error.
-    path:        a file, or tiny://judgements (for training) or tiny://judgements_held_out: they share no problem.
+    path:        a file, or tiny://judgements (for training) or tiny://judgements_held_out: they share no problem. The
+                 problems of tiny://judgements are those of tiny://train, those of tiny://judgements_on_others aren't.
     columns:     field -> the column of the file that holds it; `a.b` is b within a.
     score_range: the ends of the scale of the file's scores, which are stretched to the judge's; None: the judge's.
 

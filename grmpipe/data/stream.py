@@ -13,6 +13,10 @@ class EndOfData(Exception):
     """All epochs are over."""
 
 
+class NothingToJudge(Exception):
+    """The place of a judging task stays empty: there is none that may be given now."""
+
+
 class PromptStream:
     """The order of prompts: index i is item i % n of epoch i // n. Each epoch has its own permutation, or the file's
     order.

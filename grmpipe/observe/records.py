@@ -126,7 +126,7 @@ RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_fail
 RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "asked", "stop_text")
 RARE: Mapping[type, tuple[str, ...]] = {
     Message: ("tool_calls", "name", "tool_call_id"),
-    Prompt: ("rubric", "info", "step"),
+    Prompt: ("rubric", "info", "step", "self_judging"),
     Judgement: ("criteria", "unread", "quotes"),
     JudgedCriterion: ("tags", "shared", "left_out", "fault", "caps"),
     Criterion: ("essential", "tags", "name", "levels", "evidence", "from_step"),

@@ -40,6 +40,7 @@ CANARIES = {
     "mean score": "judge_monitor/canary_score",
     "of adversarial answers": "judge_monitor/adversarial_score",
 }
+JUDGING = {"of judging tasks": "self_judging/reward"}
 STALENESS = {"oldest": "staleness/max", "mean": "staleness/mean"}
 MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
 SCORE_OF_JUDGE = re.compile(r"judge/(\w+)/score_mean")
@@ -111,6 +112,7 @@ def make_sections(run: RunFiles) -> dict[str, object]:
                 note="by a rule with access to the reference",
             ),
             *score_charts(run, ringing),
+            chart("Reward of judging", make_series(run, JUDGING), note="of the policy's judgements, by their labels"),
         ),
         "judging": present(
             chart("Scores by judge", find_series(run, SCORE_OF_JUDGE), note="each on its judge's own scale"),

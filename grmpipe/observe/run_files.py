@@ -374,6 +374,8 @@ def pick_rollouts(run_dir: Path) -> list[ShownRollout]:
     reports = map(dict, read_ends(run_dir / "judgements.jsonl", decode_judged))
     whole = ([line for line in lines if line.thinned != TEXT] for lines in rollouts)
     early, late = map(join_reports, whole, reports)
+    judging = next((one for one in reversed(late or early) if one.prompt.self_judging), None)
+    early, late = ([one for one in some if not one.prompt.self_judging] for some in (early, late))
     late = late or early
     judged = [one for one in late if one.score is not None]
     divided = [one for one in judged if one.spread > 0]
@@ -384,6 +386,7 @@ def pick_rollouts(run_dir: Path) -> list[ShownRollout]:
         ("late, judged most differently", max(divided, key=attrgetter("spread"), default=None)),
         ("late, judging failed", next((one for one in late if one.score is None), None)),
         ("the last", late[-1] if late else None),
+        ("a judging task of the policy", judging),
     )
 
 

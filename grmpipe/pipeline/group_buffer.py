@@ -59,6 +59,11 @@ class GroupLedger:
         kept = self.recovered.pop(prompt_index, None)
         return kept or RecoveredGroup(group_id=f"{self._config.group_prefix}{prompt_index:06d}")
 
+    def skip(self, prompt_index: int) -> None:
+        """Leave a place in the order of the prompts empty."""
+        self.next_prompt_index = max(self.next_prompt_index, prompt_index + 1)
+        self.recovered.pop(prompt_index, None)
+
     def end_step(self, batch: Sequence[Group]) -> None:
         """Count a batch that was trained and pushed: the version rises by one."""
         self.max_staleness_trained = max(self.max_staleness_trained, *(self.version - group.version for group in batch))

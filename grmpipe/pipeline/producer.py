@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from operator import attrgetter
 
-from grmpipe.data.stream import EndOfData
+from grmpipe.data.stream import EndOfData, NothingToJudge
 from grmpipe.envs.episode_slots import Booking
 from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed
@@ -127,8 +127,12 @@ class Producer:
         """Open groups until the prompts are over."""
         # Reopened groups come first: their tokens are the oldest. They need no room: they had it before the resume.
         for prompt_index in self._buffer.ledger.prompts_to_reopen:
-            slots = await self._components.slots.book(self._config.group_size)
-            await self._open(prompt_index, self._components.prompts.at(prompt_index), slots)
+            try:
+                prompt = self._components.prompts.at(prompt_index)
+            except NothingToJudge:
+                self._buffer.ledger.skip(prompt_index)
+                continue
+            await self._open(prompt_index, prompt, await self._components.slots.book(self._config.group_size))
         while True:
             await self._components.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
@@ -141,6 +145,10 @@ class Producer:
                 slots.end()
                 self._buffer.no_more_prompts()
                 return
+            except NothingToJudge:
+                slots.end()
+                self._buffer.ledger.skip(prompt_index)
+                continue
             await self._open(prompt_index, prompt, slots)
 
     async def _open(self, prompt_index: int, prompt: Prompt, slots: Booking) -> None:
@@ -275,7 +283,8 @@ class Producer:
                 self._counters.step.report(report)
                 if not group.is_open:
                     self._ended(group)
-                self._components.judge_guard.verdict(report)
+                if not group.prompt.self_judging:  # a label never fails: it would hide that the judge does
+                    self._components.judge_guard.verdict(report)
 
     def _pause_judging(self, why: str) -> None:
         """No judge task begins in this process any more, and the deadlines of groups stand still. Tasks in progress go

@@ -99,16 +99,38 @@ def cascade_metrics(counts: CascadeCounts) -> Metrics:
 def batch_metrics(
     groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig, *, mask_truncated: bool = False
 ) -> Metrics:
-    """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness."""
+    """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness. Judging tasks
+    among the prompts have their own, and enter only the staleness.
+    """
+    ages = [version - group.version for group in groups]
+    metrics = {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
+    answered = [group for group in groups if not group.prompt.self_judging]
+    if answered:
+        metrics |= group_metrics(answered, algorithm, mask_truncated=mask_truncated)
+    if len(answered) < len(groups):
+        judged = [group for group in groups if group.prompt.self_judging]
+        found = group_metrics(judged, algorithm, mask_truncated=mask_truncated)
+        metrics |= {f"self_judging/{new}": found[name] for name, new in SELF_JUDGING.items() if name in found}
+        metrics["self_judging/share"] = len(judged) / len(groups)
+    return metrics
+
+
+# Metric of a batch -> its name under self_judging/, for judging tasks among the prompts.
+SELF_JUDGING = {
+    "train/reward": "reward",
+    "train/zero_advantage_share": "zero_advantage_share",
+    "response_length/mean": "response_length_mean",
+}
+
+
+def group_metrics(groups: Sequence[JudgedGroup], algorithm: AlgorithmConfig, *, mask_truncated: bool) -> Metrics:
+    """Metrics of groups of one kind: scores, rewards, lengths."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
-    ages = [version - group.version for group in groups]
     metrics = {
         **spread("response_length/", lengths),
         **spread("prompt_length/", [len(rollout.turns[0].new_ids) for rollout, _ in pairs if rollout.turns]),
         "train/siblings_without_verdict": float(sum(isinstance(verdict, Failed) for _, verdict in pairs)),
-        "staleness/mean": statistics.fmean(ages),
-        "staleness/max": float(max(ages)),
     }
     valid = [
         (length, verdict)
@@ -200,7 +222,7 @@ def check_truth(groups: Sequence[JudgedGroup], is_right: Rule) -> dict[RolloutKe
 
 def _rule_on(group: JudgedGroup, is_right: Rule) -> list[float]:
     reference = group.prompt.reference
-    if reference is None:
+    if reference is None or group.prompt.self_judging:  # whose reference is a label, which the rule would misread
         return []
     try:
         return [is_right(rollout.answer, reference) for rollout in group.rollouts]

@@ -77,7 +77,7 @@ class Prepared:
     held_out: tuple[Prompt, ...]
     placement: Placement
     roles: Roles
-    # Stored judging tasks, by GRM that is trained next to the policy.
+    # Stored judging tasks, by model that learns to judge: a GRM next to the policy, or the policy.
     judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
     demonstrations: Demonstrations | None = None  # that the policy imitates
 
@@ -142,7 +142,7 @@ def prepare(config: RunConfig) -> Prepared:
         held_out=data.held_out,
         placement=placement,
         roles=roles,
-        judging_tasks={role: load_stored_tasks(config, role, data) for role in config.trained_grms},
+        judging_tasks={role: load_stored_tasks(config, role, data) for role in config.learns_to_judge},
         demonstrations=read_demonstrations(config.algorithm.sft.path, policy.renderer, config.seed),
     )
     check_fit(prepared, data)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from grmpipe.config.data import DataConfig
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -95,9 +96,14 @@ def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
 
 
 def load_judging_tasks(
-    judge: JudgeConfig, data: DataConfig, path: str, count: int, held_out: Sequence[Prompt] = ()
+    judge: JudgeConfig,
+    data: DataConfig,
+    path: str,
+    count: int,
+    others: Sequence[Prompt] = (),
+    others_path: str = "data.eval_path",
 ) -> tuple[Prompt, ...]:
-    """Judging tasks from labelled work, as a judge asks them, without those on a held-out prompt."""
+    """Judging tasks from labelled work, as a judge asks them, without those on one of these other prompts."""
     with section(f"{judge.key}."):
         judging_tasks = JudgingTasks.under(judge, data.labels)
     items = load_labelled(
@@ -107,12 +113,14 @@ def load_judging_tasks(
         columns=data.columns,
         score_range=data.labels.score_range,
     )
-    known = {identify_prompt(prompt) for prompt in held_out}
+    known = {identify_prompt(prompt) for prompt in others}
     kept = [item for item in items if identify_prompt(item.prompt) not in known]
     if not kept:
-        raise ValueError(f"every prompt of {path} is also in data.eval_path; give other prompts")
+        raise ValueError(f"every prompt of {path} is also in {others_path}; give other prompts")
     if len(kept) < len(items):
-        log.warning("%d judging tasks of %s use held-out prompts: they are not trained", len(items) - len(kept), path)
+        log.warning(
+            "%d judging tasks of %s use prompts of %s: they are not trained", len(items) - len(kept), path, others_path
+        )
     ties = sum(isinstance(item, RankedResponses) and len(set(item.grades)) == 1 for item in kept)
     if ties:
         log.warning("%d items of %s are ties of all their responses: no judging task asks for the best", ties, path)
@@ -133,16 +141,21 @@ def read_demonstrations(path: str | None, renderer: Renderer, seed: int) -> Demo
 
 
 def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:
-    """The stored judging tasks of a GRM that is trained. Without a file of them, checks that the policy's prompts have
-    references.
+    """The stored judging tasks of a model that learns to judge: a GRM next to the policy, or the policy itself, whose
+    tasks are on other prompts than its own. Without a file of them, checks that the policy's prompts have references.
     """
-    cotrain, judge = config.trained_grms[role], config.judging.find_training_judge(role)
-    key = f"{config.models[role].key}.train"
+    judge = config.judging.find_training_judge(role)
+    if role == POLICY:
+        key, path, count = "algorithm.self_judging", config.algorithm.self_judging.data_path, config.data.num_prompts
+        others, others_path = (*data.train, *data.held_out), "data.path or data.eval_path"
+    else:
+        cotrain, key = config.trained_grms[role], f"{config.models[role].key}.train"
+        path, count, others, others_path = cotrain.data_path, cotrain.num_items, data.held_out, "data.eval_path"
     with section(f"{judge.key}."):
         JudgingTasks.under(judge, config.data.labels)
-    if cotrain.data_path is not None:
+    if path is not None:
         with section(f"{key}.data_path: "):
-            judging_tasks = load_judging_tasks(judge, config.data, cotrain.data_path, cotrain.num_items, data.held_out)
+            judging_tasks = load_judging_tasks(judge, config.data, path, count, others, others_path)
         return PromptStream(judging_tasks, seed=config.seed)
     if not any(rulable(config.truth, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(

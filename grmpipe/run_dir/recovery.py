@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from grmpipe.data.stream import EndOfData
+from grmpipe.data.stream import EndOfData, NothingToJudge
 from grmpipe.judge.verdict import only_finite
 from grmpipe.models.seeds import name_repetition
 from grmpipe.observe.all_trackers import is_up_to
@@ -160,7 +160,7 @@ def void_steps_after(run_dir: Path, version: int, marks: Mapping[str, Mark], run
 def _drawn(prompts: Prompts, prompt_index: int) -> Prompt | None:
     try:
         return prompts.at(prompt_index)
-    except EndOfData:
+    except (EndOfData, NothingToJudge):
         return None
 
 

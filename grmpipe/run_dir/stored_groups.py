@@ -55,12 +55,13 @@ def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups
     first = {group_id: min((at, sibling) for sibling, at in lines.places[group_id].items()) for group_id in steps}
     in_order = sorted(steps, key=lambda group_id: (steps[group_id] is None, steps[group_id] or 0, first[group_id]))
     firsts = ((group_id, lines.read(group_id, first[group_id][1], decode_recorded)) for group_id in in_order)
-    found = {group_id: line.prompt for group_id, line in firsts if line.thinned != TEXT}
+    texts = {group_id: line.prompt for group_id, line in firsts if line.thinned != TEXT}
+    found = {group_id: prompt for group_id, prompt in texts.items() if not prompt.self_judging}  # which labels judge
     if not found:
         raise ValueError(f"{rollouts} holds no text of these groups: journals.keep dropped it; choose other steps")
     return StoredGroups(
         steps={group_id: steps[group_id] for group_id in found},
         prompts=tuple({prompt.prompt_id: prompt for prompt in found.values()}.values()),
-        num_without_text=len(in_order) - len(found),
+        num_without_text=len(in_order) - len(texts),
         run=RecordedGroups(rollouts=lines, judgements=JournalLines(judgements)),
     )

@@ -99,7 +99,12 @@ SETS: Mapping[str, tuple[Make, Split]] = {
 }
 
 
-LABELLED_SETS: Mapping[str, Split] = {"tiny://judgements": TRAIN, "tiny://judgements_held_out": HELD_OUT}
+# The split of the problems, and what is added to the seed: with that of tiny://train they would be its problems.
+LABELLED_SETS: Mapping[str, tuple[Split, int]] = {
+    "tiny://judgements": (TRAIN, 0),
+    "tiny://judgements_held_out": (HELD_OUT, 0),
+    "tiny://judgements_on_others": (TRAIN, 1),
+}
 
 
 def make_labelled(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
@@ -107,7 +112,8 @@ def make_labelled(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
     if path not in LABELLED_SETS:
         raise ValueError(f"{path}: unknown labelled data; known: {', '.join(LABELLED_SETS)}")
     items: list[Labelled] = []
-    for index, made in enumerate(make_judgements(LABELLED_SETS[path], count, seed)):
+    split, more = LABELLED_SETS[path]
+    for index, made in enumerate(make_judgements(split, count, seed + more)):
         item_id = f"{path.removeprefix(SCHEME)}-{index}"
         message = Message(role="user", content=made.problem.question)
         prompt = Prompt(prompt_id=item_id, messages=(message,), source=path, reference=str(made.problem.answer))

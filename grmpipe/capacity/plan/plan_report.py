@@ -14,6 +14,7 @@ from grmpipe.capacity.plan.memory import column_width, list_memory, memory, over
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import (
     assumptions,
+    compute_answer_share,
     count_calls,
     count_judgements,
     learner_flops,
@@ -191,11 +192,13 @@ def arithmetic(facts: RunFacts) -> str:
     train = config.train
     rollouts = train.groups_per_batch * train.group_size
     in_flight = (train.max_staleness + 1) * train.groups_per_batch
-    wanted = train.num_steps * train.groups_per_batch
+    wanted = round(train.num_steps * train.groups_per_batch * compute_answer_share(config))
+    share = config.self_judging_share
     return "\n".join([
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
         f"at most {rollouts * config.rollout.max_turns * config.rollout.max_new_tokens} tokens",
+        *([f"  {share:.0%} of the groups are judging tasks, in which the policy judges"] if share else []),
         *format_judgements(facts),
         f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
         f"(max_staleness {train.max_staleness})",
@@ -225,7 +228,8 @@ def describe_requests(name: str, facts: RunFacts) -> str:
     """The judgements of a judge in words."""
     train, judge = facts.config.train, facts.config.judging.judges[name]
     judgements = count_judgements(name, facts)
-    rollouts = round(train.groups_per_batch * train.group_size * shares_asked(facts)[name])
+    groups = train.groups_per_batch * compute_answer_share(facts.config)
+    rollouts = round(groups * train.group_size * shares_asked(facts)[name])
     product = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
     if (calls := count_calls(name, facts)) != 1:
         product = f"{rollouts} rollouts x {judge.num_judgements} judgements x {calls:.3g} calls = {judgements} calls"

@@ -13,6 +13,7 @@ from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import TrainConfig
 from grmpipe.judge.grm import estimate_tokens
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.lm.flops import PackedSizes
@@ -42,13 +43,17 @@ class Lengths:
 def step_work(facts: RunFacts) -> StepWork:
     """The work of a step at mean lengths: those that are set, else half of the maximum."""
     config, train = facts.config, facts.config.train
-    rollouts = train.groups_per_batch * train.group_size
-    packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
-    played = policy_lengths(facts)
-    own = played.work(rollouts, sharers(POLICY, train.group_size, facts))
-    learner_tokens, passes = packed * played.prompt_tokens + rollouts * played.new_tokens, policy_passes(config)
+    rollouts = math.ceil(train.groups_per_batch * compute_answer_share(config) * train.group_size - 1e-9)
+    own = policy_lengths(facts).work(rollouts, sharers(POLICY, train.group_size, facts))
+    trained = [own]
+    if config.self_judging_share:
+        asked = judge_lengths(config.judging.find_training_judge(POLICY).name, facts)
+        judged = train.groups_per_batch * train.group_size - rollouts
+        trained.append(asked.work(judged, sharers(POLICY, train.group_size, facts)))
+    learner_tokens, passes = sum(count_learner_tokens(work, train) for work in trained), policy_passes(config)
     judging = {role: estimate_judging(role, facts) for role in (POLICY, *config.asked.local_roles)}
-    judging[POLICY] = [own, *judging[POLICY]]
+    judging[POLICY] = [*trained, *judging[POLICY]]
+    played = policy_lengths(facts)
     return StepWork(
         engines={role: together(works) for role, works in judging.items()},
         learner_tokens=learner_tokens,
@@ -62,6 +67,17 @@ def step_work(facts: RunFacts) -> StepWork:
         scorer_tokens=scorer_tokens(facts),
         grm_learners={config.learners[role]: grm_training(role, facts) for role in config.trained_grms},
     )
+
+
+def count_learner_tokens(work: RoleWork, train: TrainConfig) -> float:
+    """The tokens of groups' samples as the learner packs them."""
+    prompts = work.requests / train.group_size if train.prefix_sharing else work.requests
+    return prompts * work.prompt_tokens + work.requests * work.new_tokens
+
+
+def compute_answer_share(config: RunConfig) -> float:
+    """The share of the groups that answer a prompt of the run, and don't judge."""
+    return 1 - config.self_judging_share
 
 
 def learner_flops(facts: RunFacts) -> float | None:
@@ -175,7 +191,7 @@ def judge_work(name: str, facts: RunFacts) -> RoleWork:
 def count_judgements(name: str, facts: RunFacts) -> int:
     """The requests for judgements of one judge in a step, at most."""
     train, judge = facts.config.train, facts.config.asked.judges[name]
-    whole = train.groups_per_batch * judge.judgements_of_group(train.group_size)
+    whole = train.groups_per_batch * compute_answer_share(facts.config) * judge.judgements_of_group(train.group_size)
     return math.ceil(whole * shares_asked(facts)[name] * count_calls(name, facts) - 1e-9)
 
 

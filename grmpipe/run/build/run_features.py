@@ -1,7 +1,7 @@
 """The features of a training run, in the order in which they look at a step."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.judge.composition.composed_judge import get_members, without_bounds
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.health import JudgeHealth
-from grmpipe.pipeline.interfaces import PipelineComponents, RecoveredGroup
+from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
 from grmpipe.run.build.start import Running
@@ -28,6 +28,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.run.prepare import Prepared
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.run_dir.run_state import RunState
+from grmpipe.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,12 @@ def make_cotrainings(
     prepared: Prepared,
     running: Running,
     state: RunState,
-    kept: Mapping[int, RecoveredGroup],
+    rollouts: Sequence[tuple[Prompt, Rollout]],
     observers: Observers,
     run_dir: Path,
 ) -> CoTrainings:
-    """The training of GRMs next to the policy, with the rollouts that a resume found."""
-    prompts, before = prepared.prompts, state.grm_pipeline_states
-    rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
+    """The training of GRMs next to the policy. rollouts: those that a resume found."""
+    before = state.grm_pipeline_states
     health, events, guard = running.maintenance.health, observers.timeline, observers.journal_guard
     return CoTrainings(
         [

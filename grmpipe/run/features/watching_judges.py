@@ -152,7 +152,7 @@ class WatchingJudges(RunFeature):
         self._start()
         for watcher in self._watchers.values():
             for group in end.report.groups:
-                if watcher.draws(group.group_id, self._seed):
+                if not group.prompt.self_judging and watcher.draws(group.group_id, self._seed):
                     self._queue(watcher, end.step, group)
         metrics: Metrics = {}
         for name, counts in self._step.items():

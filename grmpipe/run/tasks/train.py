@@ -9,6 +9,7 @@ from grmpipe.run.build.compose_pipeline import make_components
 from grmpipe.run.build.run_features import RunFeatures, make_cotrainings, make_features
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.build.try_models import try_judge, try_teachers
+from grmpipe.run.features.cotrain.self_judging import SelfJudging
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.signals import stop_by_signals
@@ -47,9 +48,16 @@ class TrainingRun(Run[Prepared]):
     async def _train(self, running: Running) -> Status:
         """Make all steps, between two held-out evaluations."""
         prepared, context, observers = self._prepared, self._context, self._observers
-        state, kept = restore_flow(context, prepared.prompts)
-        cotrainings = make_cotrainings(prepared, running, context.state, kept, observers, self._run_dir)
+        self_judging = SelfJudging(prepared, running.policy) if prepared.config.self_judging_share else None
+        prompts = prepared.prompts if self_judging is None else self_judging.prompts
+        state, kept = restore_flow(context, prompts)
+        rollouts = [(prompts.at(index), rollout) for index, work in kept.items() for rollout in work.rollouts]
+        answers = [(prompt, rollout) for prompt, rollout in rollouts if not prompt.self_judging]
+        cotrainings = make_cotrainings(prepared, running, context.state, answers, observers, self._run_dir)
         components = make_components(prepared, running, observers, cotrainings)
+        if self_judging is not None:
+            self_judging.keep(answers)
+            components = self_judging.join(components)
         features = make_features(prepared, running, components, cotrainings, observers, self._run_dir)
         self._features, self._stats.cotrainings = features, cotrainings
         for feature in features.each:

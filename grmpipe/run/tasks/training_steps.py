@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grmpipe.data.stream import PromptStream
 from grmpipe.judge.composition.composed_judge import get_bounds
 from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.pipeline.consumer import Interrupted
-from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.interfaces import (
+    FlowConfig,
+    PipelineComponents,
+    PipelineState,
+    Prompts,
+    RecoveredGroup,
+    StepReport,
+)
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import check_truth, describe_trained, step_metrics
 from grmpipe.run.build.run_features import RunFeatures
@@ -234,7 +240,7 @@ class TrainingSteps:
         return save_failed_batch(batch, self._run_dir / "failed_batch.jsonl")
 
 
-def restore_flow(context: RunContext, prompts: PromptStream) -> tuple[PipelineState, Kept]:
+def restore_flow(context: RunContext, prompts: Prompts) -> tuple[PipelineState, Kept]:
     """The state to continue from, a checkpoint's or the beginning, with the work that the journals have after it."""
     state, run_dir, observers = context.state, context.run_dir, context.observers
     flow, marks, run_id = state.pipeline_state, state.journal_marks, read_run_id(run_dir)

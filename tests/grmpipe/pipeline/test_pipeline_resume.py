@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import cast
 
 import pytest
-from pipeline_bench import Bench, LearningJudge, Prompts, Together, flow, long_tailed
+from pipeline_bench import Bench, Judge, LearningJudge, Prompts, Together, flow, long_tailed
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.data.stream import NothingToJudge
 from grmpipe.pipeline.consumer import Interrupted
+from grmpipe.pipeline.health import Unfit
 from grmpipe.pipeline.interfaces import (
     PipelineState,
     RecoveredGroup,
     StepReport,
 )
 from grmpipe.types import (
+    Failed,
     JudgeReport,
+    Prompt,
     RewardSpan,
+    Rollout,
     Verdict,
 )
 
@@ -28,6 +34,52 @@ def test_run_ends_with_its_prompts_and_accounts_for_each() -> None:
     assert pipeline.version == 2
     assert (pipeline.ledger.trained, pipeline.ledger.dropped) == (8, {"end_of_prompts": 2})
     assert set(bench.journal.prompts) == {f"p{prompt_index}" for prompt_index in range(10)}
+
+
+class WithGaps(Prompts):
+    """Every third place is that of a judging task; until `since` there is none to give."""
+
+    since = 0
+
+    def at(self, prompt_index: int) -> Prompt:
+        prompt = super().at(prompt_index)
+        if prompt_index % 3 == 2 and prompt_index < self.since:
+            raise NothingToJudge
+        return replace(prompt, self_judging=prompt_index % 3 == 2)
+
+
+def test_places_without_a_judging_task_stay_empty_and_open_no_group() -> None:
+    prompts = WithGaps(count=30)
+    prompts.since = 10
+    bench = Bench(flow(num_steps=100), prompts=prompts)
+    ledger = bench.run().ledger
+    given = {f"p{place}" for place in range(30)} - {"p2", "p5", "p8"}
+    assert set(bench.journal.prompts) == given
+    assert ledger.submitted == len(given) == ledger.trained + ledger.dropped.total()
+
+
+def test_a_judging_task_in_flight_that_a_resume_cant_make_again_leaves_its_place_empty() -> None:
+    prompts = WithGaps(count=30)
+    prompts.since = 30
+    state = PipelineState(version=1, next_prompt_index=6, in_flight={2: "g000002", 4: "g000004"})
+    bench = Bench(flow(num_steps=100), prompts=prompts, pipeline_state=state)
+    ledger = bench.run().ledger
+    assert set(bench.journal.prompts) == {"p4", *(f"p{place}" for place in range(6, 30) if place % 3 != 2)}
+    assert ledger.in_flight == 0 and ledger.submitted == ledger.trained + ledger.dropped.total()
+
+
+def test_labels_say_nothing_of_the_health_of_the_judge() -> None:
+    """Half of the groups are judging tasks, on which the judge isn't asked; of the others it fails all."""
+    failed = Failed(stage="judge", cause="timeout", attempts=1)
+    asked = set[str]()
+
+    def fails_on_answers(rollout: Rollout) -> Failed | None:
+        asked.add(rollout.group_id)
+        return None if int(rollout.group_id[1:]) % 3 == 2 else failed
+
+    bench = Bench(flow(num_steps=2), prompts=WithGaps(), judge=Judge(mishap=fails_on_answers), max_failure_rate=0.7)
+    with pytest.raises(Unfit):
+        bench.run()
 
 
 def test_interrupted_run_resumes_and_trains_each_prompt_once() -> None:

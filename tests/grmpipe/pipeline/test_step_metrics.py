@@ -117,3 +117,22 @@ def test_truth_needs_references() -> None:
     assert truth_metrics(check_truth([group(verdict(5), verdict(5))], is_right)) == {}
     known = group(verdict(5), verdict(5), reference="12", text="Answer: 12")
     assert truth_metrics(check_truth([known], is_right)) == {"train/true_accuracy": 1.0}
+
+
+def test_judging_tasks_enter_no_metric_of_the_answers_but_their_age() -> None:
+    answers = group(verdict(1), verdict(10), version=3, reference="1", text="1")
+    judged = group(verdict(10), verdict(10), version=1, reference="at least 1", text="1")
+    judged = replace(judged, prompt=replace(judged.prompt, self_judging=True))
+    metrics = batch_metrics([answers, judged], 4, AlgorithmConfig())
+    alone = batch_metrics([answers], 4, AlgorithmConfig())
+    own = {name: value for name, value in metrics.items() if name.startswith("self_judging/")}
+    assert own == {
+        "self_judging/share": 0.5,
+        "self_judging/reward": 1.0,
+        "self_judging/zero_advantage_share": 1.0,
+        "self_judging/response_length_mean": 4.5,
+    }
+    assert metrics == alone | own | {"staleness/mean": 2.0, "staleness/max": 3.0}
+    assert list(check_truth([answers, judged], lambda text, reference: 1.0)) == [("g", 0), ("g", 1)]
+    assert check_truth([judged], lambda text, reference: 1.0) == {}
+    assert "train/reward" not in batch_metrics([judged], 4, AlgorithmConfig())

@@ -268,18 +268,20 @@ class CoTrainings(RunFeature):
 
 
 def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
+    """The judging tasks of a model that learns to judge. role: its own."""
     config = prepared.config
-    cotrain = config.trained_grms[role]
+    own = config.trained_grms.get(role)
     pass_reward = config.main_judge.scale.to_reward(config.data.labels.pass_score)
     return JudgingTaskStream(
         JudgingTasks.under(config.judging.find_training_judge(role), config.data.labels),
         rule_named(config.truth.rule),
         prepared.judging_tasks[role],
-        rollout_share=cotrain.rollout_share,
+        # The policy learns either from stored tasks or, without any, from its rollouts.
+        rollout_share=own.rollout_share if own is not None else 0.0,
         window=ROLLOUT_WINDOW,
         seed=config.seed,
         pass_reward=pass_reward if 0 < pass_reward <= 1 else 1.0,
-        key=f"{config.models[role].key}.train",
+        key=f"{config.models[role].key}.train" if own is not None else "algorithm.self_judging",
     )
 
 

@@ -80,6 +80,11 @@ class JudgingTaskStream:
         if stored is not None:
             self._usable.set()
 
+    @property
+    def has_balance(self) -> bool:
+        """Whether there are stored judging tasks, or right rollouts and wrong ones."""
+        return self._stored is not None or self._recent.has_both
+
     def add(self, prompt: Prompt, rollout: Rollout) -> None:
         """Add an ended rollout. It is ignored if no rule knows its truth."""
         if prompt.reference is None or self._share == 0:

@@ -154,3 +154,17 @@ def test_a_scalar_reward_model_reads_prompts_and_rollouts() -> None:
     assert [use.what for use in list_memory(facts, "scalar")] == ["weights", "Python and libraries"]
     assert "scalar   " in times(facts)
     assert "taste    a scalar" in arithmetic(facts)
+
+
+def test_judging_tasks_of_the_policy_take_the_place_of_answers() -> None:
+    recipe = ("+experiment=self_judging", "task=plan", "train.groups_per_batch=16")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        learns, alone = (
+            collect_facts(build(compose("config", [*recipe, f"algorithm.self_judging={tasks}"])))
+            for tasks in ("{share: 0.25}", "{share: null, data_path: null}")
+        )
+    with_tasks, without = step_work(learns), step_work(alone)
+    assert (with_tasks.engines["policy"].requests, without.engines["policy"].requests) == (96 + 32 + 96, 128 + 128)
+    assert count_judgements("judge", learns) == 96
+    assert with_tasks.learner_tokens > without.learner_tokens, "a judgement is longer than an answer"
+    assert "25% of the groups are judging tasks" in arithmetic(learns)
