@@ -32,7 +32,7 @@ class PromptStream:
         seed: int = 0,
         shuffle: bool = True,
         max_epochs: int | None = None,
-        groups_per_step: int | None = None,
+        groups_per_step: float | None = None,
     ) -> None:
         self.prompts = tuple(prompts)
         self._seed = seed
@@ -57,7 +57,7 @@ class PromptStream:
         prompt = self.prompts[int(self._order_N[item])]
         if self._groups_per_step is None:
             return prompt
-        return replace(prompt, step=prompt_index // self._groups_per_step + 1)
+        return replace(prompt, step=int(prompt_index // self._groups_per_step) + 1)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -128,6 +128,7 @@ def prepare(config: RunConfig) -> Prepared:
         with section("critic."):
             models[CRITIC] = find_critic(config.critic.path, policy, config.policy)
         check_divides(roles.learners[CRITIC], CRITIC, models[CRITIC].path)
+    answered = config.train.groups_per_batch * (1 - config.self_judging_share)  # groups of a step that answer prompts
     begins = has_curriculum(config.judging.judges.values(), data.train)
     prepared = Prepared(
         config=config,
@@ -137,7 +138,7 @@ def prepare(config: RunConfig) -> Prepared:
             seed=config.seed,
             shuffle=config.data.shuffle,
             max_epochs=config.data.max_epochs,
-            groups_per_step=config.train.groups_per_batch if begins else None,
+            groups_per_step=answered if begins else None,
         ),
         held_out=data.held_out,
         placement=placement,
