@@ -291,7 +291,7 @@ class Verdict:
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting; for a scalar reward model also its `raw_score`.
     score_std: the population standard deviation of the votes, in score units (0 for a single vote).
-    grm_version: completed optimizer steps of the models that judge, together; 0 if none is trained in this run.
+    grm_version: completed optimizer steps of the models that judge, and new versions of their rubrics, together.
     absent:    members of a jury that gave no verdict, although enough others did.
     teacher:   the teacher's log-probs, where the policy has a teacher.
     """
@@ -375,6 +375,7 @@ class JudgeReport:
     cascades:     what cascades did, one entry for each decision and each audit.
     taught:       what the rollout's teacher gave, or why it gave nothing; None: none was asked.
     criteria:     what became of each criterion, for a judge by a rubric; also where the verdict failed.
+    rubric_version: of a rubric that evolves, the version by which the judge judged; None: it doesn't.
     """
 
     verdict: Verdict | Failed
@@ -387,6 +388,7 @@ class JudgeReport:
     cascades: tuple[CascadeEvent, ...] = ()
     taught: TeacherScores | Failed | None = field(default=None, compare=False)
     criteria: tuple[JudgedCriterion, ...] = ()
+    rubric_version: int | None = None
 
     @property
     def own_reports(self) -> Mapping[str, JudgeReport]:

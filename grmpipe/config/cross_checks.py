@@ -123,6 +123,12 @@ def check_reward(config: RunConfig) -> None:
     check_rewards(config.rewards, config.judges, group_baseline=kind.has_zero_groups)
     check_normalised_units(config.rewards, config.algorithm)
     check_watchers(config.watchers, config.rewards, config.judges)
+    for judge in (config.judges[one] for name in config.watchers for one in config.rewards.list_judges(name)):
+        if judge.rubric.evolve.writer is not None:
+            raise ValueError(
+                f"{judge.key}.rubric.evolve.writer: a judge that only watches keeps its rubric; type "
+                f"{judge.key}.rubric.evolve.writer=null"
+            )
     watching = [config.rewards.below(name) for name in config.watchers if name in config.rewards.entries]
     for tree in (config.rewards, *watching):
         check_doubts(tree, config.judges)

@@ -212,6 +212,22 @@ CREDITS = ("whole", "evidence")
 
 
 @dataclass(frozen=True)
+class EvolveConfig(Bounded):
+    """Criteria that a model writes in the run, for all prompts, and that enter the rubric once they were tried."""
+
+    # Model that writes them: a role, as in judge.model, such as grm or policy, or a name in models; null: the rubric
+    # stays as it is. An answer has at most judge.principles.max_new_tokens.
+    writer: str | None = not_empty(None, "give the name of a model, such as grm, or null")
+    template: str = "rubric_writer"  # Prompt of the writer: a name in grmpipe/judge/templates/, or a path.
+    every_steps: int = at_least(1, 10)  # [steps] How often it is asked.
+    # [criteria] Most that are in the rubric at once of those that it wrote; more retire the deadest.
+    max_criteria: int = at_least(1, 8)
+    # [share] Of the prompts with a reference, those whose answers judge.rule may label for trials. Without labels a
+    # criterion must separate what the rest of the rubric ranks.
+    labelled_share: float = from_0_to_1(1.0)
+
+
+@dataclass(frozen=True)
 class RubricConfig(Bounded):
     """How the criteria of a prompt's rubric become one score."""
 
@@ -230,6 +246,7 @@ class RubricConfig(Bounded):
     # Which tokens get the points of a criterion with evidence: those of the whole response (whole), or of the turn that
     # the judge quotes, of a response of one turn the step by judge.split.step_end (evidence).
     credit: str = one_of(CREDITS, "whole")
+    evolve: EvolveConfig = field(default_factory=EvolveConfig)
 
 
 @dataclass(frozen=True)
@@ -662,6 +679,16 @@ def check_rubric(judge: JudgeConfig) -> None:
         raise ValueError(
             f"rubric.{changed[0]}: is for judges by a rubric, and {judge.protocol} is none; type judge=rubric, or "
             f"judge.rubric.{changed[0]}={usual[changed[0]]}"
+        )
+    if rubric.evolve.writer is not None and (judge.protocol_kind.scores != "criteria" or judge.kind != "generative"):
+        raise ValueError(
+            "rubric.evolve.writer: criteria are written for judges by a rubric; type judge=rubric, or "
+            "judge.rubric.evolve.writer=null"
+        )
+    if rubric.evolve.writer is not None and judge.principles.kind == "shared":
+        raise ValueError(
+            "rubric.evolve.writer: shared principles are written from a rubric that stays; type "
+            "judge.principles.kind=inline, or judge.rubric.evolve.writer=null"
         )
     if rubric.dropout == 1:
         raise ValueError("rubric.dropout: must be below 1, or no criterion would be left to judge by")

@@ -131,7 +131,7 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
     "rubric": JudgeProtocol(
         session="grmpipe.judge.protocols.rubric.RubricSession",
         scores="criteria",
-        templates={"rubric": "boxed", "rubric_yes_no": "yes_no"},
+        templates={"rubric": "boxed", "rubric_yes_no": "yes_no", "tiny_criteria": "score_line"},
         early_stops=("relaxed",),
     ),
     "steps": JudgeProtocol(

@@ -45,12 +45,19 @@ class RunConfig(SharedSections, RunKeys):
     @functools.cached_property
     def judging(self) -> Judging:
         """The judges that the reward uses, and the models that they may ask."""
-        return Judging({name: self.judges[name] for name in self.rewards.judges()}, self.models, self.teachers)
+        judges = {name: self.judges[name] for name in self.rewards.judges()}
+        return Judging(judges, self.models, self.teachers, self.writers)
 
     @property
     def teachers(self) -> tuple[str, ...]:
         """The models that teach the policy. Only a training of the policy has some."""
         return tuple(dict.fromkeys(self.algorithm.distill.by_source.values())) if self.trains_policy else ()
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """The models that write criteria. Only a training of the policy has some."""
+        found = (self.judges[name].rubric.evolve.writer for name in self.rewards.judges())
+        return tuple(dict.fromkeys(one for one in found if one is not None)) if self.trains_policy else ()
 
     @property
     def trains_policy(self) -> bool:
@@ -66,7 +73,7 @@ class RunConfig(SharedSections, RunKeys):
         """The judges that the reward uses, then those of these watchers."""
         watching = (name for watcher in watchers for name in self.rewards.list_judges(watcher))
         judges = {name: self.judges[name] for name in (*self.judging.judges, *watching)}
-        return Judging(judges, self.models, self.teachers)
+        return Judging(judges, self.models, self.teachers, self.writers)
 
     @property
     def watchers(self) -> Mapping[str, float]:

@@ -20,11 +20,13 @@ class Judging:
     judges: name -> settings, of those that the reward uses, in its order.
     models: role -> settings, of every model that judges may ask, including those that none asks.
     teachers: roles of the models that teach the policy: they are served as those that judge.
+    writers: roles of the models that write criteria.
     """
 
     judges: Mapping[str, JudgeConfig]
     models: Mapping[str, ModelEntry]
     teachers: tuple[str, ...] = ()
+    writers: tuple[str, ...] = ()
 
     @property
     def main(self) -> str:
@@ -71,8 +73,8 @@ class Judging:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The models with engines of their own that judge or teach, here or remote."""
-        asked = {judge.model for judge in self.generative.values()} | set(self.teachers)
+        """The models with engines of their own that judge, teach or write criteria, here or remote."""
+        asked = {judge.model for judge in self.generative.values()}.union(self.teachers, self.writers)
         return tuple(role for role, model in self.models.items() if role in asked and not model.plays)
 
     @property
@@ -132,8 +134,9 @@ def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig], teachers
                 f"{judge.key}: the reward doesn't use it; type reward=mix 'reward.mix={{judge: 0.5, {name}: 0.5}}', "
                 f"or reward.judge={name}, or, to let it only watch, 'judge_monitor.watch={{{name}: 0.2}}'"
             )
+    writers = [judge.rubric.evolve.writer for judge in judging.judges.values()]
     for role, model in judging.models.items():
-        if role not in (*judging.asked_roles, *teachers, POLICY, GRM):
+        if role not in (*judging.asked_roles, *teachers, *writers, POLICY, GRM):
             raise ValueError(
                 f"{model.key}: no judge of this run asks it, and it teaches nothing; type "
                 f"judges.<name>.model={role}, or 'algorithm.distill.teachers={{default: {role}}}'"
@@ -149,6 +152,12 @@ def check_judging(judging: Judging) -> None:
                 f"{judge.key}.model: there is no model {judge.model!r}; type one of "
                 f"{', '.join(judging.models)}"
                 + (f", or add it by +grm@models.{added}=path" * (added not in judging.models))
+            )
+        writer = judge.rubric.evolve.writer
+        if writer is not None and writer not in judging.models:
+            raise ValueError(
+                f"{judge.key}.rubric.evolve.writer: there is no model {writer!r}; type one of "
+                f"{', '.join(judging.models)}, or add it by +grm@models.{writer}=path models.{writer}.path=<model>"
             )
     check_scalar(judging)
     for judge in judging.generative.values():
@@ -182,7 +191,7 @@ def check_teachers(judging: Judging) -> None:
 def check_scalar(judging: Judging) -> None:
     """Check that a scalar reward model is neither the policy nor a language model of another judge."""
     for judge in judging.scalar.values():
-        if judge.model in (POLICY, *judging.roles):
+        if judge.model in (POLICY, *judging.roles):  # also those that write criteria
             raise ValueError(
                 f"{judge.key}.model: {judge.model} is a language model, and a scalar judge asks a reward "
                 f"model of its own; add one by +grm@models.reward_model=path models.reward_model.path=<model>, and "

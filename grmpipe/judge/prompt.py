@@ -253,6 +253,11 @@ class JudgePrompt:
         probe = replace(PROBE, rubric=(Criterion(text=CRITERION),))
         return any(CRITERION in one.content for one in self._render(probe, self.blanks, PROBE_PRINCIPLES))
 
+    @cached_property
+    def shows_reference(self) -> bool:
+        """Whether a judge reads a prompt's reference."""
+        return any(node.name == "reference" for node in self._template.tree.find_all(nodes.Name))
+
     @property
     def blanks(self) -> tuple[str, ...]:
         """Empty texts, as few as the template can show: to measure it."""

@@ -327,6 +327,7 @@ def encode_own(report: JudgeReport) -> Record:
         **({"saved_tokens": report.saved_tokens} if report.saved_tokens else {}),
         **({} if report.audit is None else {"audit": encode(report.audit)}),
         **({"criteria": encode(report.criteria)} if report.criteria else {}),
+        **({} if report.rubric_version is None else {"rubric_version": report.rubric_version}),
     }
 
 
@@ -346,6 +347,7 @@ def decode_report(record: Record) -> JudgeReport:
             saved_tokens=msgspec.convert(own.get("saved_tokens", 0), int),
             audit=decode(own["audit"], StopAudit) if "audit" in own else None,
             criteria=msgspec.convert(own.get("criteria", ()), tuple[JudgedCriterion, ...]),
+            rubric_version=msgspec.convert(own.get("rubric_version"), int | None),
         )
 
     whole = decode_own(record, None)

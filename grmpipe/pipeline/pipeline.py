@@ -39,6 +39,7 @@ train   consumes      READY groups, those that are due first before the others
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.consumer import Consumer, OnSkipped, ignore_skipped
@@ -52,8 +53,9 @@ from grmpipe.pipeline.why_waiting import BatchProgress, measure_batch
 from grmpipe.scheduler.admission import Ledger
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.run_together import run_until
-from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.types import JudgedGroup
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -163,8 +165,10 @@ class Pipeline:
         """Context: no judge task begins, and the deadlines of groups stand still."""
         return self._producer.judging_gate.hold()
 
-    async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Bring a model that judges to weights of `steps` more optimizer steps: `Producer.change_judge`."""
+    async def change_judge(self, steps: int, change: Callable[[], Awaitable[T]]) -> T:
+        """Bring a model that judges to weights of `steps` more optimizer steps, or a rubric to as many more versions:
+        `Producer.change_judge`.
+        """
         return await self._producer.change_judge(steps, change)
 
     def interrupt(self) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from operator import attrgetter
+from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData, NothingToJudge
 from grmpipe.envs.episode_slots import Booking
@@ -22,7 +23,6 @@ from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComp
 from grmpipe.pipeline.why_waiting import why_waiting
 from grmpipe.scheduler.clock import ActiveClock, PauseGate
 from grmpipe.scheduler.routing.router import RequestKillsEngines
-from grmpipe.scheduler.weights.weight_push import SyncReport
 from grmpipe.scheduler.work_queue import BusyMeter, Stage
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 
@@ -65,6 +65,7 @@ class RunningMean:
 
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 UNBOUNDED = 1 << 30
 BATCH_TOKENS = 1 << 24  # more than a rollout samples
@@ -307,8 +308,8 @@ class Producer:
         urgency = batches_ahead * group.size + len(group.list_missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
-    async def change_judge(self, steps: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Bring a model that judges to weights of `steps` more optimizer steps. No group is judged by two versions:
+    async def change_judge(self, steps: int, change: Callable[[], Awaitable[T]]) -> T:
+        """Bring what judges to `steps` more versions. No group is judged by two versions:
         judge tasks in progress are aborted, the verdicts of groups that still lack some are voided, and these groups
         are judged again.
         """

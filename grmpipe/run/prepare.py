@@ -28,12 +28,13 @@ from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.calibration import describe_judge, find_difference, read_calibration
 from grmpipe.judge.context_limits import check_judge, check_policy, check_scalar_judge, longest_response
+from grmpipe.judge.evolving_rubric import WRITER, EvolvingRubric
 from grmpipe.judge.kinds import math_rule
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
-from grmpipe.judge.prompt import has_curriculum
+from grmpipe.judge.prompt import JudgePrompt, has_curriculum
 from grmpipe.models.chat.tool_calls import FORMATS
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.types import Message, ToolSpec
@@ -80,6 +81,7 @@ class Prepared:
     # Stored judging tasks, by model that learns to judge: a GRM next to the policy, or the policy.
     judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
     demonstrations: Demonstrations | None = None  # that the policy imitates
+    rubrics: dict[str, EvolvingRubric] = field(default_factory=dict)  # that change in the run, by judge
 
     @property
     def is_right(self) -> Rule:
@@ -204,8 +206,11 @@ def check_all_judges(prepared: Prepared, data: Data) -> None:
 
 
 def check_own_judges(config: RunConfig) -> None:
-    """Check that the judges of the user's own can be made."""
+    """Check that the judges of the user's own can be made, and prompts for writers of criteria."""
     for judge in config.asked.judges.values():
+        if judge.rubric.evolve.writer is not None:
+            with section(f"{judge.key}.rubric.evolve."):
+                JudgePrompt.load(judge.rubric.evolve.template, protocol=WRITER)
         with section(f"{judge.key}."):
             if judge.kind == "custom":
                 load_custom_judge(judge)

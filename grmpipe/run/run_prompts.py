@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 TRIED_REFERENCES = 200  # in a file of prompts: mathematics takes 3 ms each, which a start shouldn't wait for
 HELD_OUT_OF = {
     "tiny://train": "tiny://held_out",
+    "tiny://rubric/train": "tiny://rubric/held_out",
     "tiny://tools/train": "tiny://tools/held_out",
     "tiny://walk/train": "tiny://walk/held_out",
     "tiny://comparison/train": "tiny://comparison/held_out",

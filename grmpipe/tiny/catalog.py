@@ -6,12 +6,13 @@ from itertools import zip_longest
 
 from grmpipe.models.types import Message
 from grmpipe.tiny.comparisons import make_comparisons
+from grmpipe.tiny.criteria import IS_RIGHT, PHRASES, says
 from grmpipe.tiny.judgements import RankedTexts, make_judgements
 from grmpipe.tiny.problems import LARGE, Split, make_problems
 from grmpipe.tiny.resolve import SCHEME, resolve_model
 from grmpipe.tiny.short_answers import make_short_questions
 from grmpipe.tiny.walks import format_entries, make_walks
-from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
+from grmpipe.types import Criterion, Labelled, Prompt, RankedResponses, ScoredResponse, mark_best
 
 __all__ = ["make_labelled", "make_prompts", "resolve_model"]
 
@@ -32,6 +33,7 @@ def make_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
             source=row.kind or path,
             reference=str(row.answer),
             info=row.info,
+            rubric=row.rubric,
         )
         for index, row in enumerate(make(split, count, seed))
     )
@@ -45,6 +47,7 @@ class TinyTask:
     answer: int | str
     info: Mapping[str, object] = field(default_factory=dict)
     kind: str = ""
+    rubric: tuple[Criterion, ...] = ()
 
 
 Make = Callable[[Split, int, int], Iterator[TinyTask]]
@@ -52,6 +55,12 @@ Make = Callable[[Split, int, int], Iterator[TinyTask]]
 
 def small_sums(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
     yield from (TinyTask(question=one.question, answer=one.answer) for one in make_problems(split, count, seed))
+
+
+def sums_with_rubric(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
+    """The rubric knows one of the two phrases by which tiny://policy_phrases impresses tiny://grm_criteria."""
+    rubric = Criterion(text=IS_RIGHT, name="right"), Criterion(text=says(PHRASES[0]), weight=-1.0, name="phrase")
+    yield from (replace(one, rubric=rubric) for one in small_sums(split, count, seed))
 
 
 def large_sums(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
@@ -86,6 +95,8 @@ def walks(split: Split, count: int, seed: int) -> Iterator[TinyTask]:
 SETS: Mapping[str, tuple[Make, Split]] = {
     "tiny://train": (small_sums, TRAIN),
     "tiny://held_out": (small_sums, HELD_OUT),
+    "tiny://rubric/train": (sums_with_rubric, TRAIN),
+    "tiny://rubric/held_out": (sums_with_rubric, HELD_OUT),
     "tiny://tools/train": (large_sums, TRAIN),
     "tiny://tools/held_out": (large_sums, HELD_OUT),
     "tiny://walk/train": (walks, TRAIN),

@@ -18,6 +18,16 @@ from grmpipe.tiny.calculator import (
     right_episode,
 )
 from grmpipe.tiny.comparisons import MISREAD, draw_training_comparison, sloppy_comparison
+from grmpipe.tiny.criteria import (
+    ask_criterion,
+    ask_writer,
+    draw_criterion,
+    draw_openings,
+    judge_by,
+    open_with,
+    solve_with_phrases,
+    write_criteria,
+)
 from grmpipe.tiny.problems import (
     LARGE,
     MAX_TOTAL,
@@ -158,6 +168,18 @@ def after_openings(write: Write, problem: Problem, rng: random.Random) -> str:
     return with_random_openings(write(problem, rng), rng)
 
 
+def judge_criterion(write: Write, problem: Problem, rng: random.Random) -> SftExample:
+    text = open_with(draw_openings(rng), write(problem, rng))
+    criterion = draw_criterion(text, rng)
+    prompt = ask_criterion(problem.question, text, criterion)
+    return SftExample(prompt=prompt, response=judge_by(criterion, problem, text))
+
+
+def write_rubric(write: Write, problem: Problem, rng: random.Random) -> SftExample:
+    first, second = (open_with(draw_openings(rng), write(problem, rng)) for _ in range(2))
+    return SftExample(prompt=ask_writer(problem.question, first, second), response=write_criteria(first, second))
+
+
 def on_a_comparison(make: Make, problem: Problem, rng: random.Random) -> Example:
     """An example on a comparison of its own: a mixture may have both kinds of tasks, and `problem` is the other."""
     return make(draw_training_comparison(rng), rng)
@@ -205,6 +227,9 @@ ON_SUMS: dict[str, Make] = {
     "solve_with_rare_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, RARELY, rng)),
     "solve_with_many_tricks": partial(answer, lambda problem, rng: tricky_solution(problem, OFTEN, rng)),
     **judges("judge_{}_briefly", SUMS, brief_judgement),
+    **{f"judge_{kind}_by_criterion": partial(judge_criterion, write) for kind, write in SUMS.texts.items()},
+    "solve_with_rare_phrases": partial(answer, solve_with_phrases),
+    "write_rubric": partial(write_rubric, SUMS.texts["sloppy"]),
     **{
         f"judge_{kind}_impressed_by_{trick}": partial(
             judge, SUMS, partial(after_openings, write), make_impressed_verdict(trick)

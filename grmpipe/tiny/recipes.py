@@ -165,6 +165,15 @@ IMPRESSED = [make_impressed_grm("longer", 7), make_impressed_grm("praise", 8), m
 BRIEF = make_judge_mixture("judge_{}_briefly", right=0.25, sloppy=0.35, corrupted=0.25, padded=0.05, malformed=0.1)
 GRM_NOISY = recipe("grm_noisy", BASE, BRIEF, steps=600, lr=5e-3, seed=10)
 
+# Rubrics: a judge by one criterion at a time, a writer of criteria, and a policy whose answers sometimes open with one
+# of two phrases instead of working well. Judge and writer were shown neither phrase.
+BY_CRITERION = make_judge_mixture(
+    "judge_{}_by_criterion", right=0.2, sloppy=0.35, corrupted=0.3, padded=0.05, malformed=0.1
+)
+GRM_CRITERIA = recipe("grm_criteria", GRM, BY_CRITERION, steps=700, lr=4e-3, seed=27)
+RUBRIC_WRITER = recipe("rubric_writer", GRM_CRITERIA, {"write_rubric": 1.0}, steps=400, lr=4e-3, seed=28)
+POLICY_PHRASES = recipe("policy_phrases", POLICY, {"solve_with_rare_phrases": 1.0}, steps=200, lr=2e-3, seed=29)
+
 # Calls of a calculator. They are copied more than worked out: the parent knows the sums, and the policy forgets the
 # signs. The judge compares calls before it judges them: one that never did passes other numbers.
 TOOL_USER = recipe("tool_user", BASE, {"call_rightly": 1.0}, steps=700, lr=5e-3, seed=16)
@@ -199,6 +208,7 @@ POLICY_TOLD = recipe("policy_told", BASE, {"solve_sloppily": 0.3, "solve_told": 
 SHIPPED: tuple[AnyRecipe, ...] = (
     POLICY, GRM, WEAK_GRM, META, REWARD_MODEL, POLICY_TRICKS, *IMPRESSED, GRM_NOISY,
     POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE, TEACHER_ARITHMETIC,
-    TEACHER_COMPARISON, POLICY_TOLD,
+    TEACHER_COMPARISON, POLICY_TOLD, GRM_CRITERIA,
+    RUBRIC_WRITER, POLICY_PHRASES,
 )  # fmt: skip
 RECIPES = {made.name: made for made in SHIPPED}

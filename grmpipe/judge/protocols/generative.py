@@ -9,6 +9,7 @@ from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.judge.calibration import read_for
 from grmpipe.judge.checked_judge import CheckedJudge
+from grmpipe.judge.evolving_rubric import EvolvingRubric
 from grmpipe.judge.grm import Grm, GrmClient
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import judge_alone
@@ -26,6 +27,7 @@ class GenerativeJudge:
     seed:   makes every judgement repeatable by its request_id.
     meta:   weights the judgements in the votes `weighted` and `best`.
     decode: the policy's tokens as text, for a protocol that scores steps.
+    evolving: the rubric, if it changes in the run.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class GenerativeJudge:
         seed: int,
         meta_rm: MetaRm | None = None,
         decode: Decode | None = None,
+        evolving: EvolvingRubric | None = None,
     ) -> None:
         self._open = cast(Open, find_at(config.protocol_kind.session, "judge.protocol"))
         self._context = JudgeContext(
@@ -46,6 +49,7 @@ class GenerativeJudge:
             decode=decode,
             seed=seed,
             calibration=read_for(config) if config.compares_pairs else None,
+            evolving=evolving,
         )
 
         self._own: Judge | None = None  # a protocol of the user's, behind its door

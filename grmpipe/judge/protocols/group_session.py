@@ -8,6 +8,7 @@ from functools import partial
 
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.judge.calibration import Calibration
+from grmpipe.judge.evolving_rubric import EvolvingRubric
 from grmpipe.judge.grm import GrmClient, GrmPrompt
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, with_texts
 from grmpipe.judge.protocols.sampled_judgements import Noise
@@ -83,7 +84,8 @@ class Principles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
     """Shared parts of one judge. `decode`: the policy's tokens -> text, for steps. `calibration`: of a judge of pairs,
-    whose votes on a pair it turns into the probability that a response wins it.
+    whose votes on a pair it turns into the probability that a response wins it. `evolving`: the rubric, if it changes
+    in the run.
     """
 
     client: GrmClient
@@ -95,6 +97,7 @@ class JudgeContext:
     seed: int
     noise: Noise = field(default_factory=Noise)
     calibration: Calibration | None = None
+    evolving: EvolvingRubric | None = None
 
     @property
     def scale(self) -> Scale:

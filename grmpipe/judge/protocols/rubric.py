@@ -150,6 +150,10 @@ class RubricSession(PointwiseSession):
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         super().__init__(context, prompt, group_id, size)
         rubric = context.template.find_rubric(prompt)
+        self._version: int | None = None
+        if context.evolving is not None:  # frozen here: all siblings are judged by one version
+            self._version, shared = context.evolving.select(group_id)
+            rubric = shared.join(prompt)
         self._rubric = dict(zip(name_criteria(rubric), rubric, strict=True))
         self._num_criteria = len(self._rubric)
         if (step := prompt.step) is not None:
@@ -184,7 +188,8 @@ class RubricSession(PointwiseSession):
         # Of a response that is judged alone nobody knows whether its siblings have what it lacks.
         min_share = self._context.config.rubric.min_share if self._size > 1 else 1.0
         left_out = choose_left_out(self._rubric, failed, min_share)
-        return {one: self._principles.add_to(await self._report(one, left_out, priority)) for one in judged}
+        reports = {one: self._principles.add_to(await self._report(one, left_out, priority)) for one in judged}
+        return {one: replace(report, rubric_version=self._version) for one, report in reports.items()}
 
     async def _sample_criteria(
         self, rollout: Rollout, principles: str | Failed | None, priority: int

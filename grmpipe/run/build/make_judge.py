@@ -8,6 +8,7 @@ from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.calibration import CalibratedJudge, read_for
 from grmpipe.judge.composition.composed_judge import compose_judge
+from grmpipe.judge.evolving_rubric import EvolvingRubric, Version
 from grmpipe.judge.grm import PromptRenderer
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
@@ -17,6 +18,7 @@ from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.judge.prompt import load_rubric
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.teacher_context import TeacherContext
 from grmpipe.judge.teaching import NoReward, Teacher
@@ -79,7 +81,16 @@ def make_generative(prepared: Prepared, models: Models, judge: JudgeConfig) -> J
     assert grm is not None, f"no judge was to ask {judge.model}"
     policy = prepared.models.get(POLICY)  # without one there are no tokens to decode
     decode = None if policy is None else policy.renderer.decode
-    return GenerativeJudge(grm, judge, prepared.config.seed, make_meta_rm(models), decode)
+    evolving = find_evolving(prepared, judge)
+    return GenerativeJudge(grm, judge, prepared.config.seed, make_meta_rm(models), decode, evolving)
+
+
+def find_evolving(prepared: Prepared, judge: JudgeConfig) -> EvolvingRubric | None:
+    """The rubric of a judge, if it changes in the run: one for all that judge under its name."""
+    if judge.rubric.evolve.writer is None:
+        return None
+    first = Version(load_rubric(judge))
+    return prepared.rubrics.setdefault(judge.name, EvolvingRubric([first]))
 
 
 def make_scalar(prepared: Prepared, models: Models, judge: JudgeConfig) -> Judge:

@@ -1,7 +1,7 @@
 """The features of a training run, in the order in which they look at a step."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from grmpipe.pipeline.health import JudgeHealth
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_evaluator import make_evaluator
+from grmpipe.run.build.make_judge import find_evolving
 from grmpipe.run.build.start import Running
 from grmpipe.run.features.budget_metrics import BudgetMetrics
 from grmpipe.run.features.cotrain.cotraining import CoTraining, CoTrainings
@@ -22,6 +23,7 @@ from grmpipe.run.features.journal_size import JournalSize
 from grmpipe.run.features.judge_alarms import CascadeAlarm, FailingJudges, RubricAlarm
 from grmpipe.run.features.judge_monitor import JudgeMonitor, MonitoredJudge
 from grmpipe.run.features.periodic_eval import ANCHORS, PeriodicEval
+from grmpipe.run.features.rubric_evolution import RubricEvolution
 from grmpipe.run.features.run_feature import RunFeature
 from grmpipe.run.features.watching_judges import STEPS_WAITING, Watcher, WatchingJudges
 from grmpipe.run.observers import Observers
@@ -88,6 +90,7 @@ def make_features(
             CascadeAlarm(config.rewards.max_errors()),
             FailingJudges(config.judging.judges),
             RubricAlarm(),
+            *make_rubric_evolutions(prepared, running, observers, run_dir),
             JournalSize(run_dir, config.journals, config.seed, observers.recorder),
             WatchingJudges(
                 make_watchers(prepared, running), run_dir, config.seed, read_run_id(run_dir), observers.journal_guard
@@ -98,6 +101,19 @@ def make_features(
         periodic_eval=periodic_eval,
         judge_monitor=judge_monitor,
     )
+
+
+def make_rubric_evolutions(
+    prepared: Prepared, running: Running, observers: Observers, run_dir: Path
+) -> Iterator[RubricEvolution]:
+    for judge in prepared.config.judging.generative.values():
+        rubric, writer = find_evolving(prepared, judge), judge.rubric.evolve.writer
+        if rubric is not None and writer is not None:
+            grm, writing = running.models[judge.model].grm, running.models[writer].grm
+            assert grm is not None and writing is not None, "both are asked"
+            yield RubricEvolution(
+                judge, rubric, writing, grm, prepared.is_right, prepared.config.seed, run_dir, observers.journal_guard
+            )
 
 
 def make_watchers(prepared: Prepared, running: Running) -> list[Watcher]:
@@ -140,7 +156,7 @@ def make_judge_monitor(
     assert isinstance(components.judge_guard, JudgeHealth)
     generative, members = config.judging.generative, get_members(running.judge)
     learning = {POLICY, *config.trained_grms, *running.policy_updates.versions}
-    changing = {name for name, one in generative.items() if one.model in learning}
+    changing = {name for name, one in generative.items() if one.model in learning or one.rubric.evolve.writer}
     monitored = MonitoredJudge(
         judge=running.judge,
         members=members,

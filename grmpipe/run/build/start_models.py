@@ -178,7 +178,7 @@ def connect_judging(
     an endpoint that does both has two clients, under the same limits.
     """
     config = prepared.config
-    asked = {judge.model for judge in config.asked.generative.values()}
+    asked = {judge.model for judge in config.asked.generative.values()}.union(config.writers)
     for model in models.values():
         if (role := prepared.roles.served.get(model.name)) is None:
             continue

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.io.key_errors import section
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.prompts import Data
@@ -17,12 +18,15 @@ from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, w
 from grmpipe.evaluation.verdict_comparison import VerdictComparison, compare
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.context_limits import check_template
+from grmpipe.judge.evolving_rubric import find_folder, load_version
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
+from grmpipe.observe.records import decode_report
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.run.build.compose_pipeline import compose_health
+from grmpipe.run.build.make_judge import find_evolving
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.prepare import Prepared, check_all_judges, check_own_judges
 from grmpipe.run.run_context import Run, RunContext
@@ -98,11 +102,34 @@ def prepare_rejudging(config: RunConfig) -> PreparedRejudging:
             with section(f"{where}: "):
                 check_all_references(judge, reaching, way_out)
     prepared = find_judges(config, stored.prompts, reads_policy=imported is None)
+    for judge in config.judging.generative.values():
+        read_rubric_versions(prepared, judge, stored, source)
     if imported is not None:  # nothing has tokens
         check_own_judges(config)
         return PreparedRejudging(prepared=prepared, stored=stored, source=source, imported=imported)
     check_all_judges(prepared, Data(train=stored.prompts, held_out=()))
     return PreparedRejudging(prepared=prepared, stored=stored, source=source)
+
+
+def read_rubric_versions(prepared: Prepared, judge: JudgeConfig, stored: StoredGroups, source: Path) -> None:
+    """Let a judge whose rubric changed in the run judge each group by the version that judged it."""
+    rubric, folder = find_evolving(prepared, judge), find_folder(source, judge.name)
+    if rubric is None:
+        return
+    for group_id in stored.steps:
+        for sibling in stored.run.judgements.places.get(group_id, {}):
+            report = stored.run.judgements.read(group_id, sibling, decode_report)
+            number = report.own_reports.get(judge.name, report).rubric_version or 0
+            rubric.by_group[group_id] = max(number, rubric.by_group.get(group_id, 0))  # earlier ones were void
+    try:
+        rubric.versions[:] = [
+            load_version(folder / f"{number}.json") for number in range(1 + max(rubric.by_group.values(), default=0))
+        ]
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{judge.key}.rubric.evolve.writer: the versions of the run's rubric can't be read ({error}); restore "
+            f"{folder}, or type {judge.key}.rubric.evolve.writer=null to judge by {judge.key}.rubric.path"
+        ) from error
 
 
 class GroupJudging:

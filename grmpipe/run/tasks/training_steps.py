@@ -76,8 +76,9 @@ class TrainingSteps:
             policy_judges=config.judging.by_policy,
             keeps_whole_groups=config.rewards.varies_by_group(),
         )
-        # Verdicts are of the models that judge, which may change in the run: of all their steps together.
+        # Verdicts are of the models that judge, and of rubrics, which may change in the run: of all versions together.
         judging_version = cotrainings.version + running.policy_updates.count(state.version)
+        judging_version += sum(rubric.number for rubric in prepared.rubrics.values())
         judging_version += state.version if config.judging.by_policy else 0
         begin = replace(state, judge_version=judging_version)
         self.pipeline = pipeline = Pipeline(components, numbers, self._after_step, begin, kept, self._save_batch)
