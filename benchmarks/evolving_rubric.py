@@ -28,13 +28,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "fixed": (FIXED,),
     "dropout": (FIXED, "judge.rubric.dropout=0.3"),
 }
-SMALL = (
-    "cluster=inprocess",
-    "tracking=none",
-    "tracking.console=false",
-    "judge_monitor.every=0",
-    "evaluate.greedy=false",
-)
+USUAL = ("cluster=inprocess", "tracking=none", "judge_monitor.every=0", "evaluate.every=5", "evaluate.greedy=false")
 WINDOW = 3  # evaluations in a mean
 
 
@@ -62,7 +56,7 @@ def run(folder: Path, arm: str, seed: int, overrides: Sequence[str]) -> None:
     """Run it, unless it is complete. Exits if it fails; its output is on the screen."""
     run_dir = folder / f"{arm}_{seed}"
     if not (run_dir / "summary.json").exists():
-        typed = ["+experiment=evolving_rubric", *ARMS[arm], *SMALL, *overrides, f"seed={seed}", f"run_dir={run_dir}"]
+        typed = ["+experiment=evolving_rubric", *ARMS[arm], *USUAL, *overrides, f"seed={seed}", f"run_dir={run_dir}"]
         command = [sys.executable, "launch.py", *typed, "resume=auto"]
         if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
             sys.exit(f"{' '.join(command)} failed")
@@ -85,10 +79,10 @@ def report(arms: Mapping[str, Sequence[Run]], typed: str) -> list[str]:
         "",
         f"`{typed}`",
         "",
-        "`+experiment=evolving_rubric`: the policy's answers open in about 8 % of the cases with each of two phrases, and are",
-        "then mostly wrong. Its judge, `tiny://grm_criteria`, passes whatever opens with a phrase, unless a criterion names",
-        "it. The fixed rubric names one of the two. Neither the judge nor `tiny://rubric_writer` was shown the phrases in",
-        "its training. True accuracy of held-out answers by a rule, at T = 1; best and last are means of three evaluations.",
+        "`+experiment=evolving_rubric`: about 8 % of the policy's answers open with each of two phrases, and are then",
+        "mostly wrong. Its judge, `tiny://grm_criteria`, passes whatever opens with a phrase, unless a criterion names",
+        "it. The fixed rubric names one of the two. Neither the judge nor `tiny://rubric_writer` was shown them in its",
+        "training. True accuracy of held-out answers by a rule, at T = 1; best and last: means of three evaluations.",
         "",
         "| rubric | seed | first | best | last | fall |",
         "|---|---|---|---|---|---|",
@@ -103,23 +97,17 @@ def report(arms: Mapping[str, Sequence[Run]], typed: str) -> list[str]:
             falls = [one.fall for one in runs]
             last = statistics.fmean(one.means[-1] for one in runs)
             mean, error = statistics.fmean(falls), statistics.stdev(falls) / len(falls) ** 0.5
-            lines.append(
-                f"| **{arm}** | mean of {len(runs)} | | | {last:.3f} | {mean:.3f} (standard error {error:.3f}) |"
-            )
+            spread = f"{mean:.3f} (standard error {error:.3f})"
+            lines.append(f"| **{arm}** | mean of {len(runs)} | | | {last:.3f} | {spread} |")
     steps = sorted({step for runs in arms.values() for one in runs for step in one.accuracy})
     names = [f"{arm}, {one.seed}" for arm, runs in arms.items() for one in runs]
     lines += ["", f"| step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for step in steps:
         values = [one.accuracy.get(step) for runs in arms.values() for one in runs]
         lines.append(f"| {step} | {' | '.join('' if one is None else f'{one:.2f}' for one in values)} |")
-    lines += [
-        "",
-        "Criteria that entered:",
-        "",
-        "| seed | step | criterion | weight | pairs for and against |",
-        "|---|---|---|---|---|",
-    ]
-    for one in arms["evolving"]:
+    lines += ["", "Criteria that entered, by the pairs of their trials:", ""]
+    lines += ["| seed | step | criterion | weight | for : against |", "|---|---|---|---|---|"]
+    for one in arms.get("evolving", ()):
         for tried in one.entered:
             shown = f"{tried['text']} | {tried['weight']:g} | {tried['wins']} : {tried['losses']}"
             lines.append(f"| {one.seed} | {tried['step']} | {shown} |")

@@ -87,9 +87,11 @@ def test_candidates_are_new_and_differ_and_the_most_proposed_come_first() -> Non
 
 
 def judge(weight: float, good: float, bad: float, *, second: float | None = None) -> Trial:
-    """The trial of a criterion that all good answers meet so far, and all bad ones; the second judgement may differ."""
+    """The trial of a criterion that good and bad answers meet so far; the second judgement may differ."""
     met = {
-        name: (value, value if second is None else second) for pair in PAIRS for name, value in zip(pair, (good, bad))
+        name: (value, value if second is None else second)
+        for pair in PAIRS
+        for name, value in zip(pair, (good, bad), strict=True)
     }
     return try_candidate(Criterion(text="x", weight=weight), PAIRS, met, LENGTHS)
 
@@ -104,12 +106,8 @@ def test_a_criterion_enters_if_it_favours_the_better_answers() -> None:
 
 
 def test_few_pairs_separate_nothing() -> None:
-    for wins, losses, outcome in (
-        (4, 0, "no_separation"),
-        (5, 0, "entered"),
-        (6, 2, "no_separation"),
-        (9, 1, "entered"),
-    ):
+    none, enters = "no_separation", "entered"
+    for wins, losses, outcome in ((4, 0, none), (5, 0, enters), (6, 2, none), (9, 1, enters)):
         met = {name: (0.5, 0.5) for pair in PAIRS for name in pair}
         met |= {f"good{i}": (1.0, 1.0) for i in range(wins)} | {
             f"bad{i}": (1.0, 1.0) for i in range(wins, wins + losses)
