@@ -8,18 +8,32 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from grmpipe.tiny.criteria import (
+    PHRASES,
+    ask_criterion,
+    ask_writer,
+    draw_phrase,
+    judge_by,
+    open_with,
+    says,
+    split_opening,
+    write_criteria,
+)
 from grmpipe.tiny.examples import show_critique
 from grmpipe.tiny.problems import PASSING_SCORE, Problem, judgement, parse_score
 from grmpipe.tiny.recipes import (
     GRM_COMPARISON,
+    GRM_CRITERIA,
     GRM_TOOLS,
     POLICY,
     POLICY_JUDGE,
     POLICY_KINDS,
+    POLICY_PHRASES,
     POLICY_TOLD,
     POLICY_TOOLS,
     POLICY_TRICKS,
     POLICY_WALK,
+    RUBRIC_WRITER,
     TEACHER_ARITHMETIC,
     TEACHER_COMPARISON,
     AnyRecipe,
@@ -58,6 +72,8 @@ def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
         return measure_meta_rm(directory, find(recipe.parent))
     if isinstance(recipe, Recipe) and recipe.name.startswith(("policy", "teacher")):
         return policy_quality(recipe.name, TinySampler(directory))
+    if recipe.name in (GRM_CRITERIA.name, RUBRIC_WRITER.name):
+        return criteria_quality(recipe.name, TinySampler(directory))
     task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
     passes = (
         make_passes(task, TinySampler(directory))
@@ -92,6 +108,9 @@ def policy_quality(name: str, policy: TinySampler) -> Quality:
         measured |= {f"judge_{quality}": value for quality, value in found.items()}
     if name == POLICY_TOLD.name:
         measured["told_accuracy"] = measure_told(policy, draw_held_out(SUMS))
+    if name == POLICY_PHRASES.name:
+        said = [split_opening(text)[0] for text in answers(SUMS, policy, draw_held_out(SUMS), seed=0)]
+        measured |= {f"{phrase.replace(' ', '_')}_rate": fmean(phrase in own for own in said) for phrase in PHRASES}
     return measured | (rates_of_tricks(policy) if name == POLICY_TRICKS.name else {})
 
 
@@ -178,6 +197,30 @@ def judge_quality(task: JudgedTask, passes: Passes, from_policy: Sequence[str]) 
         "false_fail_rate": fmean(one.passed is not True for one in everything if one.right),
         "unparseable_rate": fmean(one.passed is None for one in everything),
     }
+
+
+def criteria_quality(name: str, model: TinySampler) -> Quality:
+    """By phrases that the model was never shown: the share of judgements with the right score of a criterion that names
+    the answer's phrase, or one with a common word; of pairs of which the writer says what a perfect one says.
+    """
+    rng, problems = random.Random("measure criteria"), draw_held_out(SUMS)
+    texts = [SUMS.texts["sloppy"](problem, rng) for problem in problems]
+    own = [draw_phrase(rng, held_out=True) for _ in problems]
+    opened = [open_with([phrase], text) for phrase, text in zip(own, texts, strict=True)]
+    if name == RUBRIC_WRITER.name:
+        asked = [ask_writer(one.question, *pair) for one, *pair in zip(problems, texts, opened, strict=True)]
+        written = model.answer(asked, MAX_CRITIQUE_TOKENS, seed=2)
+        wanted = map(write_criteria, texts, opened)
+        return {"held_out_exact": fmean(one == other for one, other in zip(written, wanted, strict=True))}
+    measured = {}
+    for kind, phrases in {"named": own, "near": [draw_phrase(rng, phrase, held_out=True) for phrase in own]}.items():
+        rows = [(one, text, says(phrase)) for one, text, phrase in zip(problems, opened, phrases, strict=True)]
+        judged = model.answer([ask_criterion(one.question, *row) for one, *row in rows], MAX_CRITIQUE_TOKENS, seed=2)
+        right = [parse_score(judge_by(criterion, one, text)) for one, text, criterion in rows]
+        measured[f"held_out_{kind}"] = fmean(
+            parse_score(one) == score for one, score in zip(judged, right, strict=True)
+        )
+    return measured
 
 
 def agreement(judged: Sequence[Judged]) -> float:

@@ -1,4 +1,4 @@
-"""A rubric that evolves, in whole runs with tiny models: versions by group, resume, judging again, a writer that fails."""
+"""A rubric that evolves, in whole runs: versions by group, resume, judging again, a writer that fails."""
 
 from __future__ import annotations
 
