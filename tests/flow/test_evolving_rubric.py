@@ -14,7 +14,7 @@ from grmpipe.run.features import rubric_evolution
 from grmpipe.tasks import run_task
 
 EVOLVES = (
-    "data.eval_path=null", "objective=null", "train.groups_per_batch=8", "judge.rubric.evolve.every_steps=1",
+    "data.eval_path=null", "train.groups_per_batch=8", "judge.rubric.evolve.every_steps=1",
     "judge.rubric.evolve.labelled_share=1", "train.num_steps=4", "train.checkpoint_every=1",
 )  # fmt: skip
 
@@ -89,10 +89,10 @@ def test_a_resume_goes_on_with_the_checkpoints_version(
             return finish(feature)
 
         patch.setattr(rubric_evolution.RubricEvolution, "state", stop_later)
-        with pytest.raises(BaseException, match=""):
+        with pytest.raises(Killed):
             small_run(*run, experiment="evolving_rubric")
     files = small_run(*run, experiment="evolving_rubric")
-    files.check_complete(groups=32)
+    assert files.summary["status"] == "completed" and len(list_trained(files)) == 32
     versions = [line["rubric/version"] for line in files.steps()]
     assert versions == sorted(versions) and versions[-1] >= 1
     assert all(len(find_versions(files)[group]) == 1 for group in list_trained(files))
@@ -103,7 +103,8 @@ def test_a_writer_that_fails_keeps_the_rubric_and_an_alarm_has_the_cause(small_r
     files = small_run(*EVOLVES, *broken, experiment="evolving_rubric")
     assert files.summary["status"] == "completed"
     (alarm,) = [one for one in files.summary["alarms"] if "stays at version 0 after step 1" in one]
-    assert "the writer rubric_writer failed (8 unparseable): the answer has no JSON list of criteria" in alarm
     first, _ = files.steps()
-    assert (first["rubric/writer_failed_unparseable"], first["rubric/version"]) == (8, 0)
+    failed = first["rubric/writer_failed_unparseable"]
+    assert failed > 0 and first["rubric/version"] == 0
+    assert f"the writer rubric_writer failed ({failed:g} unparseable): the answer has no JSON list of criteria" in alarm
     assert "stays at version 0" in (files.run_dir / "report.html").read_text()

@@ -50,8 +50,8 @@ from grmpipe.types import Criterion, Failed, JudgedGroup, Metrics, Prompt, Rollo
 CANDIDATES = "rubric_candidates.jsonl"
 MOST_ASKED, MOST_TRIED = 8, 4  # pairs that the writer is shown at a time, candidates that are tried
 MOST_PAIRS, LEAST_PAIRS = 64, 8  # of a trial
-PAIRS_OF_GROUP = 3
-MOST_GROUPS = 256  # of the latest steps, for pairs and trials
+PAIRS_OF_GROUP = 4
+MOST_GROUPS, MOST_EARLIER = 256, 64  # of the latest steps, for trials; of the first round, for pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,7 @@ class RubricEvolution(RunFeature):
         self._journal = Journal(run_dir / CANDIDATES, run_id=read_run_id(run_dir))
         self._guard = guard or Guard()
         self._groups: list[JudgedGroup] = []
+        self._num_latest = 0  # of these, since the writer was asked
         self._earlier: list[tuple[str, str]] = []  # prompt_id, text: answers of the first steps
         self._spreads: dict[str, float] = {}  # name of a criterion -> of the latest step that judged it
 
@@ -98,6 +99,7 @@ class RubricEvolution(RunFeature):
         for name, counts in end.counts.judging.rubric.by_name.items():
             self._spreads[name] = counts.metrics().get("met_std", 0.0)
         self._groups = [*self._groups, *end.report.groups][-MOST_GROUPS:]
+        self._num_latest += len(end.report.groups)
         metrics: Metrics = {}
         if end.step % self._evolve.every_steps == 0 and not end.is_last:
             with set_purpose("monitoring"):
@@ -110,18 +112,16 @@ class RubricEvolution(RunFeature):
 
     async def _evolve_rubric(self, end: StepEnd) -> Metrics:
         """One round: at most one new version. Returns its counts."""
-        groups, self._groups = self._groups, []
+        latest, groups = self._groups[-self._num_latest :], self._groups
+        self._num_latest = 0
         draw = random.Random(f"{self._seed} {self.name} {end.step}")
         pairs, is_labelled = self._draw_trial_pairs(groups, draw)
+        asked = self._draw_pairs(latest, draw)
+        self._earlier = self._earlier or [
+            (group.prompt.prompt_id, self._show(group.rollouts[0])) for group in latest[:MOST_EARLIER]
+        ]
         if len(pairs) < LEAST_PAIRS:
             return {"rubric/pairs": float(len(pairs))}
-        asked = self._draw_pairs(groups, draw)
-        self._earlier = (
-            self._earlier
-            or [(group.prompt.prompt_id, self._show(rollout)) for group in groups for rollout in group.rollouts[:1]][
-                -MOST_GROUPS // 4 :
-            ]
-        )
         proposed, failed = await self._ask_writer(asked, end.step)
         if failed and not proposed:
             causes = ", ".join(f"{count} {cause}" for cause, count in Counter(one.cause for one in failed).items())
