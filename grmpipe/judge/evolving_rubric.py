@@ -25,6 +25,7 @@ from grmpipe.types import Criterion
 FOLDER = "rubrics"  # in a run's directory: <version>.json, as judge.rubric.path reads it
 WRITER = "pairwise"  # the protocol whose fields the writer's template shows: it reads a pair
 EVOLVED = "evolved"  # the tag of criteria that a writer wrote
+MOST_ASKED = 8  # pairs that a writer is shown in a round
 MAX_CHARS = 300  # of a criterion: what is longer may be a response that the writer was made to repeat
 SAME_WORDS = 0.8  # share of common words from which on two criteria are the same
 SAME_SCORES = 0.95  # correlation over the tried answers from which on two candidates are the same

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from grmpipe.capacity.lower_bound import RoleWork
 from grmpipe.capacity.plan.run_facts import RunFacts
-from grmpipe.capacity.plan.work import Lengths, judge_work, policy_lengths, shares_asked, teacher_work
+from grmpipe.capacity.plan.work import Lengths, judge_work, policy_lengths, shares_asked, teacher_work, writer_work
 from grmpipe.models.settings import PriceConfig
 
 NOT_COUNTED = "without retries, preflight judgements and checks of the judge"
@@ -52,6 +52,7 @@ def expect_requests(facts: RunFacts) -> list[ExpectedRequests]:
                 read = Lengths(prompt_tokens=played.prompt_tokens + played.new_tokens, new_tokens=0)
                 works.append(read.work(round(per_step * shares_asked(facts)[name]), 1))
         taught = [teacher_work(role, facts)] if role in config.teachers else []  # an evaluation has no teachers
+        taught += [writer_work(role, facts)] if role in config.writers else []
         steps = config.train.num_steps
         found.append(
             ExpectedRequests(

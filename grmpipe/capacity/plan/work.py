@@ -14,6 +14,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
+from grmpipe.judge.evolving_rubric import MOST_ASKED
 from grmpipe.judge.grm import estimate_tokens
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.lm.flops import PackedSizes
@@ -158,10 +159,14 @@ def policy_lengths(facts: RunFacts) -> Lengths:
 
 
 def estimate_judging(role: str, facts: RunFacts) -> list[RoleWork]:
-    """The judgements of a model in a step: for every judge that asks it, and for its learner; and what it teaches."""
+    """The judgements of a model in a step: for every judge that asks it, and for its learner; what it teaches, and the
+    criteria that it writes.
+    """
     asked = [judge_work(name, facts) for name in facts.config.asked.select_asking(role)]
     if role in facts.config.teachers:
         asked.append(teacher_work(role, facts))
+    if role in facts.config.writers:
+        asked.append(writer_work(role, facts))
     return [*asked, estimate_training_requests(role, facts)] if role in facts.config.trained_grms else asked
 
 
@@ -172,6 +177,14 @@ def teacher_work(role: str, facts: RunFacts) -> RoleWork:
     whole = played.prompt_tokens + played.new_tokens + context_tokens(facts)
     requests = math.ceil(train.groups_per_batch * train.group_size * taught / len(prompts) - 1e-9)
     return Lengths(prompt_tokens=whole, new_tokens=1).work(requests, 1)
+
+
+def writer_work(role: str, facts: RunFacts) -> RoleWork:
+    """The criteria that a model writes in a step, at most: it reads a question and two answers at a time."""
+    judges = [one for one in facts.config.judging.judges.values() if one.rubric.evolve.writer == role]
+    played, new_tokens = policy_lengths(facts), max(one.principles.max_new_tokens for one in judges)
+    requests = math.ceil(sum(MOST_ASKED / one.rubric.evolve.every_steps for one in judges))
+    return Lengths(prompt_tokens=played.prompt_tokens + 2 * played.new_tokens, new_tokens=new_tokens).work(requests, 1)
 
 
 def context_tokens(facts: RunFacts) -> float:

@@ -19,6 +19,7 @@ from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.data.rubrics import SharedRubric, name_criteria
 from grmpipe.judge.evolving_rubric import (
     EVOLVED,
+    MOST_ASKED,
     SAME_SCORES,
     WRITER,
     EvolvingRubric,
@@ -48,7 +49,7 @@ from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Criterion, Failed, JudgedGroup, Metrics, Prompt, Rollout
 
 CANDIDATES = "rubric_candidates.jsonl"
-MOST_ASKED, MOST_TRIED = 8, 4  # pairs that the writer is shown at a time, candidates that are tried
+MOST_TRIED = 4  # candidates of a round
 MOST_PAIRS, LEAST_PAIRS = 64, 8  # of a trial
 PAIRS_OF_GROUP = 4
 MOST_GROUPS, MOST_EARLIER = 256, 64  # of the latest steps, for trials; of the first round, for pairs

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from configs import judge_config
 
-from grmpipe.config.judge import JudgeConfig, RubricConfig, Scale
+from grmpipe.config.judge import EvolveConfig, JudgeConfig, RubricConfig, Scale
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.data.prompts import load_prompts
 from grmpipe.judge.composition.composed_judge import compose_judge
@@ -32,6 +32,7 @@ from grmpipe.types import Criterion, Failed, JudgeReport, Prompt, Rollout
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
 ONE_A_CALL = RubricConfig(criteria_per_call=1)
+WRITES = EvolveConfig(writer="grm")
 
 
 def test_rubric_weights_a_score_for_each_criterion(bench: Any) -> None:
@@ -237,6 +238,8 @@ def test_yes_and_no_are_weighed_by_their_probability(bench: Any) -> None:
     [
         ({"rubric": ONE_A_CALL}, "rubric.criteria_per_call: is for judges by a rubric, and pointwise is none"),
         ({"rubric": RubricConfig(min_share=0.5)}, "rubric.min_share: is for judges by a rubric"),
+        ({"rubric": RubricConfig(evolve=WRITES)}, "rubric.evolve.writer: criteria are written for judges by a rubric"),
+        ({**RUBRIC, "rubric": RubricConfig(evolve=WRITES), "principles": "shared"}, "rubric.evolve.writer: shared"),
         ({**RUBRIC, "rubric": {"min_share": 0}}, "rubric.min_share: must be above 0 and at most 1"),
         ({**RUBRIC, "rubric": RubricConfig(dropout=1)}, "rubric.dropout: must be below 1"),
         ({**RUBRIC, "rubric": {"criteria_per_call": -1}}, "rubric.criteria_per_call: must be 0 or more"),
