@@ -17,13 +17,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from grmpipe.config.judge_protocols import PROTOCOLS
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.data.rubrics import DEFAULT, SharedRubric, parse_criterion, split_list
 from grmpipe.judge.votes import MET
 from grmpipe.types import Criterion
 
 FOLDER = "rubrics"  # in a run's directory: <version>.json, as judge.rubric.path reads it
-WRITER = "pairwise"  # the protocol whose fields the writer's template shows: it reads a pair
+# The protocol whose fields the writer's template shows: it reads a pair.
+WRITER = next(name for name, protocol in PROTOCOLS.items() if protocol.about == "pair")
 EVOLVED = "evolved"  # the tag of criteria that a writer wrote
 MOST_ASKED = 8  # pairs that a writer is shown in a round
 MAX_CHARS = 300  # of a criterion: what is longer may be a response that the writer was made to repeat
