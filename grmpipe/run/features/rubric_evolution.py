@@ -10,9 +10,9 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, RubricConfig
 from grmpipe.config.keys.entry_names import JUDGE
@@ -55,8 +55,7 @@ PAIRS_OF_GROUP = 4
 MOST_GROUPS, MOST_EARLIER = 256, 64  # of the latest steps, for trials; of the first round, for pairs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """Two texts for the writer: `second` has a higher reward than `first`, or is from later in the training."""
 
     prompt: Prompt
@@ -124,14 +123,19 @@ class RubricEvolution(RunFeature):
         if len(pairs) < LEAST_PAIRS:
             return {"rubric/pairs": float(len(pairs))}
         proposed, failed = await self._ask_writer(asked, end.step)
-        if failed and not proposed:
+        if failed and len(failed) == len(asked):
             causes = ", ".join(f"{count} {cause}" for cause, count in Counter(one.cause for one in failed).items())
-            self._warn(end.step, f"the writer {self._evolve.writer} failed ({causes}): {failed[-1].detail}")
+            kept = f"The rubric of {self._judge.key} stays at version {self._rubric.number} after step {end.step}"
+            why = f"the writer {self._evolve.writer} failed ({causes}): {failed[-1].detail}"
+            self.new_alarms = [*self.new_alarms, f"{kept}: {why}"]
         known = [*self._rubric.current.criteria, *(one for group in groups for one in group.prompt.rubric)]
         candidates = choose_candidates(proposed, known, MOST_TRIED)
         entered, trials = await self._try_all(candidates, groups, pairs, end.step)
-        for candidate, trial in trials:
-            self._write(end.step, candidate, trial, is_labelled=is_labelled)
+        for one, trial in trials:
+            tried = {"text": one.text, "weight": one.weight, "labelled": is_labelled, **asdict(trial)}
+            with self._guard.watch(CANDIDATES):
+                where = {"judge": self._judge.name, "step": end.step, "version": self._rubric.number}
+                self._journal.append(where | tried)
         if entered:
             await end.pipeline.change_judge(1, lambda: self._enter(entered))
         counts = Counter(trial.outcome for _, trial in trials)
@@ -145,22 +149,11 @@ class RubricEvolution(RunFeature):
         }
 
     async def _enter(self, entered: Sequence[Criterion]) -> None:
-        current, most = self._rubric.current, self._evolve.max_criteria
-        evolved = [*current.evolved, *entered]
-        names = name_criteria(current.criteria)
-        named = zip(current.criteria, names, strict=True)
+        current = self._rubric.current
+        named = zip(current.criteria, name_criteria(current.criteria), strict=True)
         spreads = {one.text: self._spreads.get(name, 0.0) for one, name in named if EVOLVED in one.tags}
-        kept = retire(evolved, spreads, most)
+        kept = retire([*current.evolved, *entered], spreads, self._evolve.max_criteria)
         self._rubric.add(Version(current.base, tuple(kept)), self._folder)
-
-    def _warn(self, step: int, why: str) -> None:
-        said = f"The rubric of {self._judge.key} stays at version {self._rubric.number} after step {step}: {why}"
-        self.new_alarms = [*self.new_alarms, said]
-
-    def _write(self, step: int, candidate: Criterion, trial: Trial, *, is_labelled: bool) -> None:
-        shown = {"text": candidate.text, "weight": candidate.weight, "labelled": is_labelled, **asdict(trial)}
-        with self._guard.watch(CANDIDATES):
-            self._journal.append({"judge": self._judge.name, "step": step, "version": self._rubric.number, **shown})
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
 
@@ -173,14 +166,15 @@ class RubricEvolution(RunFeature):
         """
         found: list[Pair] = []
         for group in draw.sample(groups, len(groups)):
-            ranked = sorted(judged_by_reward(group), key=lambda one: one[0])
+            rewards = zip(map(get_reward, group.verdicts), group.rollouts, strict=True)
+            ranked = sorted(((reward, one) for reward, one in rewards if reward is not None), key=lambda one: one[0])
             if not ranked:
                 continue
             best, same = self._show(ranked[-1][1]), [one for one in self._earlier if one[0] == group.prompt.prompt_id]
             if self._earlier and len(found) % 2:
-                found.append(Pair(prompt=group.prompt, first=draw.choice(same or self._earlier)[1], second=best))
+                found.append(Pair(group.prompt, draw.choice(same or self._earlier)[1], best))
             elif ranked[0][0] < ranked[-1][0]:
-                found.append(Pair(prompt=group.prompt, first=self._show(ranked[0][1]), second=best))
+                found.append(Pair(group.prompt, self._show(ranked[0][1]), best))
             if len(found) == MOST_ASKED:
                 break
         return found
@@ -194,11 +188,11 @@ class RubricEvolution(RunFeature):
         right = check_truth(chosen, self._is_right) if share else {}
         pairs: list[tuple[str, str]] = []
         for group in groups:
-            scored = [(get_reward(v), r) for r, v in zip(group.rollouts, group.verdicts, strict=True)]
-            if right:
-                known = [(right.get((group.group_id, rollout.sibling)), rollout) for _, rollout in scored]
-            else:
-                known = scored
+            values = [
+                right.get((group.group_id, rollout.sibling)) if right else get_reward(verdict)
+                for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
+            ]
+            known = zip(values, group.rollouts, strict=True)
             ranked = sorted(((value, draw.random(), one) for value, one in known if value is not None), reverse=True)
             half = min(PAIRS_OF_GROUP, len(ranked) // 2)
             ends = zip(ranked[:half], reversed(ranked[-half:]), strict=True) if half else ()
@@ -308,12 +302,6 @@ def for_trial(judge: JudgeConfig) -> JudgeConfig:
     """The judge as it judges by one criterion alone, once."""
     rubric = RubricConfig(criteria_per_call=judge.rubric.criteria_per_call)
     return replace(judge, rubric=rubric, num_judgements=1, vote="mean", early_stop=EarlyStopConfig())
-
-
-def judged_by_reward(group: JudgedGroup) -> list[tuple[float, Rollout]]:
-    """The siblings that have a verdict, with their rewards."""
-    rewards = map(get_reward, group.verdicts)
-    return [(reward, one) for one, reward in zip(group.rollouts, rewards, strict=True) if reward is not None]
 
 
 def name(rollout: Rollout) -> str:
