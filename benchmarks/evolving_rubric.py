@@ -83,6 +83,7 @@ def report(arms: Mapping[str, Sequence[Run]], typed: str) -> list[str]:
         "mostly wrong. Its judge, `tiny://grm_criteria`, passes whatever opens with a phrase, unless a criterion names",
         "it. The fixed rubric names one of the two. Neither the judge nor `tiny://rubric_writer` was shown them in its",
         "training. True accuracy of held-out answers by a rule, at T = 1; best and last: means of three evaluations.",
+        "A run that still rises at its last step has a fall of 0.",
         "",
         "| rubric | seed | first | best | last | fall |",
         "|---|---|---|---|---|---|",
