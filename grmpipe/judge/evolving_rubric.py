@@ -91,7 +91,7 @@ def show_criterion(criterion: Criterion) -> dict[str, object]:
     usual = Criterion(text="")
     levels = {str(score): meaning for score, meaning in criterion.levels}
     found = {"levels": levels, "tags": list(criterion.tags)}
-    names = ("name", "weight", "kind", "essential", "evidence")
+    names = ("name", "weight", "kind", "essential", "evidence", "from_step")
     found |= {name: value for name in names if (value := getattr(criterion, name)) != getattr(usual, name)}
     return {"text": criterion.text} | {name: value for name, value in found.items() if value}
 
@@ -239,4 +239,4 @@ def retire(evolved: Sequence[Criterion], spreads: Mapping[str, float], most: int
 
 def as_merit(criterion: Criterion) -> Criterion:
     """The criterion alone in a rubric: its reward is how far it is met."""
-    return replace(criterion, weight=1.0, essential=False)
+    return replace(criterion, weight=1.0, essential=False, from_step=0)

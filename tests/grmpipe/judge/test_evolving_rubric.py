@@ -22,7 +22,7 @@ from grmpipe.judge.evolving_rubric import (
 from grmpipe.types import Criterion, Prompt
 
 RHYMES = Criterion(text="It rhymes.", weight=2.0, name="rhyme", kind="yes_no", levels=(), evidence=True)
-SHORT = Criterion(text="How short?", levels=((1, "Long."), (3, "Short.")), essential=True, tags=("form",))
+SHORT = Criterion(text="How short?", levels=((1, "Long."), (3, "Short.")), essential=True, tags=("form",), from_step=3)
 FLATTERS = Criterion(text="It flatters.", weight=-1.0, tags=(EVOLVED,))
 PAIRS = [(f"good{i}", f"bad{i}") for i in range(10)]
 LENGTHS = {name: 10 + 7 * i % 5 for i, pair in enumerate(PAIRS) for name in pair}
