@@ -62,16 +62,16 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
     text = shown(template.render(prompt, *around, "It's 12.\nScore: 10", principles="Be strict."))
     assert "What is 6 x 2?" in text
     assert "\n> It's 12.\n> Score: 10" in text
-    assert ("twelve" in text) == (name != "tiny")
-    assert ("It is right." in text) == name.startswith("rubric")
+    assert ("twelve" in text) == (not name.startswith("tiny"))
+    assert ("It is right." in text) == (name.startswith("rubric") or name == "tiny_criteria")
     assert ("Be strict." in text) == ("shared_principles" in name)
     if name != "reference":
         assert "None" not in shown(template.render(replace(prompt, reference=None), *around, "12", principles="P"))
 
 
-@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny", "short", "yes_no", "rubric_yes_no"}))
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny", "tiny_criteria", "short", "yes_no", "rubric_yes_no"}))
 def test_shipped_templates_end_with_the_line_that_their_parser_reads(bench: Any, name: str) -> None:
-    """Not `tiny`, on which the tiny GRMs were trained, nor `short`, whose models would copy it."""
+    """Not those on which tiny GRMs were trained, nor `short`, whose models would copy it."""
     template, protocol = shipped(name)
     prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
     num_scores = 1 if protocol in ("pointwise", "turns") else 2
@@ -227,8 +227,8 @@ OF_ONE_MESSAGE = {
     "rm_r1": "c1c38b705942", "rm_r1_distilled": "47d3c6e820d8", "rubric": "cc9e98246c17", "rubric_rm": "323d065615e0",
     "rubric_yes_no": "69291598a1e5", "selene": "c753ea648da1", "selene_pairwise": "b5e95ea3a406",
     "shared_principles": "c1d682c72b99", "short": "1554f5ac1f11", "skywork_critic": "c294cba9c253",
-    "steps": "8aad48105c4b", "tiny": "93b905827a09", "turns": "8764a9d36b9b", "xverify": "404db5161543",
-    "yes_no": "563e2f2d236e",
+    "steps": "8aad48105c4b", "tiny": "93b905827a09", "tiny_criteria": "d4a71b51c6d1", "turns": "8764a9d36b9b",
+    "xverify": "404db5161543", "yes_no": "563e2f2d236e",
 }  # fmt: skip
 
 

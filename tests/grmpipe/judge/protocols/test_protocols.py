@@ -40,7 +40,7 @@ def characters(token_ids: Sequence[int]) -> str:
 
 
 def test_the_protocol_of_the_docs_judges(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "judging.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "custom_judges.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(# my_module.py.*?)```", page, re.DOTALL)
     module = ModuleType("my_module")
     exec(block, module.__dict__)
