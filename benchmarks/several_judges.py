@@ -140,9 +140,9 @@ COMPARISONS = {
         start="tiny://policy_judge",
         variants={
             "learns": Variant(overrides=("+experiment=self_judging",)),
-            "live": itself("judge.model=policy"),
+            "only_judges": itself("judge.model=policy"),
         },
-        pairs=(("learns", "live"),),
+        pairs=(("learns", "only_judges"),),
     ),
 }
 

@@ -105,7 +105,6 @@ LIBRARIES = {
     "mcp": "grmpipe/envs/tools/mcp_tools.py",
     "wandb": "grmpipe/trackers/wandb_tracker.py",
     "tensorboard": "grmpipe/trackers/tensorboard_tracker.py",
-    "swanlab": "grmpipe/trackers/swanlab_tracker.py",
     "mlflow": "grmpipe/trackers/mlflow_tracker.py",
     "omegaconf": "grmpipe/config/io/yaml_io.py",
     "hydra": "grmpipe/cli.py",

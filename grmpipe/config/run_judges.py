@@ -139,7 +139,8 @@ def check_all_used(judging: Judging, judges: Mapping[str, JudgeConfig], teachers
         if role not in (*judging.asked_roles, *teachers, *writers, POLICY, GRM):
             raise ValueError(
                 f"{model.key}: no judge of this run asks it, and it teaches nothing; type "
-                f"judges.<name>.model={role}, or 'algorithm.distill.teachers={{default: {role}}}'"
+                f"judges.<name>.model={role}, judge.rubric.evolve.writer={role}, "
+                f"'algorithm.distill.teachers={{default: {role}}}', or leave it out: '~models.{role}'"
             )
 
 

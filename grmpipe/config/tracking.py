@@ -9,7 +9,6 @@ from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unk
 from grmpipe.models.bounds import Bounded, at_least
 from grmpipe.trackers.mlflow_tracker import MlflowConfig
 from grmpipe.trackers.prometheus_tracker import PrometheusConfig
-from grmpipe.trackers.swanlab_tracker import SwanlabConfig
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
@@ -29,7 +28,6 @@ class TrackingConfig(Bounded):
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
-    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     webhook: WebhookConfig = field(default_factory=WebhookConfig)

@@ -422,10 +422,11 @@ def load_rubric(config: JudgeConfig) -> SharedRubric:
         return load_shared_rubric(config.rubric.path)
 
 
-def has_curriculum(judges: Iterable[JudgeConfig], prompts: Iterable[Prompt]) -> bool:
-    """Whether a criterion begins at a step."""
+def find_last_begin(judges: Iterable[JudgeConfig], prompts: Iterable[Prompt]) -> int:
+    """The step of training from which on all criteria hold; 0: they hold from the start."""
     shared = (rubric for judge in judges for rubric in load_rubric(judge).rubrics)
-    return any(one.from_step for rubric in (*shared, *(prompt.rubric for prompt in prompts)) for one in rubric)
+    rubrics = (*shared, *(prompt.rubric for prompt in prompts))
+    return max((one.from_step for rubric in rubrics for one in rubric), default=0)
 
 
 def find_example(template_text: str, scale: Scale) -> str:

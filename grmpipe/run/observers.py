@@ -63,6 +63,8 @@ FILES = {
     "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
     JUDGE_REQUESTS: "every request to a model that judges, with its tokens",
     PAID_ANSWERS: "what endpoints answered, for a resume within the budget",
+    "rubrics/": "the versions of a rubric that evolved",
+    "rubric_candidates.jsonl": "every criterion that was tried for the rubric, and what became of it",
     "canaries.jsonl": "fixed responses that show whether the judge drifts",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "changes.jsonl": "keys that a resume changed",
@@ -213,7 +215,8 @@ class Observers:
             for text in self.describe_lost_lines():
                 self.console.alarm(text)
             for name, count in (self.trackers.failures - Counter(self.journal_failures)).items():
-                self.console.alarm(f"{count} calls of the tracker {name} failed; run.log says why")
+                calls = "1 call" if count == 1 else f"{count} calls"
+                self.console.alarm(f"{calls} of the tracker {name} failed; run.log says why")
             self.console.print_files(
                 run_dir, {name: what for name, what in self.files.items() if holds_anything(run_dir / name)}
             )

@@ -34,7 +34,7 @@ from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
-from grmpipe.judge.prompt import JudgePrompt, has_curriculum
+from grmpipe.judge.prompt import JudgePrompt, find_last_begin
 from grmpipe.models.chat.tool_calls import FORMATS
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.types import Message, ToolSpec
@@ -131,7 +131,12 @@ def prepare(config: RunConfig) -> Prepared:
             models[CRITIC] = find_critic(config.critic.path, policy, config.policy)
         check_divides(roles.learners[CRITIC], CRITIC, models[CRITIC].path)
     answered = config.train.groups_per_batch * (1 - config.self_judging_share)  # groups of a step that answer prompts
-    begins = has_curriculum(config.judging.judges.values(), data.train)
+    last_begin = find_last_begin(config.judging.judges.values(), data.train)
+    if last_begin > config.train.num_steps and config.task == "train":
+        log.warning(
+            "a criterion begins at step %d, and the run has %d steps (train.num_steps): nothing is judged by it in "
+            "training", last_begin, config.train.num_steps,
+        )  # fmt: skip
     prepared = Prepared(
         config=config,
         models=models,
@@ -140,7 +145,7 @@ def prepare(config: RunConfig) -> Prepared:
             seed=config.seed,
             shuffle=config.data.shuffle,
             max_epochs=config.data.max_epochs,
-            groups_per_step=answered if begins else None,
+            groups_per_step=answered if last_begin else None,
         ),
         held_out=data.held_out,
         placement=placement,

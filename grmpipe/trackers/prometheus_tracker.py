@@ -48,10 +48,15 @@ class PrometheusTracker(Tracker):
 
     def __init__(self, config: PrometheusConfig, run: TrackedRun) -> None:
         """Raises OSError if the port is taken."""
-        self._run = run.run_dir.name
+        self._run = run.name
         self._step, self._metrics, self._alarms = 0, Metrics(), 0
         token = os.environ[config.token_env] if config.token_env else ""
-        self._server = ThreadingHTTPServer((config.host, config.port), make_handler(self._page, token))
+        try:
+            self._server = ThreadingHTTPServer((config.host, config.port), make_handler(self._page, token))
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror}: {config.host}:{config.port}; set tracking.prometheus.port"
+            ) from error
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
 

@@ -39,6 +39,12 @@ class TrackedRun:
     state: Mapping[str, str]
     first_step: int = 0
 
+    @property
+    def name(self) -> str:
+        """The experiment and the folder: many folders are named by their time."""
+        experiment = self.config.get("experiment_name")
+        return f"{experiment}/{self.run_dir.name}" if experiment else self.run_dir.name
+
 
 class Tracker:
     """A tracker overrides what it needs. An exception of a method stops neither the step nor the other trackers."""

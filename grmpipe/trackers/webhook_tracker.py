@@ -25,15 +25,16 @@ class WebhookConfig(TrackerConfig):
         return WebhookTracker(os.environ[self.url_env], run)
 
     def find_missing(self) -> str:
-        is_url = os.environ.get(self.url_env, "").startswith(("http://", "https://"))
-        return "" if is_url else f"set the variable {self.url_env} (tracking.webhook.url_env) to its URL, https://.."
+        if os.environ.get(self.url_env, "").startswith(("http://", "https://")):
+            return ""
+        return f"set the variable {self.url_env} (tracking.webhook.url_env) to its URL, which begins with https://"
 
 
 class WebhookTracker(Tracker):
     """Posts in a thread of its own, in order: a slow server holds up no step, and the end for `CLOSE_TIMEOUT_S`."""
 
     def __init__(self, url: str, run: TrackedRun) -> None:
-        self._url, self._run_dir = url, run.run_dir
+        self._url, self._run = url, run
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="webhook")
         self._posts: list[Future[None]] = []
 
@@ -53,9 +54,9 @@ class WebhookTracker(Tracker):
             post.result()
 
     def _tell(self, text: str, **facts: str | None) -> None:
-        shown = f"{self._run_dir.name}: {text}"
+        shown = f"{self._run.name}: {text}"
         shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]} .."
-        body = {"text": shown, "content": shown, "run_dir": str(self._run_dir), **facts}
+        body = {"text": shown, "content": shown, "run_dir": str(self._run.run_dir), **facts}
         self._posts.append(self._thread.submit(self._post, body))
 
     def _post(self, body: dict[str, str | None]) -> None:

@@ -57,6 +57,7 @@ def test_what_a_writer_finds_becomes_a_version_and_each_group_has_one(evolved: A
     assert set(texts) <= {line["text"] for line in evolved.lines("rubric_candidates")}
     versions = [find_versions(evolved)[group] for group in list_trained(evolved)]
     assert all(len(own) == 1 for own in versions) and len(set().union(*versions)) > 1
+    assert "the rubric of judge is version 1 now, with '" in (evolved.run_dir / "run.log").read_text()
 
 
 def test_judging_again_takes_each_groups_version(evolved: Any, restored_logging: None) -> None:
@@ -97,6 +98,18 @@ def test_a_resume_goes_on_with_the_checkpoints_version(
     versions = [line["rubric/version"] for line in files.steps()]
     assert versions == sorted(versions) and versions[-1] >= 1
     assert all(len(find_versions(files)[group]) == 1 for group in list_trained(files))
+
+
+@pytest.mark.long
+def test_a_writer_that_is_never_asked_is_an_alarm(
+    small_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rubric_evolution, "LEAST_PAIRS", 1000)
+    files = small_run(*EVOLVES, "train.num_steps=2", experiment="evolving_rubric")
+    (alarm,) = [one for one in files.summary["alarms"] if "never asked" in one]
+    assert alarm.startswith(
+        "The writer of judge.rubric was never asked: it takes 1000 pairs of siblings of which one is"
+    )
 
 
 @pytest.mark.long

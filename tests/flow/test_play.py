@@ -66,10 +66,12 @@ def test_what_a_script_lacks_cuts_the_episode_as_a_limit_of_the_policy_does(
     small_run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = small_run(*PLAY, write_script(tmp_path / "short.jsonl", "four"), run_dir="short")
-    assert "-- faults of the policy: no_number" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "-- faults of the policy: no_number" in shown
+    assert "-- the episode was cut after 1 turn: nothing more was written" in shown
     assert files.lines("rollouts")[0]["reason"] == "tokens"
     small_run(*PLAY, write_script(tmp_path / "long.jsonl", "4 " * 40), "rollout.max_new_tokens=8", run_dir="long")
-    assert "cut after 1 turn, by the tokens of a turn (rollout.max_new_tokens)" in capsys.readouterr().out
+    assert "cut after 1 turn, by the tokens of a turn (rollout.max_new_tokens)\n" in capsys.readouterr().out
 
 
 def test_a_person_types_turns_and_the_end_of_the_input_ends_the_episode(

@@ -112,8 +112,9 @@ def make_rubric_evolutions(
             grm, writing = running.models[judge.model].grm, running.models[writer].grm
             assert grm is not None and writing is not None, "both are asked"
             yield RubricEvolution(
-                judge, rubric, writing, grm, prepared.is_right, prepared.config.seed, run_dir, observers.journal_guard
-            )
+                judge, rubric, writing, grm, prepared.is_right, prepared.config.seed, run_dir, observers.journal_guard,
+                observers.note,
+            )  # fmt: skip
 
 
 def make_watchers(prepared: Prepared, running: Running) -> list[Watcher]:

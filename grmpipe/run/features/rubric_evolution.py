@@ -7,9 +7,10 @@ Nothing here ends a run: where the writer or a trial fails, the rubric stays as 
 """
 
 import asyncio
+import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -48,6 +49,8 @@ from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run_dir.identity import read_run_id
 from grmpipe.types import Criterion, Failed, JudgedGroup, Metrics, Prompt, Rollout
 
+log = logging.getLogger(__name__)
+
 CANDIDATES = "rubric_candidates.jsonl"
 MOST_TRIED = 4  # candidates of a round
 MOST_PAIRS, LEAST_PAIRS = 64, 8  # of a trial
@@ -79,7 +82,9 @@ class RubricEvolution(RunFeature):
         seed: int,
         run_dir: Path,
         guard: Guard | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._note = note
         self.name = "rubric_evolution" if judge.name == JUDGE else f"rubric_evolution/{judge.name}"
         self._judge, self._evolve, self._rubric, self._seed = judge, judge.rubric.evolve, rubric, seed
         self._writer, self._grm, self._is_right = writer, grm, is_right
@@ -91,6 +96,7 @@ class RubricEvolution(RunFeature):
         self._groups: list[JudgedGroup] = []
         self._num_latest = 0  # of these, since the writer was asked
         self._earlier: list[tuple[str, str]] = []  # prompt_id, text: answers of the first steps
+        self._was_asked, self._most_pairs = False, -1  # the writer in this process; pairs to try on when it wasn't
         self._spreads: dict[str, float] = {}  # name of a criterion -> of the latest step that judged it
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -104,6 +110,12 @@ class RubricEvolution(RunFeature):
         if end.step % self._evolve.every_steps == 0 and not end.is_last:
             with set_purpose("monitoring"):
                 metrics = await self._evolve_rubric(end)
+        if end.is_last and self._most_pairs >= 0 and not self._was_asked and not self._journal.path.exists():
+            few = f"it takes {LEAST_PAIRS} pairs of siblings of which one is known to be better, and there were at most"
+            few += f" {self._most_pairs}"
+            more = f"take larger batches, or a larger {self._judge.key}.rubric.evolve.labelled_share"
+            never = f"The writer of {self._judge.key}.rubric was never asked"
+            self.new_alarms = [*self.new_alarms, f"{never}: {few}; {more}"]
         current = self._rubric.current
         return metrics | {
             "rubric/version": float(self._rubric.number),
@@ -121,7 +133,9 @@ class RubricEvolution(RunFeature):
             (group.prompt.prompt_id, self._show(group.rollouts[0])) for group in latest[:MOST_EARLIER]
         ]
         if len(pairs) < LEAST_PAIRS:
+            self._most_pairs = max(self._most_pairs, len(pairs))
             return {"rubric/pairs": float(len(pairs))}
+        self._was_asked = True
         proposed, failed = await self._ask_writer(asked, end.step)
         if failed and len(failed) == len(asked):
             causes = ", ".join(f"{count} {cause}" for cause, count in Counter(one.cause for one in failed).items())
@@ -134,7 +148,12 @@ class RubricEvolution(RunFeature):
         for one, trial in trials:
             tried = {"text": one.text, "weight": one.weight, "labelled": is_labelled, **asdict(trial)}
             with self._guard.watch(CANDIDATES):
-                where = {"judge": self._judge.name, "step": end.step, "version": self._rubric.number}
+                where = {
+                    "judge": self._judge.name,
+                    "step": end.step,
+                    "version": self._rubric.number,
+                    "pairs": len(pairs),
+                }
                 self._journal.append(where | tried)
         if entered:
             await end.pipeline.change_judge(1, lambda: self._enter(entered))
@@ -154,6 +173,10 @@ class RubricEvolution(RunFeature):
         spreads = {one.text: self._spreads.get(name, 0.0) for one, name in named if EVOLVED in one.tags}
         kept = retire([*current.evolved, *entered], spreads, self._evolve.max_criteria)
         self._rubric.add(Version(current.base, tuple(kept)), self._folder)
+        names = ", ".join(f"{one.text!r} (weight {one.weight:g})" for one in entered)
+        text = f"the rubric of {self._judge.key} is version {self._rubric.number} now, with {names}"
+        log.info("%s", text)
+        self._note(text)
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from grmpipe.run_dir.directory import HOME
 from grmpipe.viewer.runs import ViewedState, find_runs, tell_apart
 
 NUMBERS = {"steps", "reward", "true"}
+FAILURE_CHARS = 80  # of why a run failed
 WIDTH_IN_FILES = 240  # columns, where the output is no terminal: `grmpipe task=runs | grep completed`
 
 
@@ -29,13 +30,14 @@ def list_runs(config: RunConfig, console: Console | None = None) -> None:
 
 def make_table(states: list[tuple[str, ViewedState]], varied: Mapping[str, str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("run", "status", "steps", "reward", "true", "changed", "differs in"):
+    for column in ("run", "status", "steps", "reward", "true", "changed", "figures", "differs in"):
         table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
     for name, state in states:
         # Figures of held-out prompts, or those of a task that only evaluates.
         cells = [
             name, state.status, str(state.steps or ""), show(state.reward), show(state.true_accuracy),
-            f"{state.changed:%m-%d %H:%M}", " ".join(filter(None, [varied.get(name, ""), state.figures])),
+            f"{state.changed:%m-%d %H:%M}", state.figures or (state.failure or "").partition("\n")[0][:FAILURE_CHARS],
+            varied.get(name, ""),
         ]  # fmt: skip
         table.add_row(*(Text(replace_controls(cell)) for cell in cells))
     return table

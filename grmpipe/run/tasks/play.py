@@ -124,12 +124,13 @@ def read_script(file: Path) -> Iterator[str]:
 NextTurn = Callable[[int], Awaitable[str | None]]  # number of the turn, from 0 -> what is written; None: nothing more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WrittenTurns:
-    """Samples what somebody writes, as the policy's tokens."""
+    """Samples what somebody writes, as the policy's tokens. is_over: nothing more was written."""
 
     write: NextTurn
     renderer: Renderer
+    is_over: bool = field(default=False, init=False)
 
     async def generate(
         self,
@@ -141,6 +142,7 @@ class WrittenTurns:
         """The turn, cut after `max_new_tokens` like one of the policy; without a turn an empty one that is cut."""
         text = await self.write(int(context.request_id.rpartition("/t")[2]))
         on_first_token()
+        self.is_over = text is None
         ids = (*self.renderer.encode_inserted(text), *self.renderer.stop_token_ids[:1]) if text is not None else ()
         is_whole = text is not None and len(ids) <= params.max_new_tokens
         ids = ids[: params.max_new_tokens]
@@ -249,15 +251,19 @@ def describe_turn(turn: Turn) -> Iterator[str]:
 
 
 LIMITS: dict[TruncationReason, str] = {
-    "tokens": "the tokens of a turn (rollout.max_new_tokens), or because nothing more was written",
+    "tokens": "the tokens of a turn (rollout.max_new_tokens)",
     "turns": "the number of turns (rollout.max_turns)",
     "context": "the policy's window",
     "time": "the time of an episode (env.episode_s)",
 }
 
 
-def describe_end(rollout: Rollout) -> str:
-    turns = f"{len(rollout.turns)} turn{'s' * (len(rollout.turns) != 1)}"
+def describe_end(rollout: Rollout, *, is_over: bool) -> str:
+    """is_over: whether nothing more was written, so that the last turn is empty."""
+    number = len(rollout.turns) - is_over
+    turns = f"{number} turn{'s' * (number != 1)}"
+    if is_over:
+        return f"the episode was cut after {turns}: nothing more was written"
     if rollout.status != "truncated":
         return f"the episode ended after {turns}"
     return f"the episode was cut after {turns}, by {LIMITS.get(rollout.reason, rollout.reason)}"
@@ -308,7 +314,7 @@ class PlayRun(Run[PreparedPlay]):
         for message in rollout.turns[-1].replies:
             shown.show(f"{message.role}: {message.content}", "cyan")
         shown.show_turn(rollout)
-        shown.show(f"-- {describe_end(rollout)}", "yellow")
+        shown.show(f"-- {describe_end(rollout, is_over=getattr(shown.engine, 'is_over', False))}", "yellow")
         await self._judge(running, rollout, shown)
         return "completed"
 

@@ -85,7 +85,7 @@ def test_the_planted_secret_is_in_no_file_of_a_tracker(
     monkeypatch.setattr(sys, "argv", ["launch.py", f"grm.api_key={PLANTED}"])
     openai = OpenAIConfig(extra_body={"api_key": "in the config only", "url": f"http://{PLANTED[::-1]}@judge"})
     shipped = TrackingConfig().shipped
-    to_files = shipped.keys() - {"prometheus", "webhook"}
+    to_files = shipped.keys() - {"mlflow", "prometheus", "webhook"}
     names = [name for name in sorted(to_files) if not shipped[name].find_missing()]
     tracking = TrackingConfig(trackers=names, wandb=WandbConfig(mode="offline"), console=False)
     config = run_config(experiment_name=PLANTED, engine=EngineConfig(openai=openai), tracking=tracking)
@@ -104,7 +104,6 @@ def test_the_planted_secret_is_in_no_file_of_a_tracker(
         for secret in (PLANTED, PLANTED[::-1], "in the config only"):
             assert secret.encode() not in content
     sent = [path for path in files if path.suffix == ".wandb" or "tfevents" in path.name]
-    sent += [path for path in files if "swanlog" in path.parts and path.name == "config.yaml"]
     assert len(sent) == len(names)
     assert all(b"<redacted>" in path.read_bytes() for path in sent)  # the config is in it
     assert not any(b"<sha256" in path.read_bytes() for path in sent), "not even a hash leaves the run's directory"

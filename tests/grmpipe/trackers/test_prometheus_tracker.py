@@ -43,6 +43,13 @@ def test_the_page_has_the_latest_value_of_each_metric_until_the_run_ends(tmp_pat
             httpx.get(gone)
 
 
+def test_a_port_that_is_taken_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    tracker, _ = opened(PrometheusConfig(port=0), tmp_path)
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{tracker.port}; set tracking\.prometheus\.port"):
+        opened(PrometheusConfig(port=tracker.port), tmp_path)
+    tracker.close()
+
+
 def test_with_a_token_only_those_who_have_it_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGE_TOKEN", "s3cret-token")
     config = PrometheusConfig(host="0.0.0.0", port=0, token_env="PAGE_TOKEN")

@@ -50,7 +50,9 @@ def channel() -> Iterator[tuple[str, type[Channel]]]:
 
 def opened(url: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
     monkeypatch.setenv("MY_CHANNEL", url)
-    return WebhookConfig(url_env="MY_CHANNEL").open(TrackedRun(run_dir=run_dir, config={}, state={}))
+    return WebhookConfig(url_env="MY_CHANNEL").open(
+        TrackedRun(run_dir=run_dir, config={"experiment_name": "first"}, state={})
+    )
 
 
 def test_a_channel_gets_alarms_in_order_and_the_end(
@@ -65,13 +67,13 @@ def test_a_channel_gets_alarms_in_order_and_the_end(
     tracker.close()
     alarm, long, end = server.got
     assert alarm == {
-        "text": "run_7: ALARM step 3: scores rise, truth falls",
-        "content": "run_7: ALARM step 3: scores rise, truth falls",
+        "text": "first/run_7: ALARM step 3: scores rise, truth falls",
+        "content": "first/run_7: ALARM step 3: scores rise, truth falls",
         "run_dir": str(tmp_path / "run_7"),
         "event": "alarm",
     }
     assert len(str(long["content"])) < 2000, "Discord refuses longer ones"
-    assert end["text"] == "run_7: failed: the engine died: out of memory"
+    assert end["text"] == "first/run_7: failed: the engine died: out of memory"
     assert (end["event"], end["status"], end["failure"]) == ("end", "failed", "the engine died: out of memory")
 
 
@@ -98,7 +100,7 @@ def test_without_a_url_a_run_is_refused_with_what_to_set(monkeypatch: pytest.Mon
     monkeypatch.setenv("GRMPIPE_WEBHOOK_URL", "hooks.example.com/1")
     assert TrackingConfig(trackers=["webhook"]).find_missing() == (
         "tracking.trackers: webhook can't be used here; set the variable GRMPIPE_WEBHOOK_URL "
-        "(tracking.webhook.url_env) to its URL, https://.."
+        "(tracking.webhook.url_env) to its URL, which begins with https://"
     )
     monkeypatch.setenv("GRMPIPE_WEBHOOK_URL", "https://hooks.example.com/1")
     assert TrackingConfig(trackers=["webhook"]).find_missing() == ""

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {"bubblewrap": (), "own": ("bubblewrap",), "
 MARKS = {"bubblewrap": [pytest.mark.bubblewrap], "own, no namespaces": [pytest.mark.long]}
 # What works in a kind. The report names the part that is missing, and `require` refuses it.
 OPEN = {"own, no namespaces": {("a full disk", "many files"), ("the network", "a packet")}}
-DOCS = Path(__file__).parents[4] / "docs" / "agents.md"
+DOCS = Path(__file__).parents[4] / "docs" / "isolation.md"
 
 
 # Another user may have no way to this environment's Python, but to the system's, with the same packages.

@@ -32,7 +32,7 @@ def test_a_line_for_each_run_says_how_it_stands_and_what_differs(tmp_path: Path)
     out = io.StringIO()
     list_runs(run_config(run_dir=str(tmp_path), task="runs"), Console(file=out, width=200))
     header, _, *rows = (line.split() for line in out.getvalue().splitlines())
-    assert header == ["run", "status", "steps", "reward", "true", "changed", "differs", "in"]
+    assert header == ["run", "status", "steps", "reward", "true", "changed", "figures", "differs", "in"]
     by_name = {row[0]: row[1:] for row in rows if row}
     assert by_name["x/0"][:3] == ["completed", "8", "0.750"]
     assert by_name["x/0"][-1] == "train.lr=0.1"
