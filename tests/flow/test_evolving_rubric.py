@@ -30,7 +30,8 @@ def all_candidates_enter() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def evolved(run_once: Callable[..., Any]) -> Any:
-    return run_once(*EVOLVES, experiment="evolving_rubric", run_dir="evolved")
+    # No group is judged before the step before it is over: the steps after a new version are judged by it.
+    return run_once(*EVOLVES, "train.max_staleness=0", experiment="evolving_rubric", run_dir="evolved")
 
 
 def list_trained(files: Any) -> set[str]:
