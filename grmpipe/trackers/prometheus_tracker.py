@@ -3,16 +3,12 @@
 import hmac
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
 
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.types import Metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 READ_TIMEOUT_S = 10.0
@@ -95,7 +91,7 @@ def escape_label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def make_handler(page: "Callable[[], str]", token: str) -> type[BaseHTTPRequestHandler]:
+def make_handler(page: Callable[[], str], token: str) -> type[BaseHTTPRequestHandler]:
     """The handler of GET /metrics; with a token, for those who send it as a bearer."""
 
     class Handler(BaseHTTPRequestHandler):

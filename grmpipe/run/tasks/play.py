@@ -29,12 +29,12 @@ from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.terminal_text import replace_controls
-from grmpipe.models.types import Completion, Generates, RequestContext, SamplingParams, VersionSpan, ignore_first_token
+from grmpipe.models.types import Completion, RequestContext, SamplingParams, VersionSpan, ignore_first_token
 from grmpipe.observe.console import RunConsole
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.make_play import make_play
+from grmpipe.run.build.make_play import ActingEngine, make_play
 from grmpipe.run.build.start import Running, refuse_denied, start
 from grmpipe.run.prepare import Prepared, check_env, check_fit
 from grmpipe.run.run_context import Run, RunContext
@@ -126,10 +126,11 @@ NextTurn = Callable[[int], Awaitable[str | None]]  # number of the turn, from 0 
 
 @dataclass(slots=True)
 class WrittenTurns:
-    """Samples what somebody writes, as the policy's tokens. is_over: nothing more was written."""
+    """Samples what somebody writes, as the policy's tokens. num_asked: turns so far; is_over: no more was written."""
 
     write: NextTurn
     renderer: Renderer
+    num_asked: int = field(default=0, init=False)
     is_over: bool = field(default=False, init=False)
 
     async def generate(
@@ -140,7 +141,8 @@ class WrittenTurns:
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
         """The turn, cut after `max_new_tokens` like one of the policy; without a turn an empty one that is cut."""
-        text = await self.write(int(context.request_id.rpartition("/t")[2]))
+        text = await self.write(self.num_asked)
+        self.num_asked += 1  # by count: requests of a workflow have ids of another form
         on_first_token()
         self.is_over = text is None
         ids = (*self.renderer.encode_inserted(text), *self.renderer.stop_token_ids[:1]) if text is not None else ()
@@ -154,12 +156,15 @@ class WrittenTurns:
             versions=(VersionSpan(model=POLICY, version=0, start=0, end=len(ids)),) if ids else (),
         )
 
+    def end_trajectory(self, trajectory_id: str) -> None:
+        """It keeps nothing."""
+
 
 @dataclass(slots=True)
 class ShownEpisode:
     """An engine of which each turn is shown: what the policy reads, by its tokens, and what is written."""
 
-    engine: Generates
+    engine: ActingEngine
     renderer: Renderer
     console: Console
     max_turns: int
@@ -191,8 +196,7 @@ class ShownEpisode:
         return completion
 
     def end_trajectory(self, trajectory_id: str) -> None:
-        if (end := getattr(self.engine, "end_trajectory", None)) is not None:
-            end(trajectory_id)
+        self.engine.end_trajectory(trajectory_id)
 
     def show_turn(self, so_far: Rollout) -> None:
         for text in describe_turn(so_far.turns[-1]):
@@ -314,14 +318,17 @@ class PlayRun(Run[PreparedPlay]):
         for message in rollout.turns[-1].replies:
             shown.show(f"{message.role}: {message.content}", "cyan")
         shown.show_turn(rollout)
-        shown.show(f"-- {describe_end(rollout, is_over=getattr(shown.engine, 'is_over', False))}", "yellow")
+        shown.show(
+            f"-- {describe_end(rollout, is_over=isinstance(shown.engine, WrittenTurns) and shown.engine.is_over)}",
+            "yellow",
+        )
         await self._judge(running, rollout, shown)
         return "completed"
 
     def _make_actor(self, running: Running, console: Console) -> ShownEpisode:
         ready, renderer = self._prepared, self._prepared.prepared.policy.renderer
         by = self._config.play.by
-        engine: Generates
+        engine: ActingEngine
         if by == BY_POLICY:
             engine = running.policy.router
         elif (script := ready.script) is not None:
