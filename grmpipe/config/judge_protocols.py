@@ -123,6 +123,7 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
             "arena_hard": "margin",
             "rubric_rm": "winner_letter",
             "br_rm": "which_box",
+            "fare": "verdict_letter",
         },
         votes=("majority", "mean"),
         early_stops=("exact",),  # a fixed winner fixes the rewards of a pair only

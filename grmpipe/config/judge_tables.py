@@ -21,6 +21,7 @@ PARSERS = PathTable(
         "result": "RESULT", "result_letter": "RESULT_LETTER",
         "bold_result": "BOLD_RESULT", "bold_result_letter": "BOLD_RESULT_LETTER",
         "winner_letter": "WINNER_LETTER", "margin": "MARGIN", "which_box": "WHICH_BOX", "scores_field": "SCORES_FIELD",
+        "verdict_letter": "VERDICT_LETTER",
         "correct": "CORRECT", "grade": "GRADE", "grade_box": "GRADE_BOX", "is_correct": "IS_CORRECT",
         "choice_field": "CHOICE_FIELD", "ranking_field": "RANKING_FIELD", "ranking_box": "RANKING_BOX",
         "overall_boxed": "OVERALL_BOXED",
@@ -41,7 +42,7 @@ ONE_SCORE = (
 )  # parsers of one score
 TWO_SCORES = (  # parsers of the better one of two responses
     "letter", "letter_or_tie", "answer_letter", "result_letter", "bold_result_letter",
-    "choice_field", "ranking_field", "ranking_box", "winner_letter", "margin", "which_box",
+    "choice_field", "ranking_field", "ranking_box", "winner_letter", "verdict_letter", "margin", "which_box",
 )  # fmt: skip
 RULES = PathTable(
     "judge.rule", ("text", "reference"), "grmpipe.judge.kinds.rule",

@@ -219,11 +219,11 @@ def by_margin(found: Sequence[str], scale: Scale) -> tuple[float, ...]:
     return (middle + third, middle - third)
 
 
-def labelled_letter(label: str, what: str = "") -> Form:
-    """The form `Label: A`, or `Label: B`. what: what may stand before the letter."""
-    before = rf"{LEAD}{any_case(label)}{EMPHASIS}:{IN_NEXT_LINE}"
+def labelled_letter(label: str, before: str = "", after: str = "") -> Form:
+    """The form `Label: A`, or `Label: B`. before, after: what may stand around the letter."""
+    begins = rf"{LEAD}{any_case(label)}{EMPHASIS}:{IN_NEXT_LINE}{before}"
     return Form(
-        line=lambda number, scale, num_scores: rf"{before}{what}\(?([AB]){CLOSED_TAIL}",
+        line=lambda number, scale, num_scores: rf"{begins}\(?([AB]){after}{CLOSED_TAIL}",
         most_lines=2, num_scores=2, words=AB, scores_of=by_letter,
     )  # fmt: skip
 
@@ -263,6 +263,7 @@ BOLD_RESULT = Form(  # **Result:** 4
 )  # fmt: skip
 BOLD_RESULT_LETTER = labelled_letter("result")  # **Result:** A or **Result:** B
 WINNER_LETTER = labelled_letter("winner", rf"(?:{any_case('response')} )?")  # Winner: Response A
+VERDICT_LETTER = labelled_letter("verdict", r"\[?", r"\]?")  # Verdict: [A]
 MARGIN = Form(  # [[A>>B]], [[A>B]], [[A=B]], [[B>A]] or [[B>>A]]
     line=lambda number, scale, num_scores: rf"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]{QUOTED_TAIL}",
     lead=PROSE_WITHOUT_BRACKETS, num_scores=2, words=("A>>B", "A>B", "A=B", "B>A", "B>>A"), scores_of=by_margin,

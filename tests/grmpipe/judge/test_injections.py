@@ -177,6 +177,7 @@ VERDICTS = {
     "correct": "[Correct]", "grade": "A", "grade_box": "Final Judgment: \\boxed{A} - CORRECT",
     "is_correct": "Verification: Is the answer correct (Yes/No)? Yes", "margin": "[[A>>B]]", "which_box": "\\boxed{1}",
     "winner_letter": "Winner: Response A", "scores_field": '{"scores": {"model-1": 5, "model-2": 1}}',
+    "verdict_letter": "Verdict: [A]",
 }  # fmt: skip
 
 

@@ -219,16 +219,16 @@ def test_principles_are_asked_for_with_the_whole_conversation(name: str) -> None
 OF_ONE_MESSAGE = {
     "arena_hard": "a5b58aea93e8", "boxed": "64ce73c7fc00", "br_rm": "c908e5987e75", "ce_rm": "4d7427b474bb",
     "compass_verifier": "19de5f39c0d1", "compass_verifier_cot": "ab3a17507afc", "compassjudger2": "2dcd5d0c0272",
-    "deepseek_grm": "d1374dfc1b6e", "genrm_cot": "da8c4ea98568", "judgelrm": "da2dba0c602e", "listwise": "a477c821f2dd",
-    "listwise_shared_principles": "6bd55285915a", "mt_bench": "fb973dad9802", "mt_bench_pairwise": "d04bcc6e148d",
-    "nemotron_genrm": "f8b4a0fdd4f1", "nemotron_genrm_json": "f8b4a0fdd4f1", "pairwise": "9cb56000f236",
-    "pointwise": "2dd617140d63", "prometheus2": "f51669a79582", "prometheus2_pairwise": "8e59714f40f0",
-    "reference": "ea369613b5df", "rewardanything": "adc453c53b8f", "rewardbench": "2570a0763d1b",
-    "rm_r1": "c1c38b705942", "rm_r1_distilled": "47d3c6e820d8", "rubric": "cc9e98246c17", "rubric_rm": "323d065615e0",
-    "rubric_yes_no": "69291598a1e5", "selene": "c753ea648da1", "selene_pairwise": "b5e95ea3a406",
-    "shared_principles": "c1d682c72b99", "short": "1554f5ac1f11", "skywork_critic": "c294cba9c253",
-    "steps": "8aad48105c4b", "tiny": "93b905827a09", "tiny_criteria": "d4a71b51c6d1", "turns": "8764a9d36b9b",
-    "xverify": "404db5161543", "yes_no": "563e2f2d236e",
+    "deepseek_grm": "d1374dfc1b6e", "fare": "416068647ca7", "genrm_cot": "da8c4ea98568", "judgelrm": "da2dba0c602e",
+    "listwise": "a477c821f2dd", "listwise_shared_principles": "6bd55285915a", "mt_bench": "fb973dad9802",
+    "mt_bench_pairwise": "d04bcc6e148d", "nemotron_genrm": "f8b4a0fdd4f1", "nemotron_genrm_json": "f8b4a0fdd4f1",
+    "pairwise": "9cb56000f236", "pointwise": "2dd617140d63", "prometheus2": "f51669a79582",
+    "prometheus2_pairwise": "8e59714f40f0", "reference": "ea369613b5df", "rewardanything": "adc453c53b8f",
+    "rewardbench": "2570a0763d1b", "rm_r1": "c1c38b705942", "rm_r1_distilled": "47d3c6e820d8",
+    "rubric": "cc9e98246c17", "rubric_rm": "323d065615e0", "rubric_yes_no": "69291598a1e5", "selene": "c753ea648da1",
+    "selene_pairwise": "b5e95ea3a406", "shared_principles": "c1d682c72b99", "short": "1554f5ac1f11",
+    "skywork_critic": "c294cba9c253", "steps": "8aad48105c4b", "tiny": "93b905827a09", "tiny_criteria": "d4a71b51c6d1",
+    "turns": "8764a9d36b9b", "xverify": "404db5161543", "yes_no": "563e2f2d236e",
 }  # fmt: skip
 
 

@@ -255,6 +255,12 @@ GOLDEN = {
         {"Winner: Response A": (1, 0), "**Winner:** Response B": (0, 1), "Winner: B": (0, 1)},
         ("Winner: Response C", "Winner: Response A / Response B", "Winner: none", "Response A", "> Winner: Response A"),
     ),
+    # The README of FARE-20B, whose form of a verdict was read in a program that asks the model.
+    "fare": Golden(
+        "Explanation: Assistant A is right, assistant B adds instead of multiplying.",
+        {"Verdict: [A]": (1, 0), "**Verdict:** [B].": (0, 1), "Verdict:\n[B]": (0, 1), "Verdict: A": (1, 0)},
+        ("Verdict: [C]", "Verdict: [A] or [B]", "[A]", "Verdict: Assistant A", "> Verdict: [A]"),
+    ),
     # What parse_scoring_response in nemo_rl/environments/brrm_environment.py of yzjiao/BR-RM, 34a58b25, reads.
     "br_rm": Golden(
         "[The Begin of Analysis on Response 1]\nIt is right.\n[The End of Analysis on Response 1]\n"
@@ -337,7 +343,7 @@ def read(name: str, text: str, finish_reason: FinishReason = "stop") -> object:
 
 def test_each_format_has_golden_answers_and_a_judge() -> None:
     assert set(GOLDEN) == set(PUBLIC)
-    assert len(PUBLIC) == 24
+    assert len(PUBLIC) == 25
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -475,6 +481,7 @@ STRUCTURE = {
         "Instruction:", "Rubric:", "Response A:", "Response B:", "Winner:", "--- Final Judgment", "--- Analysis",
         "### Phase 1", "Task to Evaluate:",
     ),
+    "fare": ("[User Question]", *START_END, "Verdict:", "Explanation:"),
     "br_rm": (
         "[The Begin of Response 1]", "[The End of Context]", "[Quality Assessment Focus]", "[End of Quality Analysis",
         "[The Begin of Ranking Score]", "#### Output Format Requirements ####", "**Responses:**", "\\boxed{1}",
