@@ -41,6 +41,7 @@ CANARIES = {
     "of adversarial answers": "judge_monitor/adversarial_score",
 }
 JUDGING = {"of judging tasks": "self_judging/reward"}
+RUBRIC = {"version": "rubric/version", "criteria that a writer wrote": "rubric/evolved_criteria"}
 STALENESS = {"oldest": "staleness/max", "mean": "staleness/mean"}
 MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
 SCORE_OF_JUDGE = re.compile(r"judge/(\w+)/score_mean")
@@ -122,6 +123,7 @@ def make_sections(run: RunFiles) -> dict[str, object]:
             ),
             chart("Criteria", find_series(run, CRITERION_MET), note="of rubrics for all prompts: how far they are met"),
             chart("Criteria by tag", find_series(run, TAG_MET), note="how far all criteria with a tag are met"),
+            chart("Rubric that evolves", make_series(run, RUBRIC), note="the files of its versions are in rubrics/"),
             chart("Spread of a vote", spread_series(run), note="std of the judgements on a rollout, or of a jury"),
             chart(
                 "Canaries",

@@ -162,7 +162,8 @@ def critiques_of_sibling(sibling: int, reports: Mapping[int, JudgeReport | None]
             if isinstance(part.verdict, Failed):
                 yield Critique(text=f"no verdict: {words(part.verdict)}", score=None, judge=name)
             if part.criteria:
-                yield Critique(text=describe_criteria(part.criteria), score=None, judge=name)
+                version = "" if part.rubric_version is None else f"version {part.rubric_version} of the rubric, "
+                yield Critique(text=version + describe_criteria(part.criteria), score=None, judge=name)
         if own.principles is not None:
             yield Critique(text=own.principles.text, score=None, judge="principles of the group")
     for other, report in reports.items():

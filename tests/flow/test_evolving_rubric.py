@@ -59,6 +59,7 @@ def test_what_a_writer_finds_becomes_a_version_and_each_group_has_one(evolved: A
     versions = [find_versions(evolved)[group] for group in list_trained(evolved)]
     assert all(len(own) == 1 for own in versions) and len(set().union(*versions)) > 1
     assert "the rubric of judge is version 1 now, with '" in (evolved.run_dir / "run.log").read_text()
+    assert "Rubric that evolves" in (evolved.run_dir / "report.html").read_text(encoding="utf-8")
 
 
 def test_judging_again_takes_each_groups_version(evolved: Any, restored_logging: None) -> None:

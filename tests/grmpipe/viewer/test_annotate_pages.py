@@ -280,7 +280,7 @@ def judge_by_rubric(run_dir: Path, *scores: float, criteria: tuple[str, ...] = (
     met = (
         (JudgedCriterion(name="It rhymes", met=None), JudgedCriterion(name="It is short", met=0.9)) if criteria else ()
     )
-    recorder.record_verdict(answer("g9", 0, ""), replace(report(7.0, one), criteria=met if criteria else ()))
+    recorder.record_verdict(answer("g9", 0, ""), replace(report(7.0, one), criteria=met if criteria else (), rubric_version=2))
     recorder.close()
     return run_dir
 
@@ -308,7 +308,7 @@ def test_a_judgement_of_some_criteria_shows_theirs(tmp_path: Path) -> None:
     run_dir = judge_by_rubric(write_run(tmp_path / "run"), 9.0, criteria=("It is short",))
     (page,) = fetch(run_dir, "/group/run?group=g9")
     assert "the judge: 9 9 It is short. C" in visible(page)
-    assert "criteria: It rhymes failed; It is short 0.9" in visible(page)
+    assert "version 2 of the rubric, criteria: It rhymes failed; It is short 0.9" in visible(page)
 
 
 def test_two_answers_or_critiques_are_compared_word_by_word(tmp_path: Path) -> None:
