@@ -32,6 +32,8 @@ class MtGrpo(Bounded):
     """Settings of `algorithm.estimator=mt_grpo` (arXiv 2505.11821)."""
 
     turn_advantage_coef: float = at_least(0, 1.0)  # Weight of a turn's own advantage next to the outcome's.
+    # What the outcome is: the reward of the last turn, or of the whole episode, as where a judge's verdict was split.
+    outcome: str = one_of(("last_turn", "episode"), "last_turn")
 
 
 @dataclass(frozen=True)

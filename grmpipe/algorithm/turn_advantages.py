@@ -69,11 +69,12 @@ def mt_grpo(group: Group, algorithm: AlgorithmSettings) -> OfGroup:
     """GRPO's advantage of the outcome, plus in each turn before the last `mt_grpo.turn_advantage_coef` times that of
     the turn's own reward among the siblings that have it before their last (MT-GRPO, arXiv 2505.11821).
 
-    The outcome is the reward of the last turn; the rewards of the turns before it aren't part of it.
+    The outcome is the reward of the last turn, of which those of the turns before aren't part, or that of the episode.
     """
     earned = [rewards.sum_by_turn() for rewards in group]
-    last_G = standardize(np.array([earned_U[-1] for earned_U in earned]), algorithm.std)
-    advantages = [np.full(len(earned_U), outcome) for earned_U, outcome in zip(earned, last_G, strict=True)]
+    whole = algorithm.mt_grpo.outcome == "episode"
+    outcome_G = standardize(outcomes(group) if whole else np.array([one[-1] for one in earned]), algorithm.std)
+    advantages = [np.full(len(earned_U), outcome) for earned_U, outcome in zip(earned, outcome_G, strict=True)]
     for turn in range(max(map(len, earned)) - 1):
         there = [(sibling, turn) for sibling, earned_U in enumerate(earned) if len(earned_U) > turn + 1]
         for sibling, _, advantage in compare_at(there, earned, algorithm):

@@ -132,6 +132,14 @@ def test_mt_grpo_adds_a_turns_own_advantage_to_that_of_the_outcome() -> None:
     assert [one for row in found for one in row] == pytest.approx([1 - 0.5, 1, -1 + 0.5, -1, -1, 1], abs=1e-5)
 
 
+def test_the_outcome_of_mt_grpo_may_be_the_whole_episodes() -> None:
+    """Outcomes 1, 2, 0, 1: 0, +1.41, -1.41, 0. Of the last turns alone the third would be no worse than the second."""
+    group = [turns(0.0, 1.0), turns(2.0, 0.0), turns(0.0), turns(1.0)]
+    found = estimated("mt_grpo", group, mt_grpo=MtGrpo(turn_advantage_coef=0.5, outcome="episode"))
+    expected = [-0.5, 0, 2**0.5 + 0.5, 2**0.5, -(2**0.5), 0]
+    assert [one for row in found for one in row] == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_turn_that_no_sibling_shares_has_the_outcomes_advantage_alone() -> None:
     found = estimated("mt_grpo", [turns(9.0, 1.0), turns(0.0)], std="none")
     assert found == [[0.5, 0.5], [-0.5]]
