@@ -280,7 +280,9 @@ def judge_by_rubric(run_dir: Path, *scores: float, criteria: tuple[str, ...] = (
     met = (
         (JudgedCriterion(name="It rhymes", met=None), JudgedCriterion(name="It is short", met=0.9)) if criteria else ()
     )
-    recorder.record_verdict(answer("g9", 0, ""), replace(report(7.0, one), criteria=met if criteria else (), rubric_version=2))
+    recorder.record_verdict(
+        answer("g9", 0, ""), replace(report(7.0, one), criteria=met if criteria else (), rubric_version=2)
+    )
     recorder.close()
     return run_dir
 
