@@ -35,7 +35,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 from hydra.core.plugins import Plugins
-from hydra.core.utils import setup_globals
+from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
@@ -145,11 +145,35 @@ def compose_alone(typed: Sequence[str]) -> DictConfig:
         VersionBase.set_instance(copy.copy(version))
         hydra.version.setbase(VERSION_BASE)
         try:
-            setup_globals()  # the resolver of ${now:...}
-            loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
-            return without_section(loader.load_configuration("config", list(typed), RunMode.RUN, False), "hydra")
+            return without_section(compose_with_hydra(typed, from_shell=False), "hydra")
         finally:
             VersionBase.set_instance(version)
+
+
+def compose_with_hydra(typed: Sequence[str], *, from_shell: bool) -> DictConfig:
+    """The configuration with Hydra's own section. from_shell: words of errors are for someone who types a command."""
+    setup_globals()  # the resolver of ${now:...}
+    loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
+    return loader.load_configuration("config", list(typed), RunMode.RUN, from_shell)
+
+
+def run_composed_once(typed: Sequence[str]) -> bool:
+    """Compose and run. hydra.main composes twice, half a second each, to learn first whether this is a sweep. False:
+    nothing ran, since it is one or asks Hydra for more than a configuration.
+    """
+    if any(argument.startswith(("-", "hydra", "+hydra")) for argument in typed):
+        return False
+    hydra.version.setbase(VERSION_BASE)
+    JobRuntime.instance().set("name", "grmpipe")
+    config = compose_with_hydra(typed, from_shell=True)
+    own = config.hydra
+    loggings = {own.runtime.choices[f"hydra/{one}"] for one in ("job_logging", "hydra_logging")}
+    if own.mode is not None or own.callbacks or own.job.env_set or own.job.chdir or loggings != {"none"}:
+        return False
+    own.runtime.output_dir = str(Path(own.run.dir).absolute())
+    HydraConfig.instance().set_config(config)
+    compose_and_run(without_section(config, "hydra"))
+    return True
 
 
 def import_from_project() -> None:
@@ -321,8 +345,9 @@ def main() -> int:
                 2,
             )
         RUNS.clear()
-        # Not a decorator: that sets the version of a process that only imports this.
-        hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")(compose_and_run)()
+        if not run_composed_once(sys.argv[1:]):
+            # Not a decorator: that sets the version of a process that only imports this.
+            hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")(compose_and_run)()
     except RunEnded as end:
         return end.exit_code
     except KeyboardInterrupt:

@@ -4,8 +4,6 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import httpx
-
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 
 POST_TIMEOUT_S = 10.0
@@ -60,6 +58,8 @@ class WebhookTracker(Tracker):
         self._posts.append(self._thread.submit(self._post, body))
 
     def _post(self, body: dict[str, str | None]) -> None:
+        import httpx  # late: no command should wait for it that posts nothing
+
         with httpx.Client(timeout=httpx.Timeout(POST_TIMEOUT_S)) as client:
             answer = client.post(self._url, json=body)
         if not answer.is_success:  # in words of ours: httpx would name the URL

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,29 @@ def test_threads_compose_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found, key=str) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("written", "is_run"), [("", True), ("hydra: {mode: MULTIRUN}", False)])
+def test_a_command_is_composed_once_unless_its_experiment_is_a_sweep(
+    users_conf: Path, monkeypatch: pytest.MonkeyPatch, written: str, is_run: bool
+) -> None:
+    ran, composed = list[object](), list[Sequence[str]]()
+    (users_conf.parent / "ours/experiment").mkdir()
+    text = f"# @package _global_\n{written}\nrun_dir: ${{hydra:runtime.output_dir}}/mine"
+    (users_conf.parent / "ours/experiment/mine.yaml").write_text(text)
+    compose_one = cli.compose_with_hydra
+
+    def count(typed: Sequence[str], *, from_shell: bool) -> cli.DictConfig:
+        composed.append(typed)
+        return compose_one(typed, from_shell=from_shell)
+
+    monkeypatch.chdir(users_conf.parent)
+    monkeypatch.setattr(cli, "compose_with_hydra", count)
+    monkeypatch.setattr(cli, "run_task", lambda config: ran.append(config.run_dir))
+    typed = ["+experiment=mine", "train.num_steps=7"]
+    assert cli.run_composed_once(typed) == is_run
+    assert composed == [typed] and ran == [str(users_conf.parent / "mine")] * is_run
+    assert not cli.run_composed_once([*typed, "-m"]) and not cli.run_composed_once([*typed, "hydra.job.name=x"])
 
 
 def test_an_error_that_repeats_control_characters_is_printed_without_them(capsys: pytest.CaptureFixture[str]) -> None:
