@@ -356,7 +356,9 @@ def check_cotrain(config: RunConfig) -> None:
                 f"memory, or {key}.enabled=false to simulate the rest of the run"
             )
         judge = config.judging.find_training_judge(role)
-        if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0:
+        if cotrain.labeller is not None:
+            check_labeller(config, role, cotrain.labeller, f"{key}.labels_from")
+        if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0 and cotrain.labels_file is None:
             raise ValueError(
                 f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "
                 f"and give rankings as {key}.data_path"
@@ -368,6 +370,33 @@ def check_cotrain(config: RunConfig) -> None:
                 f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, and its groups may be "
                 f"judged by different versions of a GRM that learns; with {key}.enabled type algorithm.estimator=grpo"
             )
+
+
+def check_labeller(config: RunConfig, role: str, labeller: str, key: str) -> None:
+    """Check that who labels for a GRM judges in this run, and that no label goes back to the GRM itself."""
+    rewards, judges = config.rewards, config.judging.judges
+    known = list(dict.fromkeys([*judges, *(one.name for one in rewards.in_use())]))
+    if labeller not in known:
+        raise ValueError(
+            f"{key}: {labeller!r} is no judge or composition of the reward, whose verdicts are there anyway; type "
+            f"one of {', '.join(known)}, or a .jsonl file of labels"
+        )
+    waiting, seen = [(role, labeller)], {role}
+    while waiting:
+        learner, name = waiting.pop()
+        for judge in (judges[one] for one in rewards.list_judges(name)):
+            model = judge.model if judge.kind == "generative" else None
+            if model == role:
+                others = [one for one in judges if judges[one].model != role or judges[one].kind != "generative"]
+                raise ValueError(
+                    f"{key}: {labeller} "
+                    + (f"asks {role} itself, which" if learner == role else f"learns from {role} in turn: {role}")
+                    + f" would learn its own mistakes; type {key}={others[0] if others else 'a .jsonl file'}"
+                )
+            further = config.trained_grms[model].labeller if model in config.trained_grms else None
+            if model is not None and further is not None and model not in seen:
+                seen.add(model)
+                waiting.append((model, further))
 
 
 def check_self_judging(config: RunConfig) -> None:

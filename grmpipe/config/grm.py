@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grmpipe.config.keys.entry_names import GRM, LEARNER, POLICY
-from grmpipe.models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1
+from grmpipe.models.bounds import Bounded, above, above_0_to_1, at_least, between_0_and_1, not_empty
 from grmpipe.models.settings import ModelConfig, ParallelConfig, PolicyConfig
 
 
@@ -24,8 +25,11 @@ class GrmTrainConfig(Bounded):
     # File of labelled judgements, or tiny://judgements; null: judging tasks come only from the run's own rollouts.
     data_path: str | None = None
     num_items: int = at_least(1, 4096)  # [items] Labelled items made for tiny://judgements; a file is read whole.
-    # Share of judging tasks on the run's own rollouts, which judge.rule labels; right and wrong ones alternate.
+    # Share of judging tasks on the run's own rollouts; right and wrong ones, by their labels, alternate.
     rollout_share: float = between_0_and_1(0.5)
+    # Who labels them: judge.rule, by references (null); a judge or composition of the reward, by the verdicts that it
+    # gives anyway; or people, in a .jsonl file of labels that may grow while the run goes on.
+    labels_from: str | None = not_empty(None, "give a judge, a composition, a .jsonl file, or null")
     prompts_per_batch: int = at_least(1, 16)  # [tasks] Judging tasks in a batch.
     # [judgements] Judgements of a task, which are compared as a group.
     group_size: int = at_least(2, 8, "at least 2 (they are compared)")
@@ -43,6 +47,25 @@ class GrmTrainConfig(Bounded):
             raise ValueError(
                 "rollout_share: 0 without data_path gives no training data; type grm.train.rollout_share=1"
             )
+        if self.labels_from is None:
+            return
+        if self.rollout_share == 0:
+            raise ValueError("rollout_share: 0 uses no label of labels_from; type grm.train.rollout_share=1")
+        if self.warmup_steps and self.data_path is None:
+            raise ValueError(
+                "warmup_steps: labels_from labels nothing before the GRM judges; type grm.train.warmup_steps=0, or give "
+                "labelled judgements as grm.train.data_path"
+            )
+
+    @property
+    def labels_file(self) -> Path | None:
+        """The file of `labels_from`, if it is one. It may not exist so far."""
+        return Path(self.labels_from) if self.labels_from and self.labels_from.endswith(".jsonl") else None
+
+    @property
+    def labeller(self) -> str | None:
+        """The judge or composition of `labels_from`, if it is one."""
+        return None if self.labels_file else self.labels_from
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,8 @@ def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream 
         with section(f"{key}.data_path: "):
             judging_tasks = load_judging_tasks(judge, config.data, path, count, others, others_path)
         return PromptStream(judging_tasks, seed=config.seed)
+    if role != POLICY and config.trained_grms[role].labels_from is not None:
+        return None
     if not any(rulable(config.truth, prompt) for prompt in data.train if config.may_ask(role, prompt.source)):
         raise ConfigError(
             f"{key}.data_path: is null, and for no prompt of {config.data.path} that {judge.name} judges can the rule "

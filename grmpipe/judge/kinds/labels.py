@@ -90,9 +90,20 @@ class JudgingTasks:
     def _about(self) -> str:
         return protocol_named(self.protocol).about
 
-    def right_or_wrong(self, task_id: str, prompt: Prompt, response: Trajectory | str, *, right: bool) -> Prompt:
-        """The task to judge a response whose truth a rule knows: the judge has to pass it or to fail it."""
-        return self._asked(task_id, prompt, [response], self._side(right))
+    def ask(self, task_id: str, prompt: Prompt, response: Trajectory | str, label: str) -> Prompt:
+        """The task to judge a response that has a label."""
+        return self._asked(task_id, prompt, [response], label)
+
+    def label_side(self, right: bool) -> str:
+        """The label of a response of which only right or wrong is known: the judge has to pass it or to fail it."""
+        return f"{'at least' if right else 'below'} {self.labels.pass_score}"
+
+    def label_score(self, score: float) -> str:
+        return {
+            "exact": f"exactly {round_score(score)}",
+            "same_side": self.label_side(score >= self.labels.pass_score),
+            "graded": f"graded {score:g}",
+        }[self.labels.rule]
 
     def _of(self, item: Labelled) -> list[Prompt]:
         if isinstance(item, ScoredResponse):
@@ -111,12 +122,9 @@ class JudgingTasks:
 
     def _scored(self, item: ScoredResponse) -> Prompt:
         # Right or wrong says nothing of the score but its side.
-        rule = "same_side" if item.is_yes_no and self.labels.rule == "exact" else self.labels.rule
-        label = {
-            "exact": f"exactly {round_score(item.score)}",
-            "same_side": self._side(item.score >= self.labels.pass_score),
-            "graded": f"graded {item.score:g}",
-        }[rule]
+        only_side = item.is_yes_no and self.labels.rule == "exact"
+        right = item.score >= self.labels.pass_score
+        label = self.label_side(right) if only_side else self.label_score(item.score)
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
     def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
@@ -138,9 +146,6 @@ class JudgingTasks:
             reference=label,
             columns={LABELLED: digest_prompt(prompt)},
         )
-
-    def _side(self, right: bool) -> str:
-        return f"{'at least' if right else 'below'} {self.labels.pass_score}"
 
 
 def round_score(score: float) -> int:

@@ -2,12 +2,14 @@
 
     policy's flow:  prompts -> play -> judge -> train -> push to the policy's engines
                                 |        ^
-                       (own rollouts)    |  a new version: judge tasks are aborted, incomplete groups judged again
+     (own rollouts, labels by a judge)   |  a new version: judge tasks are aborted, incomplete groups judged again
                                 v        |
     GRM's flow:     judging tasks -> judge -> rule -> train -> push to the GRM's engines
 
 Owns neither flow: it connects the two, and keeps them in step.
 """
+
+from __future__ import annotations
 
 import asyncio
 import dataclasses
@@ -30,6 +32,7 @@ from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import batch_metrics, describe_trained, with_pace
 from grmpipe.run.features.cotrain.grm_settings import grm_flow, grm_play, grm_too_long
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.features.cotrain.label_source import LabelSource
 from grmpipe.run.features.cotrain.pacing import StepPacer
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run.prepare import Prepared
@@ -92,6 +95,9 @@ class CoTraining:
         self._judging_tasks = make_judging_tasks(prepared, role)
         for prompt, rollout in kept:
             self._add(prompt, rollout)
+        self._labels = LabelSource(prepared, role, run_dir, self._judging_tasks, guard)
+        if pipeline_state is not None:
+            self._labels.restore(run_dir, run_id)
         self._judging_version = self._pipeline_state.version  # its engines'
         self._flow: Pipeline | None = None
         self._metrics: Metrics = {}
@@ -118,7 +124,7 @@ class CoTraining:
 
     def in_lockstep(self, trainer: Trainer) -> Trainer:
         """The policy's trainer, whose steps wait for the GRM's steps that are due before them."""
-        return LockstepTrainer(trainer, self._pacer)
+        return LockstepTrainer(trainer, self._pacer, self._labels)
 
     async def push(self, version: int) -> SyncReport:
         """Push the GRM's weights to all its living engines, with confirmation: it judges by them."""
@@ -128,6 +134,9 @@ class CoTraining:
     async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
         """Run the GRM's flow until `work`, which runs the policy's, ends. Both are then between two steps."""
         self._pacer.policy_stepped(policy.version)
+        self._labels.read_file()
+        if self._cotrain.labels_from is not None and self._pacer.is_warm:
+            self._pacer.skip_due()  # those that weren't made before the checkpoint had nothing to learn from
         self._flow = flow = self._make_flow(policy)
         ended = asyncio.Event()
 
@@ -150,10 +159,12 @@ class CoTraining:
             return await run_until(judge_for_the_policy(), learn=learn(), warm_up=self._warm_up(policy))
         finally:
             self._recorder.close()
+            self._labels.close()
 
     def after_policy_step(self, version: int) -> Metrics:
         """Call after each step of the policy. Returns further metrics of the step."""
         self._pacer.policy_stepped(version)
+        self._labels.read_file()
         return {**self._metrics, f"{self.role}/version": float(self.version)}
 
     async def begin_save(self, checkpoint: Path, *, in_background: bool) -> PipelineState:
@@ -171,7 +182,11 @@ class CoTraining:
             await self._pacer.until_warm()
 
     def _rollouts_may_come(self, policy: Pipeline) -> bool:
-        """Whether the policy may get further rollouts before the GRM's next step, or needs none."""
+        """Whether the policy may get further rollouts before the GRM's next step, or needs none. Of labels from others
+        some may always come: without any the policy goes on.
+        """
+        if self._cotrain.labels_from is not None:
+            return True
         if not self._pacer.is_warm:
             return not policy.is_rolled_out
         is_over = policy.version >= self._config.train.num_steps
@@ -274,7 +289,7 @@ def make_judging_tasks(prepared: Prepared, role: str) -> JudgingTaskStream:
     pass_reward = config.main_judge.scale.to_reward(config.data.labels.pass_score)
     return JudgingTaskStream(
         JudgingTasks.under(config.judging.find_training_judge(role), config.data.labels),
-        rule_named(config.truth.rule),
+        rule_named(config.truth.rule) if own is None or own.labels_from is None else None,
         prepared.judging_tasks[role],
         # The policy learns either from stored tasks or, without any, from its rollouts.
         rollout_share=own.rollout_share if own is not None else 0.0,
@@ -291,14 +306,18 @@ class LockstepTrainer:
 
     trainer: Trainer
     pacer: StepPacer
+    labels: LabelSource
 
     async def take(self, group: JudgedGroup) -> None:
+        self.labels.take(group)
         await self.trainer.take(group)
 
     async def while_waiting(self) -> bool:
         return await self.trainer.while_waiting()
 
     async def step(self, batch: Sequence[JudgedGroup]) -> TrainedBatch:
+        if self.labels.are_missing and self.pacer.is_warm:
+            self.pacer.skip_due()
         await self.pacer.until_policy_may_step()
         return await self.trainer.step(batch)
 

@@ -4,7 +4,7 @@ none.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,14 +16,14 @@ from grmpipe.judge.trajectory import make_trajectory
 from grmpipe.models.seeds import derive_seed
 from grmpipe.types import Prompt, Rollout
 
-Own = tuple[Prompt, Rollout]
+Own = tuple[Prompt, Rollout, str]  # with its label
 NAME_IN_SEEDS = "lesson"  # names a judging task in seeds and group ids: another name would change every sample
 CHECK_S = 1.0  # between two checks whether further rollouts may come
 
 
 @dataclass(slots=True)
 class Recent:
-    """The latest rollouts that the rule calls right, and those that it calls wrong."""
+    """The latest rollouts that their label calls right, and those that it calls wrong."""
 
     window: int
     right: deque[Own] = field(init=False)
@@ -45,8 +45,8 @@ class Recent:
 
 
 class JudgingTaskStream:
-    """A stream of judging tasks. A share of `rollout_share` are the run's rollouts, right and wrong ones alternately;
-    the others are stored judging tasks.
+    """A stream of judging tasks. A share of `rollout_share` are the run's rollouts, right and wrong ones alternately,
+    or what people have labelled so far; the others are stored judging tasks.
 
     They alternate because a judge that sees more wrong than right ones learns to reject. Until there are rollouts of
     both kinds, stored judging tasks take their place; without stored ones, one kind is used only after the warm-up, if
@@ -56,7 +56,7 @@ class JudgingTaskStream:
     def __init__(
         self,
         judging_tasks: JudgingTasks,
-        rule: Rule,
+        rule: Rule | None,
         stored: PromptStream | None,
         *,
         rollout_share: float,
@@ -65,7 +65,8 @@ class JudgingTaskStream:
         pass_reward: float = 1.0,
         key: str = "grm.train",
     ) -> None:
-        """pass_reward: lowest grade of the rule that counts as right.
+        """rule: labels rollouts; None: others do.
+        pass_reward: lowest grade of the rule, or reward by the judge that labels, that counts as right.
         key: the configuration's section of the GRM's learner, for errors.
         """
         self._pass_reward = pass_reward
@@ -75,6 +76,7 @@ class JudgingTaskStream:
         self._stored = stored
         self._share = rollout_share if stored is not None else 1.0
         self._recent = Recent(window)
+        self._annotated: PromptStream | None = None
         self._seed = seed
         self._usable = asyncio.Event()
         if stored is not None:
@@ -85,15 +87,37 @@ class JudgingTaskStream:
         """Whether there are stored judging tasks, or right rollouts and wrong ones."""
         return self._stored is not None or self._recent.has_both
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is a judging task."""
+        return self._usable.is_set()
+
+    def passes(self, reward: float) -> bool:
+        """Whether a response of this reward, or this grade by the rule, counts as right."""
+        return reaches(reward, self._pass_reward)
+
     def add(self, prompt: Prompt, rollout: Rollout) -> None:
         """Add an ended rollout. It is ignored if no rule knows its truth."""
-        if prompt.reference is None or self._share == 0:
+        if self._rule is None or prompt.reference is None or self._share == 0:
             return
         try:
             grade = self._rule(rollout.answer, prompt.reference)
         except ValueError:  # for example a rubric, which the rule can't read
             return
-        self._recent.of(reaches(grade, self._pass_reward)).append((prompt, rollout))
+        right = self.passes(grade)
+        self._take(right, (prompt, rollout, self._judging_tasks.label_side(right)))
+
+    def add_judged(self, prompt: Prompt, rollout: Rollout, reward: float, score: float) -> None:
+        """Add a rollout that another judge has judged. score: the reward on the scale of the judge that learns."""
+        self._take(self.passes(reward), (prompt, rollout, self._judging_tasks.label_score(score)))
+
+    def replace_annotated(self, judging_tasks: Sequence[Prompt]) -> None:
+        """Take these in place of the run's rollouts: all that people have labelled so far."""
+        self._annotated = PromptStream(judging_tasks, seed=self._seed)
+        self._usable.set()
+
+    def _take(self, right: bool, own: Own) -> None:
+        self._recent.of(right).append(own)
         if self._recent.has_both:
             self._usable.set()
 
@@ -123,12 +147,15 @@ class JudgingTaskStream:
             int(prompt_index * self._share),
             int((prompt_index + 1) * self._share) > int(prompt_index * self._share),
         )
+        if own and self._annotated is not None:
+            return self._annotated.at(before)
         if self._stored is not None and not (own and self._recent.has_both):
             return self._stored.at(prompt_index - before)
         right = before % 2 == 0 if self._recent.has_both else bool(self._recent.right)
         candidates = self._recent.of(right)
         assert candidates, "until_usable was waited for"
-        prompt, rollout = candidates[derive_seed(self._seed, f"{NAME_IN_SEEDS} {prompt_index}") % len(candidates)]
+        drawn = derive_seed(self._seed, f"{NAME_IN_SEEDS} {prompt_index}") % len(candidates)
+        prompt, rollout, label = candidates[drawn]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
         shown = make_trajectory(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
-        return self._judging_tasks.right_or_wrong(task_id, prompt, shown, right=right)
+        return self._judging_tasks.ask(task_id, prompt, shown, label)

@@ -17,6 +17,7 @@ class StepPacer:
         self.grm_version = 0
         self._warmup_steps = warmup_steps
         self._rate = grm_steps_per_policy_step
+        self._skipped = 0
         self._moved = asyncio.Event()
 
     @property
@@ -27,11 +28,17 @@ class StepPacer:
     @property
     def policy_may_step(self) -> bool:
         """Whether the GRM has made the steps that the policy's next one waits for."""
-        return self.grm_version >= self.grm_steps_with(self.policy_version)
+        return self.grm_version + self._skipped >= self.grm_steps_with(self.policy_version)
 
     def grm_steps_with(self, policy_version: int) -> int:
         """The number of GRM steps that belong to the first `policy_version` steps of the policy."""
         return self._warmup_steps + math.floor(self._rate * policy_version + 1e-9)
+
+    def skip_due(self) -> None:
+        """Let the policy go on without the steps that are due: the GRM had nothing to learn from. They aren't made up
+        for.
+        """
+        self._skipped = max(self._skipped, self.grm_steps_with(self.policy_version) - self.grm_version)
 
     def policy_stepped(self, version: int) -> None:
         self.policy_version = version
@@ -46,7 +53,7 @@ class StepPacer:
             await self._until_moved()
 
     async def until_grm_may_step(self) -> None:
-        while self.grm_version >= self.grm_steps_with(self.policy_version + 1):
+        while self.grm_version + self._skipped >= self.grm_steps_with(self.policy_version + 1):
             await self._until_moved()
 
     async def until_warm(self) -> None:

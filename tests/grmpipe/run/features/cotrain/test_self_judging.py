@@ -75,5 +75,5 @@ def test_a_judging_task_shows_the_rubric_of_its_prompt_where_the_judges_template
     judge = JudgeConfig(template="prometheus2", parser="result", scale=Scale(low=1, high=5))
     guided = JudgingTasks.under(judge, LabelConfig(pass_score=4))
     prompt = replace(QUESTION, rubric=(Criterion(text="It names its source."),))
-    (asked,) = guided.right_or_wrong("g/0", prompt, "42", right=True).messages[-1:]
+    (asked,) = guided.ask("g/0", prompt, "42", guided.label_side(True)).messages[-1:]
     assert "It names its source." in asked.content

@@ -1,0 +1,109 @@
+"""The labels of `labels_from`: a judge's verdicts on the groups that the policy trains on, or people's, in a file that
+grows. What nobody labels, because its verdict failed or wasn't asked for, teaches nothing.
+"""
+
+import logging
+from pathlib import Path
+
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.journal import Journal
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, load_rollouts, load_verdicts
+from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.prepare import Prepared
+from grmpipe.run.run_prompts import load_judging_tasks
+from grmpipe.run_dir.identity import read_run_id
+from grmpipe.types import Failed, JudgedGroup, Prompt, Rollout, Verdict
+
+log = logging.getLogger(__name__)
+
+TO_LABEL = "to_label.jsonl"
+RESTORED = 512  # latest labels that a resume reads again
+
+
+class LabelSource:
+    """Gives the judging tasks of a model their labels. Without `labels_from` it gives none."""
+
+    def __init__(
+        self, prepared: Prepared, role: str, run_dir: Path, judging_tasks: JudgingTaskStream, guard: Guard
+    ) -> None:
+        """role: of the model that learns. guard: shared by all journals of the run."""
+        self._config, own = prepared.config, prepared.config.trained_grms[role]
+        self._key = f"{prepared.config.models[role].key}.train.labels_from"
+        self._judge = prepared.config.judging.find_training_judge(role)
+        self._held_out = prepared.held_out
+        self._labeller, self._file = own.labeller, own.labels_file
+        self._judging_tasks = judging_tasks
+        self._stamp: tuple[int, int] | None = None  # of the file as it was read
+        self._wanted = Journal(run_dir / TO_LABEL, run_id=read_run_id(run_dir), checked=False)
+        self._guard = guard
+
+    @property
+    def are_missing(self) -> bool:
+        """Whether all labels come from others, and there are too few of them so far."""
+        return (self._labeller or self._file) is not None and not self._judging_tasks.is_usable
+
+    def take(self, group: JudgedGroup) -> None:
+        """Take the labels of a judged group; for people, write down what the judges don't agree on."""
+        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
+            if isinstance(verdict, Failed) or group.prompt.self_judging:
+                continue
+            if self._file is not None:
+                self._want(group.prompt, rollout, verdict)
+            else:
+                self._add(group.prompt, rollout, verdict)
+
+    def _add(self, prompt: Prompt, rollout: Rollout, verdict: Verdict) -> None:
+        reward = None if self._labeller is None else verdict.breakdown.get(self._labeller)
+        if reward is not None:
+            self._judging_tasks.add_judged(prompt, rollout, reward, self._judge.scale.to_score(reward))
+
+    def restore(self, run_dir: Path, run_id: str) -> None:
+        """Take the latest labels of the run's journals, before a resume continues."""
+        if self._labeller is None:
+            return
+        labelled = {
+            key: report.verdict
+            for key, report in load_verdicts(run_dir / JUDGEMENTS, run_id=run_id)
+            if isinstance(report.verdict, Verdict) and self._labeller in report.verdict.breakdown
+        }
+        latest = dict(list(labelled.items())[-RESTORED:])
+        for line in load_rollouts(run_dir / ROLLOUTS, run_id=run_id):
+            if (verdict := latest.get((line.rollout.group_id, line.rollout.sibling))) is not None:
+                self._add(line.prompt, line.rollout, verdict)
+
+    # -- people ------------------------------------------------------------------------------------------------------
+
+    def read_file(self) -> None:
+        """Take the labels of the file, if it changed. One that can't be read changes nothing."""
+        try:
+            stat = self._file.stat() if self._file is not None else None
+        except FileNotFoundError:
+            return
+        if stat is None or self._file is None or (stamp := (stat.st_mtime_ns, stat.st_size)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            found = load_judging_tasks(self._judge, self._config.data, str(self._file), 1, self._held_out)
+        except ValueError as error:
+            log.warning("%s: the labels stay as they were: %s", self._key, error)
+            return
+        self._judging_tasks.replace_annotated(found)
+
+    def _want(self, prompt: Prompt, rollout: Rollout, verdict: Verdict) -> None:
+        """Write a response to TO_LABEL, as a row of labels without its label, if not all judges pass or fail it."""
+        rewards = {name: verdict.breakdown[name] for name in self._config.judging.judges if name in verdict.breakdown}
+        if len({self._judging_tasks.passes(reward) for reward in rewards.values()}) < 2:
+            return
+        row = {
+            "item_id": f"{rollout.group_id}/{rollout.sibling}",
+            "messages": [{"role": message.role, "content": message.content} for message in prompt.messages],
+            "response": rollout.answer,
+            **{name: value for name, value in (("reference", prompt.reference), ("source", prompt.source)) if value},
+            "rewards": rewards,
+        }
+        with self._guard.watch(TO_LABEL):
+            self._wanted.append(row)
+
+    def close(self) -> None:
+        with self._guard.watch(TO_LABEL):
+            self._wanted.close()
