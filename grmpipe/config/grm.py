@@ -53,8 +53,8 @@ class GrmTrainConfig(Bounded):
             raise ValueError("rollout_share: 0 uses no label of labels_from; type grm.train.rollout_share=1")
         if self.warmup_steps and self.data_path is None:
             raise ValueError(
-                "warmup_steps: labels_from labels nothing before the GRM judges; type grm.train.warmup_steps=0, or give "
-                "labelled judgements as grm.train.data_path"
+                "warmup_steps: labels_from labels nothing before the GRM judges; type grm.train.warmup_steps=0, or "
+                "give labelled judgements as grm.train.data_path"
             )
 
     @property

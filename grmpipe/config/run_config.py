@@ -8,7 +8,7 @@ from typing import Self
 from grmpipe.config.grm import GrmTrainConfig, ModelEntry
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import ENV, JUDGE, POLICY
-from grmpipe.config.reward import RewardTree
+from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.config.run_judges import Judging
 from grmpipe.config.run_sections import RunKeys, SharedSections
 from grmpipe.config.task_settings import EVALUATIONS
@@ -140,6 +140,22 @@ class RunConfig(SharedSections, RunKeys):
         if self.task == "rejudge":
             return {}
         return {role: model.train for role, model in self.models.items() if model.train.enabled}
+
+    def find_refitting(self, judge: str) -> RewardConfig | None:
+        """The cascade whose second judge labels what its first one, this judge, says: its calibration is refitted."""
+        own = self.trained_grms.get(self.judges[judge].model)
+        for one in self.rewards.in_use():
+            is_between = one.kind == "cascade" and one.first == judge and own is not None and one.then == own.labeller
+            if is_between and one.unsure_band is not None and one.unsure_above_std is None:
+                return one
+        return None
+
+    @property
+    def learning_cascades(self) -> tuple[str, ...]:
+        """The cascades in use of whose first judges one is a GRM that trains next to the policy."""
+        learning = {name for role in self.trained_grms for name in self.judging.select_asking(role)}
+        cascades = (one for one in self.rewards.in_use() if one.kind == "cascade" and one.first is not None)
+        return tuple(one.name for one in cascades if learning.intersection(self.rewards.list_judges(str(one.first))))
 
     @property
     def self_judging_share(self) -> float:

@@ -63,13 +63,17 @@ def compute_quadratic_kappa(xs: Sequence[float], ys: Sequence[float]) -> float:
 # -- the best monotone map ---------------------------------------------------------------------------------------------
 
 
-def fit_isotonic(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+def fit_isotonic(
+    xs: Sequence[float], ys: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[list[float], list[float]]:
     """Isotonic regression: the map that never falls with the least squared error, as knots and their values. Between
     them it is linear (`np.interp`). By pooling adjacent violators (Barlow et al. 1972); equal xs are averaged first.
     """
-    values_K, places_N, counts_K = np.unique(np.asarray(xs, dtype=float), return_inverse=True, return_counts=True)
-    sums_K = np.bincount(places_N, weights=np.asarray(ys, dtype=float))
-    blocks: list[tuple[float, float, float, int]] = []  # first and last x, sum and number of ys
+    weights_N = np.ones(len(xs)) if weights is None else np.asarray(weights, dtype=float)
+    values_K, places_N = np.unique(np.asarray(xs, dtype=float), return_inverse=True)
+    counts_K = np.bincount(places_N, weights=weights_N)
+    sums_K = np.bincount(places_N, weights=weights_N * np.asarray(ys, dtype=float))
+    blocks: list[tuple[float, float, float, float]] = []  # first and last x, sum and weight of ys
     for x, total, count in zip(values_K.tolist(), sums_K.tolist(), counts_K.tolist(), strict=True):
         block = (x, x, total, count)
         while blocks and blocks[-1][2] * block[3] >= block[2] * blocks[-1][3]:

@@ -31,7 +31,7 @@ from grmpipe.types import (
 )
 
 CALIBRATION = "calibration.json"
-CALIBRATED = "calibrated"  # name of the calibrated reward in a verdict's breakdown
+CALIBRATED, UNCALIBRATED = "calibrated", "uncalibrated"  # names of both rewards in a verdict's breakdown
 # Keys that don't change what a judge says: they decide what fails, or name it. `model` is a role: its files count.
 SAYS_NOTHING = ("name", "key", "model", "calibration", "max_failure_rate", "limits")
 FILES = ("rubric.path", "examples.path")
@@ -154,15 +154,23 @@ def _hash_model(path: Path) -> str:
 # -- the calibrated judge --------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(slots=True)
+class CalibrationInUse:
+    """The calibration by which a judge's rewards are made; of a judge that learns it is refitted with its weights."""
+
+    now: Calibration
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CalibratedJudge:
-    """A judge whose rewards are calibrated; scores, judgements and failures stay those of the judge.
+    """A judge whose rewards are calibrated; scores, judgements and failures stay those of the judge. A group has one
+    calibration.
 
     thoughts: whether the judge sees those of the policy, which then count in its length.
     """
 
     judge: Judge
-    calibration: Calibration
+    calibration: CalibrationInUse
     thoughts: bool
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
@@ -175,6 +183,7 @@ class CalibratedSession:
     def __init__(self, judge: CalibratedJudge, session: JudgeSession) -> None:
         self._judge = judge
         self._session = session
+        self._calibration = judge.calibration.now
         self._lengths: dict[int, float] = {}
 
     def begin(self) -> Sequence[JudgeTask]:
@@ -200,10 +209,10 @@ class CalibratedSession:
                 f"judge.calibration: a map of one reward can't calibrate the {len(verdict.rewards)} of this verdict"
             )
             return dataclasses.replace(report, verdict=report_failures(make_failure("broken", detail)).verdict)
-        reward = self._judge.calibration.to_reward(verdict.outcome, length)
+        reward = self._calibration.to_reward(verdict.outcome, length)
         calibrated = dataclasses.replace(
             verdict,
             rewards=(dataclasses.replace(verdict.rewards[0], value=reward),),
-            breakdown={**verdict.breakdown, CALIBRATED: reward},
+            breakdown={**verdict.breakdown, CALIBRATED: reward, UNCALIBRATED: verdict.outcome},
         )
         return dataclasses.replace(report, verdict=calibrated)

@@ -26,7 +26,7 @@ from grmpipe.envs.fault_owner import exception_at
 from grmpipe.envs.sandbox.env_host import check_isolation
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.evaluation.held_out import EVAL_METRICS
-from grmpipe.judge.calibration import describe_judge, find_difference, read_calibration
+from grmpipe.judge.calibration import CalibrationInUse, describe_judge, find_difference, read_calibration
 from grmpipe.judge.context_limits import check_judge, check_policy, check_scalar_judge, longest_response
 from grmpipe.judge.evolving_rubric import WRITER, EvolvingRubric
 from grmpipe.judge.kinds import math_rule
@@ -82,6 +82,7 @@ class Prepared:
     judging_tasks: Mapping[str, PromptStream | None] = field(default_factory=dict)
     demonstrations: Demonstrations | None = None  # that the policy imitates
     rubrics: dict[str, EvolvingRubric] = field(default_factory=dict)  # that change in the run, by judge
+    calibrations: dict[str, CalibrationInUse] = field(default_factory=dict)  # by judge that has one
 
     @property
     def is_right(self) -> Rule:
@@ -244,10 +245,13 @@ def check_calibrations(prepared: Prepared) -> None:
                     judge.key, max(calibration.rewards), config.data.labels.pass_score, passes,
                 )  # fmt: skip
             changes = judge.model in config.learners or config.models[judge.model].policy_updates
-            if judge.kind == "generative" and config.trains and changes:
+            refits = config.find_refitting(judge.name) is not None and calibration.target != "better"
+            if judge.kind == "generative" and config.trains and changes and not refits:
                 raise ValueError(
                     f"{judge.model} changes during the run, and a calibration is of a judge as it is; type "
-                    f"{judge.key}.calibration=null"
+                    f"{judge.key}.calibration=null. Only that of a cascade's first judge is refitted, if labels_from "
+                    "of its model is the second judge, unsure_band alone says when it is unsure, and the labels were "
+                    "of single responses"
                 )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from grmpipe.config.judge import Scale
+from grmpipe.judge.calibration import UNCALIBRATED
 from grmpipe.judge.composition.cascade import Cascade, EventKey
 from grmpipe.judge.composition.combine_verdicts import MeasuredSkill, on_scale
 from grmpipe.judge.composition.outcome import KnownGroup, RewardPart, Unsettled, walk
@@ -197,9 +198,12 @@ class CompositionSession:
         if isinstance(outcome, Failed) and not by_judge:
             return report_failures(outcome)
         reports = list(by_judge.values())
-        verdict = (
-            outcome if isinstance(outcome, Failed) else show_verdict(outcome, sibling, self._group, self._composed)
-        )
+        verdict = outcome
+        if isinstance(verdict, Verdict):
+            verdict = show_verdict(verdict, sibling, self._group, self._composed)
+            said = {name: one.verdict.breakdown for name, one in own.items() if isinstance(one.verdict, Verdict)}
+            raw = {f"{name}/{UNCALIBRATED}": one[UNCALIBRATED] for name, one in said.items() if UNCALIBRATED in one}
+            verdict = dataclasses.replace(verdict, breakdown={**verdict.breakdown, **raw})
         audit = next((report.audit for report in reports if report.audit is not None), None)
         whole = JudgeReport(verdict=verdict, audit=audit, by_judge=by_judge, cascades=self._new_events())
         return with_evidence(whole, reports)

@@ -6,7 +6,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import POLICY, REWARD
 from grmpipe.config.reward import RewardTree
 from grmpipe.config.run_config import RunConfig
-from grmpipe.judge.calibration import CalibratedJudge, read_for
+from grmpipe.judge.calibration import CalibratedJudge, CalibrationInUse, read_for
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.evolving_rubric import EvolvingRubric, Version
 from grmpipe.judge.grm import PromptRenderer
@@ -53,15 +53,18 @@ def make_teachers(config: RunConfig, engines: Mapping[str, Generates], renderer:
 
 
 def make_judges(prepared: Prepared, models: Models, judges: Mapping[str, JudgeConfig]) -> dict[str, Judge]:
-    return {name: calibrate(judge, JUDGES[judge.kind](prepared, models, judge)) for name, judge in judges.items()}
+    return {
+        name: calibrate(prepared, judge, JUDGES[judge.kind](prepared, models, judge)) for name, judge in judges.items()
+    }
 
 
-def calibrate(config: JudgeConfig, judge: Judge) -> Judge:
+def calibrate(prepared: Prepared, config: JudgeConfig, judge: Judge) -> Judge:
     """The judge, with calibrated rewards if it has a calibration. One of pairs applies it to each pair."""
     calibration = read_for(config)
     if calibration is None or config.compares_pairs:
         return judge
-    return CalibratedJudge(judge, calibration, config.format.show_thoughts)
+    in_use = prepared.calibrations.setdefault(config.name, CalibrationInUse(calibration))
+    return CalibratedJudge(judge, in_use, config.format.show_thoughts)
 
 
 def make_meta_rm(models: Models) -> MetaRm | None:

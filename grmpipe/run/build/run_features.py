@@ -87,7 +87,7 @@ def make_features(
             CpuSeconds(running.cluster, config.roles),
             periodic_eval,
             running.policy_updates,
-            CascadeAlarm(config.rewards.max_errors()),
+            CascadeAlarm(config.rewards.max_errors(), config.learning_cascades),
             FailingJudges(config.judging.judges),
             RubricAlarm(),
             *make_rubric_evolutions(prepared, running, observers, run_dir),

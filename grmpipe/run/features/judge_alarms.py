@@ -4,7 +4,8 @@ rubrics that tell nothing apart or contradict each other.
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from grmpipe.config.judge import JudgeConfig
@@ -73,31 +74,50 @@ def num_verdicts(counts: JudgeCounts) -> int:
     return counts.verdicts + counts.failed_verdicts
 
 
+LATEST_AUDITS = 20  # at least, in the error of a first judge that learns
+
+
 class CascadeAlarm(RunFeature):
     """Says once that a cheap judge is wrong where it is sure: when the lower 95 % bound of its mean absolute error is
     above its limit. Says it again only after the bound was below.
+
+    Of a first judge that learns only the latest audits count: earlier ones are of versions that judge no more.
     """
 
     name = "cascades"
 
-    def __init__(self, limits: Mapping[str, float]) -> None:
-        """limits: cascade -> `max_error`, in reward units."""
+    def __init__(self, limits: Mapping[str, float], learning: Collection[str] = ()) -> None:
+        """limits: cascade -> `max_error`, in reward units. learning: the cascades whose first judge learns."""
         self._limits = limits
+        self._latest: dict[str, list[CascadeCounts]] = {name: [] for name in learning}  # by step
         self._ringing: set[str] = set()
         self._has_checked = False
 
     async def after_step(self, end: StepEnd) -> Metrics:
-        self.new_alarms = self.check(end.pipeline.counters.total.cascades)
-        return self.metrics()
+        for name, steps in self._latest.items():
+            steps.append(end.counts.cascades.get(name, CascadeCounts()))
+            while sum(step.audits for step in steps[1:]) >= LATEST_AUDITS:
+                del steps[0]
+        latest = {name: sum(steps, CascadeCounts()) for name, steps in self._latest.items()}
+        self.new_alarms = self.check({**end.pipeline.counters.total.cascades, **latest})
+        found = self.metrics()
+        for name, counts in latest.items():
+            error = {"error": counts.mean_error, "error_se": counts.standard_error, "steps": len(self._latest[name])}
+            found |= {f"cascade/{name}/latest_{key}": float(value) for key, value in error.items() if value is not None}
+        return found
 
     def state(self) -> Mapping[str, Any]:
-        return {"ringing": sorted(self._ringing), "has_checked": self._has_checked}
+        latest = {name: [asdict(step) for step in steps] for name, steps in self._latest.items()}
+        return {"ringing": sorted(self._ringing), "has_checked": self._has_checked, "latest": latest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._ringing, self._has_checked = set(state.get("ringing", ())), state.get("has_checked", False)
+        for name, steps in state.get("latest", {}).items():
+            if name in self._latest:
+                self._latest[name] = [CascadeCounts(**step) for step in steps]
 
     def check(self, counts: Mapping[str, CascadeCounts]) -> list[str]:
-        """New alarms, in words. counts: the whole run's, by cascade."""
+        """New alarms, in words. counts: by cascade, the whole run's or the latest."""
         self._has_checked |= any(name in self._limits and is_known(one) for name, one in counts.items())
         exceeded = {name for name, one in counts.items() if exceeds(one, self._limits.get(name, math.inf))}
         new, self._ringing = exceeded - self._ringing, exceeded

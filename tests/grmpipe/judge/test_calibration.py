@@ -17,8 +17,10 @@ from configs import judge_config
 from grmpipe.config.judge import JudgeEntry
 from grmpipe.judge.calibration import (
     CALIBRATED,
+    UNCALIBRATED,
     CalibratedJudge,
     Calibration,
+    CalibrationInUse,
     compute_log_length,
     describe_judge,
     find_difference,
@@ -55,7 +57,7 @@ def judge_texts(
 ) -> list[Verdict | Failed]:
     rollouts = [rollout_of_text("g", sibling, text) for sibling, text in enumerate(texts)]
     judge = PointwiseAdapter(Scripted(*(JudgeReport(verdict=make(one)) for one in rollouts)))
-    calibrated = CalibratedJudge(judge, calibration, thoughts=False)
+    calibrated = CalibratedJudge(judge, CalibrationInUse(calibration), thoughts=False)
     return [one.verdict for one in asyncio.run(judge_group(calibrated, bench.prompt(), rollouts))]
 
 
@@ -64,7 +66,11 @@ def test_a_calibrated_judge_changes_rewards_and_keeps_what_it_said(bench: Any) -
     assert isinstance(found, Verdict)
     assert found.outcome == pytest.approx(0.5)
     assert (found.score, found.score_std, found.num_judgements) == (5.5, 1.5, 4)
-    assert found.breakdown == {"generative": 0.5, CALIBRATED: pytest.approx(0.5)}
+    assert found.breakdown == {
+        "generative": 0.5,
+        CALIBRATED: pytest.approx(0.5),
+        UNCALIBRATED: 0.75,
+    }
 
 
 def test_beyond_its_knots_the_map_is_constant() -> None:
@@ -94,7 +100,7 @@ def test_longer_responses_lose_what_the_length_term_says(bench: Any) -> None:
 def test_a_calibrated_judge_of_single_responses_compares_nothing() -> None:
     rule = judge_config(kind="rule")
     judge = PointwiseAdapter(RuleJudge("exact_answer", rule.scale, "judge"))
-    assert not compares(CalibratedJudge(judge, HALVES, thoughts=False), rule)
+    assert not compares(CalibratedJudge(judge, CalibrationInUse(HALVES), thoughts=False), rule)
 
 
 def test_each_pair_is_calibrated_by_its_share_of_the_votes(bench: Any, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ class CoTraining:
     async def push(self, version: int) -> SyncReport:
         """Push the GRM's weights to all its living engines, with confirmation: it judges by them."""
         self._judging_version = version
+        self._labels.refit()
         return await self._grm.push(version)
 
     async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal
-from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, load_rollouts, load_verdicts
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, RecordedRollout, load_rollouts, load_verdicts
+from grmpipe.observe.records import TEXT
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.features.cotrain.refit_calibration import NUM_GROUPS, make_refits
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_prompts import load_judging_tasks
 from grmpipe.run_dir.identity import read_run_id
@@ -17,7 +19,6 @@ from grmpipe.types import Failed, JudgedGroup, Prompt, Rollout, Verdict
 log = logging.getLogger(__name__)
 
 TO_LABEL = "to_label.jsonl"
-RESTORED = 512  # latest labels that a resume reads again
 
 
 class LabelSource:
@@ -36,6 +37,7 @@ class LabelSource:
         self._stamp: tuple[int, int] | None = None  # of the file as it was read
         self._wanted = Journal(run_dir / TO_LABEL, run_id=read_run_id(run_dir), checked=False)
         self._guard = guard
+        self._refits = make_refits(prepared, role)
 
     @property
     def are_missing(self) -> bool:
@@ -44,6 +46,8 @@ class LabelSource:
 
     def take(self, group: JudgedGroup) -> None:
         """Take the labels of a judged group; for people, write down what the judges don't agree on."""
+        for refit in self._refits:
+            refit.take(group)
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
             if isinstance(verdict, Failed) or group.prompt.self_judging:
                 continue
@@ -52,24 +56,38 @@ class LabelSource:
             else:
                 self._add(group.prompt, rollout, verdict)
 
+    def refit(self) -> None:
+        """Refit the calibrations, for the next version of the weights."""
+        for refit in self._refits:
+            refit.fit()
+
     def _add(self, prompt: Prompt, rollout: Rollout, verdict: Verdict) -> None:
         reward = None if self._labeller is None else verdict.breakdown.get(self._labeller)
         if reward is not None:
             self._judging_tasks.add_judged(prompt, rollout, reward, self._judge.scale.to_score(reward))
 
     def restore(self, run_dir: Path, run_id: str) -> None:
-        """Take the latest labels of the run's journals, before a resume continues."""
+        """Take the latest groups of the run's journals again, before a resume continues."""
         if self._labeller is None:
             return
-        labelled = {
-            key: report.verdict
-            for key, report in load_verdicts(run_dir / JUDGEMENTS, run_id=run_id)
-            if isinstance(report.verdict, Verdict) and self._labeller in report.verdict.breakdown
-        }
-        latest = dict(list(labelled.items())[-RESTORED:])
+        verdicts: dict[str, dict[int, Verdict | Failed]] = {}
+        for (group_id, sibling), report in load_verdicts(run_dir / JUDGEMENTS, run_id=run_id):
+            verdicts.setdefault(group_id, {})[sibling] = report.verdict
+            while len(verdicts) > NUM_GROUPS:
+                del verdicts[next(iter(verdicts))]
+        groups: dict[str, list[RecordedRollout]] = {}
         for line in load_rollouts(run_dir / ROLLOUTS, run_id=run_id):
-            if (verdict := latest.get((line.rollout.group_id, line.rollout.sibling))) is not None:
-                self._add(line.prompt, line.rollout, verdict)
+            if line.rollout.sibling in verdicts.get(line.rollout.group_id, {}) and line.thinned != TEXT:
+                groups.setdefault(line.rollout.group_id, []).append(line)
+        for group_id, lines in groups.items():
+            self.take(
+                JudgedGroup(
+                    group_id=group_id,
+                    prompt=lines[0].prompt,
+                    rollouts=tuple(line.rollout for line in lines),
+                    verdicts=tuple(verdicts[group_id][line.rollout.sibling] for line in lines),
+                )
+            )
 
     # -- people ------------------------------------------------------------------------------------------------------
 

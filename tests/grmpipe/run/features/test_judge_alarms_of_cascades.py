@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
 from grmpipe.judge.composition.cascade_counts import CascadeCounts
 from grmpipe.run.features.judge_alarms import CascadeAlarm
+from grmpipe.run.features.run_feature import StepEnd
 from grmpipe.types import CascadeEvent
 
 
@@ -37,3 +45,21 @@ def test_an_alarm_that_was_raised_before_a_resume_is_no_news() -> None:
     assert len(before.check({"reward": audits([0.3] * 20)})) == 1
     after.restore(before.state())
     assert after.check({"reward": audits([0.3] * 20)}) == [] and after.metrics() == {"alarm/cascade": 1.0}
+
+
+def test_of_a_judge_that_learns_only_the_latest_audits_count() -> None:
+    alarm = CascadeAlarm({"reward": 0.1}, ["reward"])
+    steps = [audits([0.5] * 15)] * 2 + [audits([0.02, 0.04] * 5)] * 3
+    found = []
+    for step in steps:
+        end = SimpleNamespace(
+            counts=SimpleNamespace(cascades={"reward": step}),
+            pipeline=SimpleNamespace(counters=SimpleNamespace(total=SimpleNamespace(cascades={}))),
+        )
+        found.append(asyncio.run(alarm.after_step(cast(StepEnd, end))))
+        before = CascadeAlarm({"reward": 0.1}, ["reward"])
+        before.restore(json.loads(json.dumps(alarm.state())))
+        alarm = before
+    assert [one["alarm/cascade"] for one in found] == [1, 1, 1, 0, 0]
+    assert found[-1]["cascade/reward/latest_error"] == pytest.approx(0.03)
+    assert [one["cascade/reward/latest_steps"] for one in found] == [1, 2, 2, 2, 2]

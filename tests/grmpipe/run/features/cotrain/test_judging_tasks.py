@@ -102,3 +102,20 @@ def test_old_rollouts_make_room_for_new_ones_and_unruled_ones_are_left_out() -> 
         judging_tasks.add(QUESTION, rollout("42", sibling))
     judging_tasks.add(QUESTION, rollout("41", 9))
     assert {judging_tasks.at(prompt_index).prompt_id for prompt_index in range(8)} == {"g/3", "g/9"}
+
+
+def test_a_rollout_that_another_judge_judged_has_its_score_as_label_and_both_sides_alternate() -> None:
+    graded = JudgingTasks.under(JudgeConfig(), LabelConfig(rule="graded"))
+    tasks = JudgingTaskStream(graded, None, None, rollout_share=1, window=8, seed=0, pass_reward=0.7)
+    tasks.add(QUESTION, rollout("42"))
+    tasks.add_judged(QUESTION, rollout("41", 1), 0.5, 5.5)
+    assert not tasks.is_usable
+    tasks.add_judged(QUESTION, rollout("42", 2), 0.9, 9.1)
+    assert tasks.is_usable and labels(tasks, 4) == ["graded 9.1", "graded 5.5"] * 2
+
+
+def test_what_people_have_labelled_so_far_takes_the_place_of_own_rollouts() -> None:
+    judging_tasks = stream(stored=True)
+    for name in ("first", "second"):
+        judging_tasks.replace_annotated([Prompt(prompt_id=name, messages=STORED.messages, reference="below 8")])
+        assert [judging_tasks.at(index).prompt_id for index in range(4)] == ["stored", name] * 2

@@ -50,3 +50,16 @@ def test_the_policy_waits_for_the_warm_up_and_the_grm_doesnt_wait_for_the_policy
         assert pacer.is_warm
 
     run_virtually(go)
+
+
+def test_steps_that_had_nothing_to_learn_from_are_neither_waited_nor_made_up_for() -> None:
+    pacer = StepPacer(warmup_steps=0, grm_steps_per_policy_step=1.0)
+    pacer.policy_stepped(3)
+    assert not pacer.policy_may_step
+    pacer.skip_due()
+    assert pacer.policy_may_step
+    pacer.grm_stepped(1)
+    pacer.policy_stepped(4)
+    assert pacer.policy_may_step and pacer.grm_version == 1
+    pacer.policy_stepped(5)
+    assert not pacer.policy_may_step

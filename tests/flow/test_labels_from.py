@@ -1,0 +1,123 @@
+"""Judges that learn from others' labels while the run goes on, in whole runs with the tiny models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.observe.recorder import load_verdicts
+from grmpipe.types import Verdict
+
+SMALL = (
+    "models.cheap.train.prompts_per_batch=2", "models.cheap.train.group_size=2", "train.group_size=4",
+    "train.groups_per_batch=4", "train.num_steps=3", "reward.audit_share=1",
+)  # fmt: skip
+JURY = (
+    "+judge@judges.short=rule", "+reward@rewards.panel=jury", "rewards.panel.members=[judge, short]",
+    "reward.then=panel",
+)  # fmt: skip
+
+
+def find_labels(files: Any, labeller: str) -> dict[str, float]:
+    """Rollout -> the reward by who labels, where there is one."""
+    verdicts = dict(load_verdicts(files.run_dir / "judgements.jsonl"))
+    known = {f"{group_id}/{sibling}": report.verdict for (group_id, sibling), report in verdicts.items()}
+    return {
+        key: verdict.breakdown[labeller]
+        for key, verdict in known.items()
+        if isinstance(verdict, Verdict) and labeller in verdict.breakdown
+    }
+
+
+def check_labels(files: Any, labels: dict[str, float]) -> None:
+    """Every judging task is on a rollout that has a label, and has that label."""
+    tasks = [line["prompt"] for line in files.lines("cotrain/cheap/rollouts")]
+    assert tasks
+    for task in tasks:
+        assert float(task["reference"].removeprefix("graded ")) == pytest.approx(1 + 9 * labels[task["prompt_id"]])
+
+
+@pytest.fixture(scope="module")
+def learning(run_once: Callable) -> Any:
+    return run_once(*SMALL, "train.checkpoint_every=2", experiment="cascade_learning")
+
+
+def test_a_cheap_judge_learns_from_the_verdicts_that_the_good_one_gives_anyway(learning: Any) -> None:
+    summary = learning.summary
+    assert summary["status"] == "completed", summary["failure"]
+    assert summary["versions"]["cheap"] >= 1 and summary["versions"]["grm"] == 0
+    check_labels(learning, find_labels(learning, "judge"))
+    cascade = summary["judging"]["cascades"]["reward"]
+    asked = summary["judging"]["by_judge"]["judge"]["asked"]
+    assert asked <= cascade["rollouts"] + summary["judging"]["aborted_tasks"], "it is asked nothing else"
+    errors = [step for step in learning.steps() if "cascade/reward/latest_error" in step]
+    assert errors and all(step["cascade/reward/latest_steps"] >= 1 for step in errors)
+
+
+def test_each_group_has_one_version_of_the_judge_that_learns(learning: Any) -> None:
+    by_group: dict[str, set[int]] = {}
+    for (group_id, _), report in dict(load_verdicts(learning.run_dir / "judgements.jsonl")).items():
+        if isinstance(report.verdict, Verdict):
+            by_group.setdefault(group_id, set()).add(report.verdict.grm_version)
+    trained = [line["group_id"] for line in learning.lines("groups") if line["outcome"] == "trained"]
+    assert all(len(by_group[group_id]) == 1 for group_id in trained)
+
+
+def test_a_resume_continues_with_the_labels_of_before(small_run: Callable, learning: Any, tmp_path: Path) -> None:
+    shutil.copytree(learning.run_dir, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_2")
+    (tmp_path / "run" / "summary.json").unlink()
+    again = small_run(*SMALL, "train.checkpoint_every=2", "resume=auto", experiment="cascade_learning")
+    assert again.summary["status"] == "completed", again.summary["failure"]
+    assert [step["step"] for step in again.steps()] == [1, 2, 3]
+    check_labels(again, find_labels(again, "judge") | find_labels(learning, "judge"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("labeller", ["panel", "short"])
+def test_a_jury_or_a_rule_labels_too(small_run: Callable, labeller: str) -> None:
+    files = small_run(*SMALL, *JURY, f"models.cheap.train.labels_from={labeller}", experiment="cascade_learning")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    check_labels(files, find_labels(files, labeller))
+
+
+@pytest.mark.long
+def test_people_label_while_the_run_goes_on_what_the_judges_dont_agree_on(small_run: Callable, tmp_path: Path) -> None:
+    rows = [{"item_id": f"mine {n}", "prompt": f"{n}?", "response": "4", "score": 1 + n % 10} for n in range(20)]
+    file = tmp_path / "labels.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = small_run(*SMALL, f"models.cheap.train.labels_from={file}", experiment="cascade_learning")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    tasks = {line["prompt"]["prompt_id"]: line["prompt"] for line in files.lines("cotrain/cheap/rollouts")}
+    assert tasks and tasks.keys() <= {row["item_id"] for row in rows}
+    wanted = files.lines("to_label")
+    assert all(min(row["rewards"].values()) < 0.7 < max(row["rewards"].values()) for row in wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["labels_from=good"], "'good' is no judge or composition .* one of cheap, judge, reward"),
+        (["labels_from=cheap"], r"labels_from: cheap asks cheap itself, .* labels_from=judge"),
+        (["labels_from=reward"], "reward asks cheap itself"),
+        (["warmup_steps=20"], r"warmup_steps: .* warmup_steps=0"),
+        (["rollout_share=0", "data_path=tiny://judgements"], r"rollout_share: 0 uses no label"),
+    ],
+)
+def test_labels_that_would_teach_nothing_are_refused_by_key(
+    small_run: Callable, overrides: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        small_run(*(f"models.cheap.train.{one}" for one in overrides), experiment="cascade_learning")
+
+
+def test_two_judges_that_label_each_other_are_refused(small_run: Callable) -> None:
+    train = "{enabled: true, labels_from: cheap, warmup_steps: 0, rollout_share: 1}"
+    with pytest.raises(ConfigError, match=r"models\.cheap\.train\.labels_from: judge learns from cheap in turn"):
+        small_run(f"grm.train={train}", experiment="cascade_learning")
