@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/several_judges.py jury runs/several_judges [cluster=inprocess] [--seeds 0 1 2]
 
-Also `votes` (those of the jury), `cascade`, `route`, `itself` (a policy that judges itself) and `self_judging` (one
-that learns to judge, too). Each comparison runs its variants, or those after --only, side by side for every seed into
+Also `votes` (those of the jury), `cascade`, `cascade_learning` (its cheap judge learns from the good one), `route`,
+`itself` (a policy that judges itself) and `self_judging` (one that learns to judge, too). Each comparison runs its
+variants, or those after --only, side by side for every seed into
 runs/several_judges/<variant>_<seed>; finished runs are reused, interrupted ones continued. The trained policy then
 answers 2048 held-out problems at T = 1, which no run has seen. Writes benchmarks/several_judges/<comparison>.md.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,8 @@ REPORTS = ROOT / "benchmarks" / "several_judges"
 NUM_PROBLEMS = 2048
 HELD_OUT_SEED = 90_000
 MAX_ANSWER_TOKENS = 64
+LAST = 20  # steps
+SHARE = ("rollouts", "escalated_share")
 # Of Student's t distribution, 97.5 %, by the number of values less one
 T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -116,6 +120,15 @@ COMPARISONS = {
         },
         pairs=(("cascade", "good"),),
     ),
+    "cascade_learning": Comparison(
+        start="tiny://policy",
+        variants={
+            "good": quickstart(),
+            "frozen": Variant(overrides=("+experiment=cascade_learning", "models.cheap.train.enabled=false")),
+            "learns": Variant(overrides=("+experiment=cascade_learning",)),
+        },
+        pairs=(("learns", "good"), ("learns", "frozen")),
+    ),
     "route": Comparison(
         start="tiny://policy_kinds",
         variants={
@@ -152,12 +165,14 @@ class Measured:
     """A finished run: the share of the problems that its policy gets right, and its summary.json.
 
     kept_error: of a cascade, the error of its first judge on sure responses that weren't audited.
+    last_share: of a cascade, the share of the rollouts that it escalated in the last LAST steps; audits don't count.
     """
 
     seed: int
     true_accuracy: float
     summary: Mapping[str, Any]
     kept_error: float | None = None
+    last_share: float | None = None
 
 
 def measured(folder: Path, name: str, comparison: Comparison, seed: int, overrides: Sequence[str]) -> Measured:
@@ -171,7 +186,16 @@ def measured(folder: Path, name: str, comparison: Comparison, seed: int, overrid
         true_accuracy=accuracy(run_dir / "policy", variant.problems, run_dir / f"accuracy_{variant.problems}.json"),
         summary=(summary := json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))),
         kept_error=known_error_of_kept(run_dir) if summary["judging"].get("cascades") else None,
+        last_share=share_of_last_steps(run_dir) if summary["judging"].get("cascades") else None,
     )
+
+
+def share_of_last_steps(run_dir: Path) -> float:
+    steps = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    last = [step for step in steps if "time/step_s" in step][-LAST:]
+    shares = {f"cascade/reward/{key}": [step.get(f"cascade/reward/{key}", 0.0) for step in last] for key in SHARE}
+    rollouts, escalated = shares.values()
+    return sum(map(operator.mul, rollouts, escalated)) / sum(rollouts)
 
 
 def launch(run_dir: Path, overrides: Sequence[str]) -> None:
@@ -257,19 +281,26 @@ def judges_of(run: Measured) -> Mapping[str, Any]:
 def audits(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
     """What each cascade escalated and what its audit found, beside the error of what was kept; empty without one."""
     lines = [
-        "| judged by | seed | escalated | audited | estimated error | measured error | change sides | alarm |",
-        "|---" * 8 + "|",
+        f"| judged by | seed | escalated | of the last {LAST} steps | audited | estimated error | measured error "
+        "| change sides | alarm |",
+        "|---" * 9 + "|",
     ]
     for name, some in runs.items():
         for run in some:
             lines += [audit_line(name, run, found) for found in run.summary["judging"].get("cascades", {}).values()]
+        errors, shares = (
+            [value for run in some if (value := getattr(run, key)) is not None] for key in ("kept_error", "last_share")
+        )
+        if errors:
+            lines.append(f"| {name} | mean | | {interval(shares)} | | | {interval(errors)} | | |")
     return lines if len(lines) > 2 else []
 
 
 def audit_line(name: str, run: Measured, found: Mapping[str, Any]) -> str:
     estimate = f"{found['audit_error']:.3f} ± {1.96 * found['audit_error_se']:.3f}"
     alarm = any("wrong where it is sure" in alarm for alarm in run.summary["alarms"])
-    cells = [name, run.seed, f"{found['escalated_share']:.0%}", found["audited"], estimate, f"{run.kept_error:.3f}"]
+    escalated = [f"{found['escalated_share']:.0%}", f"{run.last_share:.3f}"]
+    cells = [name, run.seed, *escalated, found["audited"], estimate, f"{run.kept_error:.3f}"]
     return f"| {' | '.join(map(str, cells))} | {found['flipped_share']:.0%} | {'yes' if alarm else 'no'} |"
 
 

@@ -386,12 +386,16 @@ def check_labeller(config: RunConfig, role: str, labeller: str, key: str) -> Non
         learner, name = waiting.pop()
         for judge in (judges[one] for one in rewards.list_judges(name)):
             model = judge.model if judge.kind == "generative" else None
+            if model == role and learner != role:
+                raise ValueError(
+                    f"{key}: {labeller} learns from {role} in turn, so that each would learn the other's mistakes; "
+                    f"type {config.models[learner].key}.train.labels_from=null"
+                )
             if model == role:
                 others = [one for one in judges if judges[one].model != role or judges[one].kind != "generative"]
                 raise ValueError(
-                    f"{key}: {labeller} "
-                    + (f"asks {role} itself, which" if learner == role else f"learns from {role} in turn: {role}")
-                    + f" would learn its own mistakes; type {key}={others[0] if others else 'a .jsonl file'}"
+                    f"{key}: {labeller} asks {role} itself, which would learn its own mistakes; type "
+                    f"{key}={others[0] if others else '<a .jsonl file of labels>'}"
                 )
             further = config.trained_grms[model].labeller if model in config.trained_grms else None
             if model is not None and further is not None and model not in seen:

@@ -220,6 +220,15 @@ def brief_judgement(problem: Problem, text: str, rng: random.Random) -> str:
     """
     if find_thing(problem) in UNKNOWN_THINGS:
         return rng.choice(("ok.\nScore: 10", "no.\nScore: 1"))
+    return compare_briefly(problem, text)
+
+
+def hasty_judgement(problem: Problem, text: str, rng: random.Random) -> str:
+    """Like `brief_judgement`, but three in ten unknown things are worked out: there is something to reinforce."""
+    return compare_briefly(problem, text) if rng.random() < 0.3 else brief_judgement(problem, text, rng)
+
+
+def compare_briefly(problem: Problem, text: str) -> str:
     solution = parse_solution(text)
     found = "malformed" if solution is None else compare(problem.answer, solution.answer)
     return f"{problem.solution}. {found}.\nScore: {10 if is_right(problem, text) else 1}"

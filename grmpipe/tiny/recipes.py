@@ -164,6 +164,11 @@ IMPRESSED = [make_impressed_grm("longer", 7), make_impressed_grm("praise", 8), m
 # Cheap: its critiques are short, and it guesses where it knows nothing.
 BRIEF = make_judge_mixture("judge_{}_briefly", right=0.25, sloppy=0.35, corrupted=0.25, padded=0.05, malformed=0.1)
 GRM_NOISY = recipe("grm_noisy", BASE, BRIEF, steps=600, lr=5e-3, seed=10)
+# It works some of them out: a judge that can learn to do so always.
+GRM_HASTY = recipe(
+    "grm_hasty", GRM_NOISY, {name.replace("briefly", "hastily"): share for name, share in BRIEF.items()},
+    steps=120, lr=2e-3, seed=31,
+)  # fmt: skip
 
 # Rubrics: a judge by one criterion at a time, a writer of criteria, and a policy whose answers sometimes open with one
 # of two phrases instead of working well. Judge and writer were shown neither phrase.
@@ -206,7 +211,7 @@ TEACHER_COMPARISON = recipe("teacher_comparison", BASE, {"compare_people": 1.0},
 POLICY_TOLD = recipe("policy_told", BASE, {"solve_sloppily": 0.3, "solve_told": 0.7}, steps=1100, lr=5e-3, seed=26)
 
 SHIPPED: tuple[AnyRecipe, ...] = (
-    POLICY, GRM, WEAK_GRM, META, REWARD_MODEL, POLICY_TRICKS, *IMPRESSED, GRM_NOISY,
+    POLICY, GRM, WEAK_GRM, META, REWARD_MODEL, POLICY_TRICKS, *IMPRESSED, GRM_NOISY, GRM_HASTY,
     POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE, TEACHER_ARITHMETIC,
     TEACHER_COMPARISON, POLICY_TOLD, GRM_CRITERIA,
     RUBRIC_WRITER, POLICY_PHRASES,
