@@ -43,6 +43,7 @@ FILES = {
     "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
     "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
     "watched.jsonl": "the verdicts of judges that only watch",
+    "to_label.jsonl": "what people may label: the judges don't agree on it",
     "comparison.json": "the new verdicts next to the run's own, step by step",
     "figures.txt": "the tables of an evaluation",
     "eval_rollouts.jsonl": "every answer to held-out prompts",
