@@ -100,6 +100,27 @@ def test_people_label_while_the_run_goes_on_what_the_judges_dont_agree_on(small_
     assert all(min(row["rewards"].values()) < 0.7 < max(row["rewards"].values()) for row in wanted)
 
 
+@pytest.mark.long
+def test_the_map_of_a_calibrated_judge_that_learns_changes_with_its_version(small_run: Callable) -> None:
+    like_cheap = ("grm.path=tiny://grm_hasty", "judge.num_judgements=4", "judge.max_new_tokens=72")
+    small_run("task=calibrate", *like_cheap, "evaluate.num_items=128", experiment="evaluate_grm", run_dir="map")
+    path = "judges.cheap.calibration=map/calibration.json"
+    with pytest.raises(ConfigError, match="Only that of a cascade's first judge is refitted"):
+        small_run(*SMALL, path, "reward.unsure_above_std=0.2", experiment="cascade_learning")
+    files = small_run(*SMALL, path, "train.num_steps=5", experiment="cascade_learning")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    maps: dict[int, dict[float, set[float]]] = {}
+    for report in dict(load_verdicts(files.run_dir / "judgements.jsonl")).values():
+        verdict = report.by_judge["cheap"].verdict
+        if isinstance(verdict, Verdict) and isinstance(report.verdict, Verdict):
+            said, reward = verdict.breakdown["uncalibrated"], verdict.breakdown["calibrated"]
+            maps.setdefault(report.verdict.grm_version, {}).setdefault(said, set()).add(reward)
+            assert report.verdict.breakdown["cheap"] == reward
+    assert all(len(rewards) == 1 for one in maps.values() for rewards in one.values()), "a version has one map"
+    of_zero = {min(one[0.0]) for one in maps.values() if 0.0 in one}
+    assert len(of_zero) > 1, "it is refitted"
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
