@@ -123,11 +123,11 @@ COMPARISONS = {
     "cascade_learning": Comparison(
         start="tiny://policy",
         variants={
-            "good": quickstart(),
-            "frozen": Variant(overrides=("+experiment=cascade_learning", "models.cheap.train.enabled=false")),
-            "learns": Variant(overrides=("+experiment=cascade_learning",)),
+            "good_alone": quickstart(),
+            "cheap_frozen": Variant(overrides=("+experiment=cascade_learning", "models.cheap.train.enabled=false")),
+            "cheap_learns": Variant(overrides=("+experiment=cascade_learning",)),
         },
-        pairs=(("learns", "good"), ("learns", "frozen")),
+        pairs=(("cheap_learns", "good_alone"), ("cheap_learns", "cheap_frozen")),
     ),
     "route": Comparison(
         start="tiny://policy_kinds",

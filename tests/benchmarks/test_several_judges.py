@@ -44,14 +44,15 @@ def test_a_run_with_one_judge_has_only_totals() -> None:
 def cascaded(alarms: list[str]) -> Measured:
     found = {"escalated_share": 0.4, "audited": 64, "audit_error": 0.02, "audit_error_se": 0.01, "flipped_share": 0.03}
     summary = {"judging": {"cascades": {"reward": found}}, "alarms": alarms}
-    return Measured(seed=1, true_accuracy=0.7, summary=summary, kept_error=0.025)
+    return Measured(seed=1, true_accuracy=0.7, summary=summary, kept_error=0.025, last_share=0.35)
 
 
 def test_report_shows_an_audit_next_to_the_measured_error() -> None:
     quiet = several_judges.audits({"cascade": [cascaded([])]})
-    assert quiet[-1] == "| cascade | 1 | 40% | 64 | 0.020 ± 0.020 | 0.025 | 3% | no |"
+    assert quiet[-2] == "| cascade | 1 | 40% | 0.350 | 64 | 0.020 ± 0.020 | 0.025 | 3% | no |"
+    assert quiet[-1] == "| cascade | mean | | 0.350 | | | 0.025 | | |"
     loud = several_judges.audits({"cascade": [cascaded(["The first judge is wrong where it is sure: ..."])]})
-    assert loud[-1].endswith("| yes |")
+    assert loud[-2].endswith("| yes |")
     assert several_judges.audits({"jury": [Measured(seed=0, true_accuracy=0.7, summary={"judging": {}})]}) == []
 
 
