@@ -88,7 +88,7 @@ def test_a_jury_or_a_rule_labels_too(small_run: Callable, labeller: str) -> None
 
 
 @pytest.mark.long
-def test_people_label_while_the_run_goes_on_what_the_judges_dont_agree_on(small_run: Callable, tmp_path: Path) -> None:
+def test_a_judge_learns_from_a_file_of_labels(small_run: Callable, tmp_path: Path) -> None:
     rows = [{"item_id": f"mine {n}", "prompt": f"{n}?", "response": "4", "score": 1 + n % 10} for n in range(20)]
     file = tmp_path / "labels.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -96,8 +96,6 @@ def test_people_label_while_the_run_goes_on_what_the_judges_dont_agree_on(small_
     assert files.summary["status"] == "completed", files.summary["failure"]
     tasks = {line["prompt"]["prompt_id"]: line["prompt"] for line in files.lines("cotrain/cheap/rollouts")}
     assert tasks and tasks.keys() <= {row["item_id"] for row in rows}
-    wanted = files.lines("to_label")
-    assert all(min(row["rewards"].values()) < 0.7 < max(row["rewards"].values()) for row in wanted)
 
 
 @pytest.mark.long
