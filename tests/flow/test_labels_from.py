@@ -69,6 +69,7 @@ def test_each_group_has_one_version_of_the_judge_that_learns(learning: Any) -> N
     assert all(len(by_group[group_id]) == 1 for group_id in trained)
 
 
+@pytest.mark.long
 def test_a_resume_continues_with_the_labels_of_before(small_run: Callable, learning: Any, tmp_path: Path) -> None:
     shutil.copytree(learning.run_dir, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_2")
