@@ -99,6 +99,7 @@ class LoraConfig(Bounded):
     target_modules: list[str] = field(default_factory=list)
     # What a push sends: the weights with the adapters' change merged in, or the adapters alone (not for SGLang).
     sync: str = one_of(LORA_SYNCS, "merged")
+    path: str | None = None  # Directory of an adapter in peft's format, with which it begins; null: a new adapter.
 
     @property
     def learns(self) -> bool:

@@ -258,6 +258,7 @@ class RequestContext:
     num_sampled: int = 0  # tokens of the answer, sampled by another engine, that the prompt ends with
     trajectory_id: str = ""
     is_retry: bool = False  # an earlier answer to the same question couldn't be used
+    adapter: str = ""  # of the engine's adapters, the one that answers; empty: the model in whose name the engine runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,6 +528,26 @@ class Engine(Generates, Protocol):
         Only for engines that aren't paused.
         """
         ...
+
+
+class ServesAdapters(Generates, Protocol):
+    """An engine of one base with adapters, each a model of its own: requests name theirs (RequestContext.adapter), and a
+    push goes to one, while the requests of the others go on. Empty: the model in whose name the engine runs.
+    """
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def pause(self, adapter: str = "") -> None: ...
+
+    async def resume(self, adapter: str = "") -> None: ...
+
+    async def begin_weights(self, link: GroupLink | None = None, adapter: str = "") -> None: ...
+
+    async def load_bucket(self, bucket: WeightBucket, adapter: str = "") -> None: ...
+
+    async def commit_weights(self, version: int, adapter: str = "") -> WeightReceipt: ...
+
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]: ...
 
 
 @runtime_checkable

@@ -35,7 +35,8 @@ class EngineSpec:
     role:          the model's name in version spans; the weights in `path` are its version 0.
     num_gpus:      GPUs over which the model is sharded; 1 on a CPU.
     seed:          part of all seeds. Engines of one role share it, so that a retry samples the same tokens.
-    lora:          adapters that pushes update, if they aren't merged into the weights.
+    adapters:      those that it applies itself, by the name of their model, which may be that of `role`. Pushes that
+                   name one carry it alone; others carry weights.
     takes_weights: whether weights are pushed to it; False leaves out what only pushes need.
     return_routed_experts: whether its completions have the experts of their tokens; for mixtures of experts only.
     speculation:   where drafts of tokens come from that it verifies together: none or ngram.
@@ -51,7 +52,7 @@ class EngineSpec:
     num_gpus: int = 1
     seed: int = 0
     chat_template: str | None = None
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapters: Mapping[str, LoraConfig] = field(default_factory=dict)
     takes_weights: bool = True
     return_routed_experts: bool = False
     speculation: str = "none"

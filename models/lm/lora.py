@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from grmpipe.models.lm.parallelize import Architecture
 
 ADAPTER = "default"  # peft's name for a single adapter
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +76,48 @@ def check_targets(path: str, lora: LoraConfig) -> None:
     find_targets(outline_causal_lm(path), lora)
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int = 0) -> PreTrainedModel:
-    """Add new adapters of `dtype` to a model, and freeze it. Its modules get other names: see `plain_name`.
+def add_adapters(
+    model: PreTrainedModel, loras: Mapping[str, LoraConfig], dtype: str, seed: int = 0
+) -> PreTrainedModel:
+    """Add adapters of `dtype` to a model, by name, and freeze it. Its modules get other names: see `plain_name`.
 
-    `seed`: of A, the same on all ranks.
+    `seed`: of A of new ones, the same on all ranks.
     """
     from peft import inject_adapter_in_model
 
-    config = _peft_config(model, lora, find_targets(model, lora))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, ADAPTER)
-    for _, low_rank in adapters(model):
-        for parameter in (low_rank.a_RI, low_rank.b_OR):
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+    configs = {name: _peft_config(model, lora, find_targets(model, lora)) for name, lora in loras.items()}
+    for name, config in configs.items():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, model, name)
+        for _, low_rank in adapters(model, name):
+            for parameter in (low_rank.a_RI, low_rank.b_OR):
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+        if (directory := loras[name].path) is not None:
+            load_adapter(model, name, directory)
     model.eval()
     return model
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, name: str, directory: str) -> None:
+    """Load an adapter from peft's files. Raises ValueError (`lora.path: ...`) for one of other layers or shapes."""
+    stored = load_file(Path(directory) / ADAPTER_FILE)
+    held = {
+        f"base_model.model.{layer}.lora_{which}.weight": parameter
+        for layer, low_rank in adapters(model, name)
+        for which, parameter in (("A", low_rank.a_RI), ("B", low_rank.b_OR))
+    }
+    for key in sorted(stored.keys() ^ held.keys()) or held:
+        here, there = held.get(key), stored.get(key)
+        if here is None or there is None or here.shape != there.shape:
+            raise ValueError(
+                f"lora.path: the adapter in {directory} is of another base, or of other layers: it has "
+                f"{'no ' + key if there is None else f'{key} of shape {tuple(there.shape)}'}, the model "
+                f"{'no such layer' if here is None else tuple(here.shape)}; give an adapter of this base, with its "
+                "lora.rank and lora.target_modules"
+            )
+        here.copy_(there)
 
 
 def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:
@@ -98,28 +125,46 @@ def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Archite
     from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture
 
     def load(path: str, dtype: str) -> PreTrainedModel:
-        return add_adapters(CAUSAL_LM.load(path, frozen_dtype), lora, dtype, seed)
+        return add_adapters(CAUSAL_LM.load(path, frozen_dtype), {ADAPTER: lora}, dtype, seed)
 
     def outline(path: str, dtype: str) -> PreTrainedModel:
-        return add_adapters(CAUSAL_LM.outline(path, frozen_dtype), lora, dtype, seed)
+        # Without values: an outline takes those of the loaded model.
+        return add_adapters(CAUSAL_LM.outline(path, frozen_dtype), {ADAPTER: replace(lora, path=None)}, dtype, seed)
 
     return Architecture(load=load, outline=outline)
 
 
-def adapters(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Name of a linear layer -> its adapter, in the order of the model; none in a plain model."""
-    for name, module in model.named_modules():
-        if (low_rank := find_adapter(module)) is not None:
-            yield name, low_rank
+def adapters(model: nn.Module, name: str = ADAPTER) -> Iterator[tuple[str, LowRank]]:
+    """Name of a linear layer -> its part of an adapter, in the order of the model; none in a plain model."""
+    for layer, module in model.named_modules():
+        if (low_rank := find_adapter(module, name)) is not None:
+            yield layer, low_rank
 
 
-def find_adapter(module: Any) -> LowRank | None:
-    """The adapter of a layer; None for a plain layer."""
-    if not hasattr(module, "lora_A"):  # peft may not be installed, so its classes can't be checked
+def find_adapter(module: Any, name: str = ADAPTER) -> LowRank | None:
+    """A layer's part of an adapter; None for a layer without one."""
+    if name not in list_names(module):
         return None
-    return LowRank(
-        a_RI=module.lora_A[ADAPTER].weight, b_OR=module.lora_B[ADAPTER].weight, scale=float(module.scaling[ADAPTER])
-    )
+    return LowRank(a_RI=module.lora_A[name].weight, b_OR=module.lora_B[name].weight, scale=float(module.scaling[name]))
+
+
+def list_names(module: Any) -> tuple[str, ...]:
+    """The names of a layer's adapters; none for a plain layer."""
+    return tuple(module.lora_A) if hasattr(module, "lora_A") else ()  # peft may not be installed: no class to check
+
+
+@contextmanager
+def with_adapter(model: nn.Module, name: str) -> Iterator[None]:
+    """Context: the model with this adapter alone, without any if it has none of that name. Only for inference."""
+    layers: list[Any] = [module for module in model.modules() if list_names(module)]
+    before = [layer._active_adapter for layer in layers]
+    try:
+        for layer in layers:  # peft's own switch would also change which parameters need gradients
+            layer._active_adapter = [name] if name in layer.lora_A else []
+        yield
+    finally:
+        for layer, names in zip(layers, before, strict=True):
+            layer._active_adapter = names
 
 
 @contextmanager
@@ -140,6 +185,11 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 # -- weights out ---------------------------------------------------------------------------------------------------
+
+
+def rename_adapter(sent: str, name: str) -> str:
+    """The name of a learner's tensor in a model with several adapters, of which this one is meant."""
+    return sent.replace(f".{ADAPTER}.", f".{name}.")
 
 
 def plain_name(name: str) -> str:
@@ -188,7 +238,7 @@ def save_adapters(directory: str, model: PreTrainedModel, state: Mapping[str, Te
     config.inference_mode = True
     Path(directory).mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
-    save_file(kept, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(kept, Path(directory) / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def _peft_config(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> PeftConfig:

@@ -9,7 +9,7 @@
 Engines' workers import this: torch, numpy, safetensors and msgspec are all it needs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -60,10 +60,15 @@ def _checked(announced: WeightTensor, tensor: Tensor) -> tuple[WeightTensor, Ten
 
 
 class WeightInbox:
-    """Loads buckets, and keeps the checksums of the model's resulting weights until they are collected."""
+    """Loads buckets, and keeps the checksums of the model's resulting weights until they are collected.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
+    own_name: the name of a sent tensor in the model, if it differs.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, own_name: Callable[[str], str] | None = None
+    ) -> None:
+        self._model, self._own_name = model, own_name or str
         self._group = BroadcastLink(device)
         self._checksums: dict[str, str] = {}
 
@@ -78,7 +83,7 @@ class WeightInbox:
         """
         try:
             held = self._model.state_dict()
-            targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
+            targets = [_held_tensor(held, tensor, self._own_name(tensor.name)) for tensor in bucket.tensors]
             with receive_tensors(bucket, self._group) as tensors:
                 applied = [
                     (announced, _applied(target, source))
@@ -112,8 +117,8 @@ def _applied(target: Tensor, source: Tensor) -> Tensor:
     return target.to(source.device, source.dtype)
 
 
-def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor) -> Tensor:
-    target = held.get(tensor.name)
+def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor, own_name: str) -> Tensor:
+    target = held.get(own_name)
     if target is None:
         raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
     if tuple(target.shape) != tensor.shape:

@@ -9,6 +9,7 @@ from typing import cast
 
 import msgspec
 
+from grmpipe.models.engines.adapter_view import AdapterView
 from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.types import (
     Broadcast,
@@ -20,6 +21,7 @@ from grmpipe.models.types import (
     KeepsTrajectories,
     RequestContext,
     SamplingParams,
+    ServesAdapters,
     Sleeper,
     WeightBucket,
     WeightPush,
@@ -174,28 +176,29 @@ class EngineHost(OrderedHost):
         notices, self._notices = self._notices, []
         return notices
 
-    async def pause(self) -> None:
-        await self.engine.pause()
+    async def pause(self, adapter: str = "") -> None:
+        await self._serving(adapter).pause()
 
-    async def resume(self) -> None:
-        await self.engine.resume()
+    async def resume(self, adapter: str = "") -> None:
+        await self._serving(adapter).resume()
 
     async def receive_weights(self, push: WeightPush) -> WeightReceipt:
         self._push = push
         return await receive_weights(self.engine, push, lambda: self._push is push)
 
-    async def begin_weights(self, link: GroupLink | None) -> None:
-        self._push = None
-        await self.engine.begin_weights(link)
+    async def begin_weights(self, link: GroupLink | None, adapter: str = "") -> None:
+        if not adapter:
+            self._push = None
+        await self._serving(adapter).begin_weights(link)
 
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self.engine.load_bucket(bucket)
+    async def load_bucket(self, bucket: WeightBucket, adapter: str = "") -> None:
+        await self._serving(adapter).load_bucket(bucket)
 
-    async def commit_weights(self, version: int) -> WeightReceipt:
-        return await self.engine.commit_weights(version)
+    async def commit_weights(self, version: int, adapter: str = "") -> WeightReceipt:
+        return await self._serving(adapter).commit_weights(version)
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return await self.engine.score(token_ids)
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]:
+        return await self._serving(adapter).score(token_ids)
 
     async def sleep(self) -> int:
         return await cast(Sleeper, self.engine).sleep()
@@ -207,6 +210,10 @@ class EngineHost(OrderedHost):
     def engine(self) -> Engine:
         assert self._engine is not None, "call start first"
         return self._engine
+
+    def _serving(self, adapter: str) -> Engine:
+        """The engine, or one of its adapters."""
+        return AdapterView(cast(ServesAdapters, self.engine), adapter) if adapter else self.engine
 
     def _take_on(self, request: EngineRequest) -> None:
         task = asyncio.create_task(self._answer(request))

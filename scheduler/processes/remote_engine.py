@@ -94,28 +94,28 @@ class RemoteEngine:
         if self._death is None:
             self._post(EndTrajectory(trajectory_id=trajectory_id))
 
-    async def pause(self) -> None:
-        await self._control("pause")
+    async def pause(self, adapter: str = "") -> None:
+        await self._control("pause", adapter)
 
-    async def resume(self) -> None:
-        await self._control("resume")
+    async def resume(self, adapter: str = "") -> None:
+        await self._control("resume", adapter)
 
     async def receive_weights(self, push: WeightPush) -> WeightReceipt:
         """Take a whole push by broadcasts, in one call: buckets don't pass this process."""
         return cast(WeightReceipt, await self._control("receive_weights", push))
 
-    async def begin_weights(self, link: GroupLink | None = None) -> None:
-        await self._control("begin_weights", link)
+    async def begin_weights(self, link: GroupLink | None = None, adapter: str = "") -> None:
+        await self._control("begin_weights", link, adapter)
 
-    async def load_bucket(self, bucket: WeightBucket) -> None:
+    async def load_bucket(self, bucket: WeightBucket, adapter: str = "") -> None:
         small = isinstance(bucket.payload, SmallPayload)
-        await self._control("load_bucket", bucket if small else self._host.share(bucket))
+        await self._control("load_bucket", bucket if small else self._host.share(bucket), adapter)
 
-    async def commit_weights(self, version: int) -> WeightReceipt:
-        return cast(WeightReceipt, await self._control("commit_weights", version))
+    async def commit_weights(self, version: int, adapter: str = "") -> WeightReceipt:
+        return cast(WeightReceipt, await self._control("commit_weights", version, adapter))
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return cast("tuple[float, ...]", await self._control("score", tuple(token_ids)))
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]:
+        return cast("tuple[float, ...]", await self._control("score", tuple(token_ids), adapter))
 
     async def sleep(self) -> int:
         return cast(int, await self._control("sleep"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,11 +31,12 @@ from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.score import ScoredPass, ScoredText
 from grmpipe.models.types import Completion, FinishReason, SamplingParams, TokenScores, TopLogprobs, join_spans
 
-# Sequences, and how many tokens the next forward pass may take -> what each pass gave: see `score_in_passes`.
-ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int]], Iterator[ScoredPass]]
+# Sequences, how many tokens the next forward pass may take, and the model's name -> what each pass gave: see
+# `score_in_passes`.
+ScorePasses = Callable[[Sequence[ScoredText], Callable[[], int], str], Iterator[ScoredPass]]
 
 
-def refuse_to_score(sequences: Sequence[ScoredText], pass_tokens: Callable[[], int]) -> Iterator[ScoredPass]:
+def refuse_to_score(sequences: Sequence[ScoredText], pass_tokens: Callable[[], int], name: str) -> Iterator[ScoredPass]:
     """The default for `score`, of a batch that only samples."""
     raise AssertionError("this batch only samples")
 
@@ -58,9 +60,12 @@ class SampledToken:
 
 @dataclass(slots=True, eq=False)
 class SiblingPrompt:
-    """Requests with one prompt. Running members can give new ones the prompt's keys and values."""
+    """Requests with one prompt, to one model: the base, or an adapter by name. Running members can give new ones the
+    prompt's keys and values.
+    """
 
     prompt_ids: tuple[int, ...]
+    model: str = ""
     num_members: int = 0
     running: list[Row] = field(default_factory=list)
 
@@ -94,6 +99,10 @@ class Row:
     top: list[LikelyTokens] = field(default_factory=list)  # of each token, if they are asked for
 
     @property
+    def model(self) -> str:
+        return self.siblings.model
+
+    @property
     def last_position(self) -> int:
         """The position of the last token."""
         return len(self.siblings.prompt_ids) + len(self.token_ids) - 1
@@ -122,6 +131,7 @@ class Row:
     def park(self) -> ParkedRow:
         """What stays of it in its slot."""
         return ParkedRow(
+            model=self.model,
             trajectory_id=self.trajectory_id,
             group_id=self.group_id,
             token_ids=tuple(self.cached_ids),
@@ -209,7 +219,6 @@ class RunningBatch:
         decoder: Decoder,
         slots: KvSlots,
         endings: StopConditions,
-        model_name: str,
         seed: int,
         max_rows: int,
         pace: PrefillPace,
@@ -222,17 +231,18 @@ class RunningBatch:
         """pace, score_pace: the tokens of a pass that prefills, or scores. ngrams: for drafts, which make no difference
         to the tokens; None: there are none. clock: in seconds, for durations.
         """
-        self.version = 0
+        self.paused: set[str] = set()  # models that sample, prefill and score nothing
+        self.versions: Counter[str] = Counter()  # model -> version of its weights
         self.num_sampled_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_cached_tokens = 0  # tokens of prompts that weren't prefilled, because a slot had them
         self._decoder, self._slots, self._endings = decoder, slots, endings
-        self._model_name, self._seed = model_name, seed
+        self._seed = seed
         self._grammar, self._ngrams = grammar, ngrams
         self._max_rows, self._clock = max_rows, clock
         self._pace, self._score_pace = pace, score_pace
         self._arrivals = itertools.count()
-        self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
+        self._siblings_by_prompt: dict[tuple[str, tuple[int, ...]], SiblingPrompt] = {}
         self._waiting: list[Row] = []  # sorted
         self._to_score: list[Row] = []  # sorted, those that are being scored included
         self._score_passes = score
@@ -242,7 +252,12 @@ class RunningBatch:
         self._places = SlotPlaces(slots, decoder.row_block)
         self.parked = self._places.parked
         self._columns: Columns | None = None
-        self._weights_epoch = 0
+        self._weights_epochs: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row may go on: its model isn't paused."""
+        return any(row.model not in self.paused for rows in (self._running, self._waiting, self._to_score) for row in rows)
 
     @property
     def num_waiting(self) -> int:
@@ -259,9 +274,10 @@ class RunningBatch:
         priority: int,
         trajectory_id: str = "",
         group_id: str = "",
+        model: str = "",
     ) -> Row:
-        """trajectory_id: of what further turns may follow; empty: the row isn't parked."""
-        siblings = self._siblings_by_prompt.setdefault(prompt_ids, SiblingPrompt(prompt_ids))
+        """trajectory_id: of what further turns may follow; empty: the row isn't parked. model: see SiblingPrompt."""
+        siblings = self._siblings_by_prompt.setdefault((model, prompt_ids), SiblingPrompt(prompt_ids, model))
         siblings.num_members += 1
         row = Row(siblings, params, priority, next(self._arrivals), trajectory_id, group_id)
         if params.pattern is not None:
@@ -283,16 +299,19 @@ class RunningBatch:
         scored = self._score()
         if self._incomplete:
             self._incomplete = [row for row in self._running if row.unfed]
-        if again := [row for row in self._incomplete if row.token_ids]:
+        if again := [row for row in self._incomplete if row.token_ids and row.model not in self.paused]:
             with self._slots.experts_kept():
                 self._prefill(self._take_parts(again))
         elif self._waiting or self._incomplete:
             self._join()
-        if again or all(row.unfed for row in self._running):
+        if again or all(row.unfed or row.model in self.paused for row in self._running):
             return Changes(begun=(), finished=tuple(scored))
         drafts = self._draft()
         begun, finished = [], []
         for row, draft, sampled in zip(self._running, drafts, self._sample(drafts), strict=True):
+            if row.model in self.paused:  # its pending token was fed in vain, and will be again
+                self._columns = None
+                continue
             if row.unfed:  # its next token was fed like any pending one
                 row.unfed -= 1
                 self.num_prefilled_tokens += 1
@@ -309,44 +328,44 @@ class RunningBatch:
                 self._finish(row, row.finish_reason)
         return Changes(begun=tuple(begun), finished=(*scored, *finished))
 
-    def weights_changed(self) -> None:
-        """Mark cached keys and values of running rows as those of older weights: new rows must not copy them. A row
-        whose prompt isn't complete begins again, and so do scores.
+    def weights_changed(self, model: str = "") -> None:
+        """Mark cached keys and values of a model's running rows as those of older weights: new rows must not copy them.
+        A row whose prompt isn't complete begins again, and so do scores.
         """
-        self._weights_epoch += 1
-        self.parked.clear()
+        self._weights_epochs[model] += 1
+        self.parked.drop_model(model)
         self._scoring = None
-        incomplete = [row for row in self._running if row.unfed and not row.token_ids]
+        incomplete = [row for row in self._running if row.model == model and row.unfed and not row.token_ids]
         self._drop_running(incomplete)
         for row in incomplete:
             row.unfed = row.num_cached = 0
             row.version_starts.clear()
             insort(self._waiting, row)
 
-    def adopt(self, version: int, recompute: bool) -> None:
-        """Assign tokens sampled from now on to this version. `recompute` prefills the running rows again."""
-        self.version = version
-        self.parked.clear()
-        for row in self._running:
+    def adopt(self, version: int, recompute: bool, model: str = "") -> None:
+        """Assign a model's tokens sampled from now on to this version. `recompute` prefills its running rows again."""
+        self.versions[model] = version
+        self.parked.drop_model(model)
+        for row in (row for row in self._running if row.model == model):
             row.version_starts.append((version, len(row.token_ids)))
             if recompute:
-                row.unfed, row.prompt_epoch = row.last_position, self._weights_epoch
+                row.unfed, row.prompt_epoch = row.last_position, self._weights_epochs[model]
         if recompute:
-            self._incomplete, self._columns = [*self._running], None
+            self._incomplete, self._columns = [row for row in self._running if row.unfed], None
 
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
         text, stop_text = self._endings.cut_text(row.token_ids, row.params.stop)
         ends = [start for _, start in row.version_starts[1:]] + [len(row.token_ids)]
         stretches = ((version, start, end) for (version, start), end in zip(row.version_starts, ends, strict=False))
-        latest = row.version_starts[-1][0] if row.version_starts else self.version
+        latest = row.version_starts[-1][0] if row.version_starts else self.versions[row.model]
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=tuple(row.logprobs),
             text=text,
             stop_text=stop_text,
             finish_reason=row.finish_reason,
-            versions=join_spans(self._model_name, stretches, latest),
+            versions=join_spans(row.model, stretches, latest),
             experts_TLK=row.experts_TLK,
             cached_tokens=row.num_cached,
             drafted_tokens=row.draft.num_drafted if row.draft else 0,
@@ -359,14 +378,16 @@ class RunningBatch:
         """One forward pass of scoring: of the prompts that the last one left, else of the next ones of like length, as
         many as a pass may take. Returns rows that have their scores.
         """
-        if self._scoring is None or all(row.finish_reason for row in self._scoring[0]):
-            if not self._to_score:
+        under_way = [] if self._scoring is None else self._scoring[0]
+        if all(row.finish_reason or row.model in self.paused for row in under_way):
+            able = [row for row in self._to_score if row.model not in self.paused]
+            if not able:
                 return []
-            rows = self._to_score[
-                : first_alike([len(row.siblings.prompt_ids) for row in self._to_score], self._score_pace.tokens)
-            ]
+            able = [row for row in able if row.model == able[0].model]
+            rows = able[: first_alike([len(row.siblings.prompt_ids) for row in able], self._score_pace.tokens)]
             asked = [ScoredText(row.siblings.prompt_ids, scoring) for row in rows if (scoring := row.params.scoring)]
-            self._scoring = rows, self._score_passes(asked, lambda: self._score_pace.tokens)
+            self._scoring = rows, self._score_passes(asked, lambda: self._score_pace.tokens, rows[0].model)
+        assert self._scoring is not None
         rows, passes = self._scoring
         begun_s = self._clock()
         scored = next(passes)
@@ -380,7 +401,7 @@ class RunningBatch:
             if row.finish_reason is None:  # it wasn't aborted meanwhile
                 self._to_score.remove(row)
                 row.scores = scores
-                row.version_starts.append((self.version, 0))
+                row.version_starts.append((self.versions[row.model], 0))
                 self._finish(row, "stop")
                 answered.append(row)
         return answered
@@ -392,7 +413,7 @@ class RunningBatch:
             return [[]] * len(self._running)
         return [
             row.draft.propose(min(longest, row.params.max_new_tokens - len(row.token_ids) - 1))
-            if row.draft and not row.unfed
+            if row.draft and not row.unfed and row.model not in self.paused
             else []
             for row in self._running
         ]
@@ -408,7 +429,8 @@ class RunningBatch:
             columns = columns.append_drafts(drafts, width)
         by_row = (len(drafts), width)
         fed_BQ, positions_BQ = columns.pending_B.view(by_row), columns.positions_B.view(by_row)
-        logits_BQV = self._decoder.verify(fed_BQ, positions_BQ, columns.num_attended)
+        models = [row.model for row in self._running]
+        logits_BQV = self._decoder.verify(fed_BQ, positions_BQ, columns.num_attended, models)
         self._hold_to_patterns(logits_BQV[:, 0])
         uniforms_P = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
         token_ids_P, logprobs_P, logprobs_PV = draw(
@@ -477,11 +499,13 @@ class RunningBatch:
         joining: list[Row] = []
         copying: list[Row] = []
         continued: list[tuple[CachedPrefix, int]] = []
-        while self._waiting and len(self._running) + len(joining) < self._max_rows:
-            row = self._waiting[0]
+        for row in [row for row in self._waiting if row.model not in self.paused]:
             index = len(self._running) + len(joining)
+            if index >= self._max_rows:
+                break
             if self._donor(row) is None:
-                prefix = self.parked.prefix_for(row.trajectory_id, row.group_id, row.siblings.prompt_ids[:-1])
+                cacheable = row.siblings.prompt_ids[:-1]
+                prefix = self.parked.prefix_for(row.model, row.trajectory_id, row.group_id, cacheable)
                 num_cached = prefix.num_tokens if prefix else 0
                 if parts and row.last_position - num_cached > left:
                     break
@@ -498,12 +522,13 @@ class RunningBatch:
                 row.num_cached = row.last_position
                 copying.append(row)
             row.index = index
-            row.prompt_epoch = self._weights_epoch
-            row.version_starts.append((self.version, 0))
+            row.prompt_epoch = self._weights_epochs[row.model]
+            row.version_starts.append((self.versions[row.model], 0))
             row.siblings.running.append(row)
             if self._ngrams is not None and row.matcher is None:
                 row.draft = self._ngrams.follow(row.siblings.prompt_ids)
-            joining.append(self._waiting.pop(0))
+            self._waiting.remove(row)
+            joining.append(row)
         if joining:
             longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
             self._places.open(len(self._running) + len(joining), longest, continued)
@@ -520,7 +545,7 @@ class RunningBatch:
             (
                 other
                 for other in row.siblings.running
-                if other.prompt_epoch == self._weights_epoch and other.position >= row.last_position
+                if other.prompt_epoch == self._weights_epochs[row.model] and other.position >= row.last_position
             ),
             None,
         )
@@ -530,7 +555,7 @@ class RunningBatch:
         parts: list[Part] = []
         left = self._pace.tokens
         for row in rows:
-            if row.unfed and left:
+            if row.unfed and left and row.model not in self.paused:
                 parts.append(row.take_unfed(left))
                 left -= len(parts[-1].token_ids)
         return parts
@@ -545,7 +570,8 @@ class RunningBatch:
             some = [parts[i] for i in together]
             from_N = [part.start for part in some]
             rows = [part.row.index for part in some]
-            self._decoder.prefill([part.token_ids for part in some], rows, from_N if any(from_N) else ())
+            models = [part.row.model for part in some]
+            self._decoder.prefill([part.token_ids for part in some], rows, from_N if any(from_N) else (), models)
         num_tokens = sum(len(part.token_ids) for part in parts)
         self._pace.note(num_tokens, self._clock() - begun_s)
         self.num_prefilled_tokens += num_tokens
@@ -563,7 +589,8 @@ class RunningBatch:
         for row in leaving:
             row.experts_TLK = self._slots.read_experts(row.index, row.last_position) if row.token_ids else None
             row.siblings.running.remove(row)
-            if row.trajectory_id and row.finish_reason is not None and row.prompt_epoch == self._weights_epoch:
+            is_current = row.prompt_epoch == self._weights_epochs[row.model]
+            if row.trajectory_id and row.finish_reason is not None and is_current:
                 self.parked.park(row.park())  # keys and values are all of the present weights
             row.index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]
@@ -580,7 +607,7 @@ class RunningBatch:
         row.finish_reason = reason
         row.siblings.num_members -= 1
         if row.siblings.num_members == 0:
-            del self._siblings_by_prompt[row.siblings.prompt_ids]
+            del self._siblings_by_prompt[row.model, row.siblings.prompt_ids]
 
 
 def join_likely(row: Row) -> TopLogprobs | None:

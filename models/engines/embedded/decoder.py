@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder, find_places
 from grmpipe.models.engines.embedded.kv_slots import KvShape, KvSlots
+from grmpipe.models.lm.lora import with_adapter
 from grmpipe.models.lm.moe.expert_routing import Routers, RoutingShape
 
 log = logging.getLogger(__name__)
@@ -29,30 +30,43 @@ class Decoder(Protocol):
     """The forward passes of a running batch. The running rows are the first rows of the slots.
 
     row_block: decoding writes to as many rows as run, rounded up to a multiple of it.
+    adapters: the name of each prompt's or row's adapter, empty for one without; no names: none has any.
     """
 
     row_block: int
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int] = (),
+        adapters: Sequence[str] = (),
+    ) -> None:
         """Compute keys and values of prompts into these rows. No prompt is empty.
 
         starts: how many tokens each row has cached, after which its prompt continues; empty: none has any.
         """
         ...
 
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+    def decode(
+        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
+    ) -> Tensor:
         """Feed each row one token at its position. Returns logits_BV of the next token. All positions are below
         num_attended.
         """
         ...
 
-    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+    def verify(
+        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
+    ) -> Tensor:
         """Feed each row several tokens, which see each other by position. Returns logits_BQV of what follows each. A
         row with fewer tokens repeats its last one, position included.
         """
         ...
 
-    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+    def feed(
+        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
+    ) -> None:
         """Compute keys and values of one row's tokens, each as `decode` does it. They see each other by position."""
         ...
 
@@ -76,7 +90,13 @@ class ModuleDecoder:
         self._layers = [SlotLayer(slots, index) for index in range(slots.shape.num_layers)]
         self._cache = Cache(layers=[*self._layers])
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int] = (),
+        adapters: Sequence[str] = (),
+    ) -> None:
         slots, device = self._slots, self._slots.shape.device
         lengths = [len(prompt) for prompt in prompts]
         longest, starts = max(lengths), starts or [0] * len(prompts)
@@ -90,23 +110,29 @@ class ModuleDecoder:
         seen_N1QT = (torch.arange(num_attended, device=device) <= positions_NQ[..., None])[:, None]
         rows_N = torch.tensor(rows, device=device)
         places_NQ = rows_N[:, None] * slots.tokens_per_row + positions_NQ
-        self._call(token_ids_NQ, positions_NQ, places_NQ, rows_N, seen_N1QT)
+        self._call(token_ids_NQ, positions_NQ, places_NQ, rows_N, seen_N1QT, adapters)
 
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended)[:, 0]
+    def decode(
+        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
+    ) -> Tensor:
+        return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended, adapters)[:, 0]
 
-    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+    def verify(
+        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
+    ) -> Tensor:
         num_rows, device = len(token_ids_BQ), token_ids_BQ.device
         places_BQ = torch.arange(num_rows, device=device)[:, None] * self._slots.tokens_per_row + positions_BQ
         seen_B1QT = (torch.arange(num_attended, device=device) <= positions_BQ[..., None])[:, None]
-        return self._call(token_ids_BQ, positions_BQ, places_BQ, slice(num_rows), seen_B1QT, logits_to_keep=0)
+        return self._call(token_ids_BQ, positions_BQ, places_BQ, slice(num_rows), seen_B1QT, adapters, logits_to_keep=0)
 
-    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+    def feed(
+        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
+    ) -> None:
         device = token_ids_P.device
         places_P = row * self._slots.tokens_per_row + positions_P
         seen_P11T = (torch.arange(num_attended, device=device) <= positions_P[:, None])[:, None, None]
         rows_P = torch.full_like(positions_P, row)
-        self._call(token_ids_P[:, None], positions_P[:, None], places_P, rows_P, seen_P11T)
+        self._call(token_ids_P[:, None], positions_P[:, None], places_P, rows_P, seen_P11T, [adapter])
 
     def weights_changed(self) -> None:
         """There are no copies."""
@@ -118,17 +144,29 @@ class ModuleDecoder:
         places: Tensor,
         rows: slice | Tensor,
         seen_NHQT: Tensor,
+        adapters: Sequence[str],
         logits_to_keep: int = 1,
     ) -> Tensor:
-        """logits_to_keep: how many of each row's last tokens get logits; 0: all."""
+        """logits_to_keep: how many of each row's last tokens get logits; 0: all. One pass for each adapter."""
         num_rows, num_queries = token_ids_NQ.shape
         seen_NHQT = seen_NHQT.expand(num_rows, 1, num_queries, -1)
+        if len(set(adapters)) > 1:
+            rows_N = torch.arange(num_rows, device=token_ids_NQ.device) if isinstance(rows, slice) else rows
+            places_NQ, logits = places.view(num_rows, num_queries), torch.empty(0)
+            for name, own_N in find_places(adapters, token_ids_NQ.device).items():
+                assert own_N is not None
+                some = (token_ids_NQ[own_N], positions_NQ[own_N], places_NQ[own_N], rows_N[own_N], seen_NHQT[own_N])
+                part = self._call(*some, [name], logits_to_keep)
+                logits = logits if len(logits) else part.new_empty(num_rows, *part.shape[1:])
+                logits[own_N] = part
+            return logits
         for layer in self._layers:
             layer.aim(places.flatten(), rows, seen_NHQT.shape[-1])
-        if self._routers is None:
-            return self._logits(token_ids_NQ, positions_NQ, seen_NHQT, logits_to_keep)
-        with self._routers.record_routing() as recording:
-            logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT, logits_to_keep)
+        with with_adapter(self._model, next(iter(adapters), "")):
+            if self._routers is None:
+                return self._logits(token_ids_NQ, positions_NQ, seen_NHQT, logits_to_keep)
+            with self._routers.record_routing() as recording:
+                logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT, logits_to_keep)
         self._slots.write_experts(places.flatten(), recording.experts_TLK)
         return logits
 
@@ -185,7 +223,8 @@ def open_decoder(
     """The fastest decoder whose logits equal the model's own on the tokens of `probe`. ValueError if there is none, or
     if `return_routed_experts` is set for a model without experts.
     """
-    expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in probe])
+    with with_adapter(model, ""):
+        expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in probe])
     shape = _measure_kv_shape(model, Routers.of(model).shape if return_routed_experts else None)
     kinds: list[type[FusedDecoder] | type[ModuleDecoder]] = [ModuleDecoder]
     if FusedDecoder.supports(model):

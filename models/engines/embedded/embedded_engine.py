@@ -95,27 +95,27 @@ class EmbeddedEngine:
         with contextlib.suppress(EngineDied):
             self._post(Command(partial(self._worker.end_trajectory, trajectory_id), lambda error: None))
 
-    async def pause(self) -> None:
-        await self._do(partial(self._worker.set_paused, True))
+    async def pause(self, adapter: str = "") -> None:
+        await self._do(partial(self._worker.pause, adapter))
 
-    async def resume(self) -> None:
-        await self._do(partial(self._worker.set_paused, False))
+    async def resume(self, adapter: str = "") -> None:
+        await self._do(partial(self._worker.resume, adapter))
 
-    async def begin_weights(self, link: GroupLink | None = None) -> None:
+    async def begin_weights(self, link: GroupLink | None = None, adapter: str = "") -> None:
         """Raises RuntimeError if not paused, ConnectionError if the group doesn't form in time."""
-        await self._do(partial(self._worker.begin, link))
+        await self._do(partial(self._worker.begin, link, adapter))
 
-    async def load_bucket(self, bucket: WeightBucket) -> None:
+    async def load_bucket(self, bucket: WeightBucket, adapter: str = "") -> None:
         """Raises ValueError that names a tensor that doesn't fit (nothing is loaded), RuntimeError if not paused."""
-        await self._do(partial(self._worker.load, bucket))
+        await self._do(partial(self._worker.load, bucket, adapter))
 
-    async def commit_weights(self, version: int) -> WeightReceipt:
-        return await self._do(partial(self._worker.commit, version))
+    async def commit_weights(self, version: int, adapter: str = "") -> WeightReceipt:
+        return await self._do(partial(self._worker.commit, version, adapter))
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]:
         ids = tuple(token_ids)
         self._window.check_text(ids)
-        return await self._do(partial(self._worker.score, ids))
+        return await self._do(partial(self._worker.score, ids, adapter))
 
     async def sleep(self) -> int:
         """Raises RuntimeError if requests are in flight, or not paused. On a CPU the weights stay: they are on the host

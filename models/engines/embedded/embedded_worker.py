@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -18,10 +18,10 @@ from grmpipe.models.engines.embedded.prompt_packing import PrefillPace
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.causal_lm import load_causal_lm
-from grmpipe.models.lm.lora import add_adapters
+from grmpipe.models.lm.lora import add_adapters, rename_adapter, with_adapter
 from grmpipe.models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from grmpipe.models.lm.quantize import quantize_matrices
-from grmpipe.models.lm.score import ScoredText, score_in_passes, score_sequences
+from grmpipe.models.lm.score import ScoredPass, ScoredText, score_in_passes, score_sequences
 from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import (
     Completion,
@@ -124,15 +124,14 @@ class EmbeddedWorker:
     """
 
     def __init__(self, spec: EngineSpec, config: EmbeddedConfig, renderer: Renderer, context_tokens: int) -> None:
-        self.paused = False
-        self._config = config
+        self._config, self._role = config, spec.role
         self._model = load_causal_lm(spec.path, spec.dtype, spec.device)
-        if spec.lora.in_engines:
-            add_adapters(self._model, spec.lora, spec.dtype)
+        if spec.adapters:
+            add_adapters(self._model, spec.adapters, spec.dtype)
         opened = open_batch_invariant_decoder if spec.batch_invariant else open_decoder
         probe = [renderer.encode_markup(text) for text in PROBE_TEXTS]
         decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, spec.return_routed_experts, probe)
-        self._decoder, self._only_adapters_change = decoder, spec.lora.in_engines
+        self._decoder = decoder
         self._quantize()
         decoder.weights_changed()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
@@ -144,11 +143,15 @@ class EmbeddedWorker:
         # A batch-invariant decoder has a pass for each token.
         ngrams = NgramTable() if spec.speculation == "ngram" and not spec.batch_invariant else None
         self._batch = RunningBatch(
-            decoder, slots, endings, spec.role, spec.seed, config.max_batch_rows, pace, score_pace, self.grammar,
-            ngrams, score=partial(score_in_passes, self._model),
+            decoder, slots, endings, spec.seed, config.max_batch_rows, pace, score_pace, self.grammar, ngrams,
+            score=self._score_passes,
         )  # fmt: skip
         self._slots = slots
-        self._inbox = WeightInbox(self._model, self._model.device)
+        names = {spec.role: None} | {name: partial(rename_adapter, name=name) for name in spec.adapters}
+        self._adapters = frozenset(spec.adapters)
+        self._inboxes = {
+            name: WeightInbox(self._model, self._model.device, own_name) for name, own_name in names.items()
+        }
         self._offloaded_weights = OffloadedMemory()
         self._tickets: dict[str, EmbeddedRequest] = {}
         self._tickets_by_row: dict[Row, EmbeddedRequest] = {}
@@ -159,7 +162,7 @@ class EmbeddedWorker:
     @property
     def version(self) -> int:
         """The version of the weights."""
-        return self._batch.version
+        return self._batch.versions[self._role]
 
     def stats(self) -> EngineStats:
         batch = self._batch
@@ -176,7 +179,7 @@ class EmbeddedWorker:
 
     @property
     def has_work(self) -> bool:
-        return not self.paused and self._batch.num_waiting + self._batch.num_running > 0
+        return self._batch.has_work
 
     def step(self) -> None:
         started_s = time.perf_counter()  # a duration: there is no event loop's clock in this thread
@@ -194,7 +197,8 @@ class EmbeddedWorker:
         ticket = self._tickets.get(context.request_id)
         if ticket is None:
             trajectory_id, group_id = context.trajectory_id, context.group_id
-            row = self._batch.submit(prompt_ids, params, context.priority, trajectory_id, group_id)
+            model = context.adapter or self._role
+            row = self._batch.submit(prompt_ids, params, context.priority, trajectory_id, group_id, model)
             ticket = EmbeddedRequest(context.request_id, row)
             self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
         elif ticket.row.token_ids:
@@ -224,13 +228,15 @@ class EmbeddedWorker:
         for waiter in ticket.waiters:
             waiter.answer.give(completion)
 
-    def set_paused(self, paused: bool) -> None:
-        if not paused:
-            self._refuse_in_its_sleep()
-        self.paused = paused
+    def pause(self, adapter: str) -> None:
+        self._batch.paused.add(adapter or self._role)
+
+    def resume(self, adapter: str) -> None:
+        self._refuse_in_its_sleep()
+        self._batch.paused.discard(adapter or self._role)
 
     def sleep(self) -> int:
-        if self._tickets or not self.paused:
+        if self._tickets or not self._batch.paused:
             raise RuntimeError("only a paused engine without requests may sleep")
         if self._asleep:
             return 0
@@ -251,21 +257,21 @@ class EmbeddedWorker:
         if self._asleep:
             raise RuntimeError("the engine is asleep: wake it first")
 
-    def begin(self, link: GroupLink | None) -> None:
+    def begin(self, link: GroupLink | None, adapter: str) -> None:
         self._refuse_in_its_sleep()
-        if not self.paused:
+        if (model := adapter or self._role) not in self._batch.paused:
             raise RuntimeError("a push of weights may only begin on a paused engine")
-        self._inbox.begin(link)
+        self._inboxes[model].begin(link)
 
-    def load(self, bucket: WeightBucket) -> None:
-        if not self.paused:
+    def load(self, bucket: WeightBucket, adapter: str) -> None:
+        if (model := adapter or self._role) not in self._batch.paused:
             raise RuntimeError("weights may only be loaded into a paused engine")
         if isinstance(bucket.payload, ModelFiles):
             self._read(bucket.payload.path)
         else:
-            self._inbox.load(bucket)
-        self._batch.weights_changed()
-        if not self._only_adapters_change:
+            self._inboxes[model].load(bucket)
+        self._batch.weights_changed(model)
+        if model not in self._adapters:
             self._decoder.weights_changed()
 
     def _read(self, path: str) -> None:
@@ -276,20 +282,34 @@ class EmbeddedWorker:
         except RuntimeError as error:
             raise ValueError(f"weights: {path} is another architecture: {error}") from error
 
-    def commit(self, version: int) -> WeightReceipt:
+    def commit(self, version: int, adapter: str) -> WeightReceipt:
         self._quantize()
-        self._batch.adopt(version, self._config.recompute_kv_on_sync)
-        return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
+        model = adapter or self._role
+        self._batch.adopt(version, self._config.recompute_kv_on_sync, model)
+        return WeightReceipt(version=version, checksums=self._inboxes[model].collect_checksums())
 
     def _quantize(self) -> None:
         """Quantize the weights. Checksums are of the received weights: only the probe sees the quantized ones."""
         if self._config.quantize != "none":
             quantize_matrices(self._model, self._config.quantize)
 
-    def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    def score(self, token_ids: tuple[int, ...], adapter: str) -> tuple[float, ...]:
         self._refuse_in_its_sleep()
-        (scores,) = score_sequences(self._model, [ScoredText(token_ids, PromptScoring(start=1))])
+        with with_adapter(self._model, adapter or self._role):
+            (scores,) = score_sequences(self._model, [ScoredText(token_ids, PromptScoring(start=1))])
         return tuple(scores.logprobs_N.tolist())
+
+    def _score_passes(
+        self, sequences: Sequence[ScoredText], pass_tokens: Callable[[], int], model: str
+    ) -> Iterator[ScoredPass]:
+        """Score by one of the models: others may run between two passes."""
+        passes = score_in_passes(self._model, sequences, pass_tokens)
+        while True:
+            with with_adapter(self._model, model):
+                scored = next(passes, None)
+            if scored is None:
+                return
+            yield scored
 
     def fail_all(self, death: EngineDied) -> None:
         """Fail all waiters."""
@@ -298,4 +318,5 @@ class EmbeddedWorker:
                 waiter.answer.fail(copy_death(death))
 
     def close(self) -> None:
-        self._inbox.close()
+        for inbox in self._inboxes.values():
+            inbox.close()

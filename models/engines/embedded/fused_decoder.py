@@ -7,8 +7,8 @@ KV head, D: head, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,11 +26,12 @@ from transformers import (
 from grmpipe.models.engines.embedded.kv_slots import KvSlots
 from grmpipe.models.engines.embedded.prompt_packing import PackedPrompts
 from grmpipe.models.engines.engine_memory import LEAST_PACKED, MOST_PACKED
-from grmpipe.models.lm.lora import find_adapter
+from grmpipe.models.lm.lora import find_adapter, list_names
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 FEW_ROWS, PACKED_ROWS = range(2, 65), 16  # for which packed weights are faster, and for which they are arranged
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
+ROW_BLOCK = 8  # rows whose products add in one order, however many there are: see batch_invariance.py
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -43,12 +44,15 @@ class Adapters:
     scale: float
 
     @staticmethod
-    def of(*modules: Any) -> Adapters | None:
-        """The adapters of these layers; None if no layer has any."""
+    def by_name(*modules: Any) -> dict[str, Adapters]:
+        """The adapters of these layers by name; none for plain layers."""
+        names = dict.fromkeys(name for module in modules for name in list_names(module))
+        return {name: Adapters.of(name, *modules) for name in names}
+
+    @staticmethod
+    def of(name: str, *modules: Any) -> Adapters:
         outputs = [len(module.weight) for module in modules]
-        found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := find_adapter(module))]
-        if not found:
-            return None
+        found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := find_adapter(module, name))]
         a_RC = share_storage([low_rank.a_RI for _, low_rank in found])
         b_OR = a_RC.new_zeros(sum(outputs), len(a_RC))
         column = 0
@@ -61,25 +65,35 @@ class Adapters:
         return Adapters(a_RC=a_RC, b_OR=b_OR, scale=found[0][1].scale)
 
 
+@dataclass(slots=True)
+class TokenAdapters:
+    """The adapters of the tokens of the pass under way. by_name: adapter -> its places; None: all tokens have it."""
+
+    by_name: Mapping[str, Tensor | None] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class Linear:
     """packed: the weight as oneDNN reads it. The usual product arranges the whole weight anew in every call, which
     takes as long as multiplying it with a few rows.
+    adapters: by name; `chosen` says which tokens have which.
     """
 
     weight: Tensor
     bias: Tensor | None
-    adapters: Adapters | None
+    adapters: Mapping[str, Adapters]
+    chosen: TokenAdapters
     packed: Tensor | None = None
 
     @staticmethod
-    def of(*modules: Any) -> Linear:
+    def of(chosen: TokenAdapters, *modules: Any) -> Linear:
         """Several linear layers on one input, as one."""
         biases = [module.bias for module in modules if module.bias is not None]
         assert len(biases) in (0, len(modules))
-        adapters = Adapters.of(*modules)
+        adapters = Adapters.by_name(*modules)
         weight = share_storage([module.weight for module in modules])
-        return Linear(weight=weight, bias=share_storage(biases) if biases else None, adapters=adapters)
+        bias = share_storage(biases) if biases else None
+        return Linear(weight=weight, bias=bias, adapters=adapters, chosen=chosen)
 
     def pack(self) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
@@ -89,9 +103,14 @@ class Linear:
             out_PO = multiply_packed(x_PC, self.packed, self.bias)
         else:
             out_PO = F.linear(x_PC, self.weight, self.bias)
-        if (beside := self.adapters) is None:
-            return out_PO
-        return out_PO.addmm_(F.linear(x_PC, beside.a_RC), beside.b_OR.t(), alpha=beside.scale)
+        for name, places in self.chosen.by_name.items():
+            if (beside := self.adapters.get(name)) is None:
+                continue
+            of_PC, to_PO = (x_PC, out_PO) if places is None else (x_PC[places], out_PO[places])
+            to_PO.addmm_(F.linear(of_PC, beside.a_RC), beside.b_OR.t(), alpha=beside.scale)
+            if places is not None:
+                out_PO.index_copy_(0, places, to_PO)
+        return out_PO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +158,16 @@ class Layer:
     down: Linear
 
     @staticmethod
-    def of(layer: Any, num_heads: int, num_kv_heads: int) -> Layer:
+    def of(layer: Any, num_heads: int, num_kv_heads: int, chosen: TokenAdapters) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return Layer(
             before_attention=Norm.of(layer.input_layernorm),
-            qkv=Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=Linear.of(chosen, attention.q_proj, attention.k_proj, attention.v_proj),
             head_norm=HeadNorm.of(attention, num_heads, num_kv_heads),
-            out=Linear.of(attention.o_proj),
+            out=Linear.of(chosen, attention.o_proj),
             before_mlp=Norm.of(layer.post_attention_layernorm),
-            gate_up=Linear.of(mlp.gate_proj, mlp.up_proj),
-            down=Linear.of(mlp.down_proj),
+            gate_up=Linear.of(chosen, mlp.gate_proj, mlp.up_proj),
+            down=Linear.of(chosen, mlp.down_proj),
         )
 
     def mlp(self, x_PC: Tensor) -> Tensor:
@@ -196,10 +215,12 @@ class FusedDecoder:
         self._rotary = trunk.rotary_emb
         self._angles = Angles.of(self._rotary, 1, slots.shape.dtype, slots.shape.device)
         self._embedding = trunk.embed_tokens.weight.data
-        self._layers = [Layer.of(layer, self._num_heads, self._num_kv_heads) for layer in trunk.layers]
+        self._chosen = TokenAdapters()
+        heads = self._num_heads, self._num_kv_heads
+        self._layers = [Layer.of(layer, *heads, self._chosen) for layer in trunk.layers]
         self._norm = Norm.of(trunk.norm)
         head: Any = model.lm_head
-        self._head = Linear(weight=head.weight.data, bias=None, adapters=None)
+        self._head = Linear(weight=head.weight.data, bias=None, adapters={}, chosen=self._chosen)
         blocks = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
         self._linears = (self._head, *chain.from_iterable(blocks))
         self._packs = packs(slots.shape.device, slots.shape.dtype)
@@ -212,7 +233,15 @@ class FusedDecoder:
         rotary: Any = model.model.rotary_emb
         return rotary.rope_type in ROPE_TYPES and model.config.hidden_act == "silu"
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int] = (),
+        adapters: Sequence[str] = (),
+    ) -> None:
+        names = [name for prompt, name in zip(prompts, adapters, strict=False) for _ in prompt]
+        self._chosen.by_name = find_places(names, self._slots.shape.device)
         packed = PackedPrompts.of(prompts, rows, self._slots.tokens_per_row, self._slots.shape.device, starts)
         angles = self._angles_at(packed.positions_P)
         x_PC = F.embedding(packed.token_ids_P, self._embedding)
@@ -228,10 +257,16 @@ class FusedDecoder:
             linear.packed = None
         self._packed = not self._packs
 
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended)[:, 0]
+    def decode(
+        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
+    ) -> Tensor:
+        return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended, adapters)[:, 0]
 
-    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int) -> Tensor:
+    def verify(
+        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
+    ) -> Tensor:
+        names = [name for name in adapters for _ in range(token_ids_BQ.shape[1])]
+        self._chosen.by_name = find_places(names, self._slots.shape.device)
         if not self._packed:  # not before they are needed: a push has many buckets
             self._pack()
         num_rows, width = token_ids_BQ.shape
@@ -239,7 +274,10 @@ class FusedDecoder:
         logits_RWV: Tensor = self._head(self._norm(x_PC)).unflatten(0, (num_rows, width))
         return logits_RWV
 
-    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+    def feed(
+        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
+    ) -> None:
+        self._chosen.by_name = {adapter: None}
         self._feed(token_ids_P, positions_P, slice(row, row + 1), num_attended)
 
     def _feed(self, token_ids_P: Tensor, positions_P: Tensor, rows: slice, num_attended: int, width: int = 1) -> Tensor:
@@ -313,6 +351,19 @@ class FusedDecoder:
             shape = self._slots.shape
             self._angles = Angles.of(self._rotary, self._slots.tokens_per_row, shape.dtype, shape.device)
         return self._angles.at(positions_P)
+
+
+def find_places(names: Sequence[str], device: torch.device) -> Mapping[str, Tensor | None]:
+    """Adapter -> the places of its tokens, in whole blocks, so that their products add in the order of `ROW_BLOCK`s:
+    the last place is repeated. None where all have the same one; no names: none has any.
+    """
+    if len(found := dict.fromkeys(names)) <= 1:
+        return dict.fromkeys(found)
+    places: dict[str, list[int]] = {name: [] for name in found}
+    for place, name in enumerate(names):
+        places[name].append(place)
+    whole = {name: [*some, *some[-1:] * (-len(some) % ROW_BLOCK)] for name, some in places.items()}
+    return {name: torch.tensor(some, device=device) for name, some in whole.items()}
 
 
 def multiply_packed(x_PC: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -141,6 +141,7 @@ MIN_SHARED_TOKENS = 16  # below it a copy isn't worth its trouble
 class ParkedRow:
     """The cached tokens of a finished request, and their slot. The last sampled token was never fed: it isn't there."""
 
+    model: str
     trajectory_id: str
     group_id: str
     token_ids: tuple[int, ...]
@@ -183,15 +184,21 @@ class ParkedRows:
     def clear(self) -> None:
         self._rows.clear()
 
-    def prefix_for(self, trajectory_id: str, group_id: str, token_ids: tuple[int, ...]) -> CachedPrefix | None:
-        """The longest cached beginning of these tokens: of the trajectory itself, else of its group. None without a
-        trajectory.
+    def drop_model(self, model: str) -> None:
+        self._rows = [row for row in self._rows if row.model != model]
+
+    def prefix_for(
+        self, model: str, trajectory_id: str, group_id: str, token_ids: tuple[int, ...]
+    ) -> CachedPrefix | None:
+        """The longest beginning of these tokens that this model cached: of the trajectory itself, else of its group.
+        None without a trajectory.
         """
         if not trajectory_id:
             return None
-        own = [row for row in self._rows if row.trajectory_id == trajectory_id]
+        alike = [row for row in self._rows if row.model == model]
+        own = [row for row in alike if row.trajectory_id == trajectory_id]
         return _longest(own, token_ids, trajectory_id) or _longest(
-            [row for row in self._rows if row.group_id == group_id], token_ids, trajectory_id
+            [row for row in alike if row.group_id == group_id], token_ids, trajectory_id
         )
 
 

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
-from grmpipe.models.lm.lora import add_adapters, list_outgoing
+from grmpipe.models.lm.lora import ADAPTER, add_adapters, list_outgoing
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.weights.bucket_size import choose_bucket_bytes
 from grmpipe.models.weights.object_store import ObjectStore
@@ -127,7 +127,7 @@ def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_adapters_keep_their_names(family: str) -> None:
     lora = LoraConfig(rank=2, sync="adapters")
-    model = add_adapters(small_model(family), lora, "float32")
+    model = add_adapters(small_model(family), {ADAPTER: lora}, "float32")
     sent = list_outgoing(model, lora, "float32")
     stream = WeightStream(model, "float32", 1 << 14, sent, CheckpointNames.of(model.config))
     names = [name for index in range(stream.num_buckets) for name in stream.unshard_bucket(index).names]

@@ -21,7 +21,7 @@ from grmpipe.models.engines.embedded.decoder import open_decoder
 from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder
 from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.checkpoint import export_hf
-from grmpipe.models.lm.lora import adapters, add_adapters, check_targets, list_outgoing, without_adapters
+from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, check_targets, list_outgoing, without_adapters
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.types import WeightBucket
 from grmpipe.models.weights.object_store import ObjectStore
@@ -52,7 +52,7 @@ def lora(**options: object) -> LoraConfig:
 @torch.no_grad()
 def trained(path: str, config: LoraConfig, seed: int = 0) -> PreTrainedModel:
     """Adapters as after some steps: B is no longer 0."""
-    model = add_adapters(load_causal_lm(path), config, "float32")
+    model = add_adapters(load_causal_lm(path), {ADAPTER: config}, "float32")
     generator = torch.Generator().manual_seed(seed)
     for _, low_rank in adapters(model):
         low_rank.b_OR.copy_(torch.randn(low_rank.b_OR.shape, generator=generator) * 0.3)
@@ -84,14 +84,14 @@ def pushed(target: PreTrainedModel, sent: Iterator[WeightBucket]) -> int:
 
 
 def test_new_adapters_change_nothing_and_are_the_same_every_time(path: str) -> None:
-    first, second = (add_adapters(load_causal_lm(path), lora(), "float32") for _ in range(2))
+    first, second = (add_adapters(load_causal_lm(path), {ADAPTER: lora()}, "float32") for _ in range(2))
     torch.testing.assert_close(logprobs(first), logprobs(load_causal_lm(path)), atol=0, rtol=0)
     for (_, one), (_, other) in zip(adapters(first), adapters(second), strict=True):
         assert one.a_RI.abs().max() > 0 and torch.equal(one.a_RI, other.a_RI)
 
 
 def test_another_seed_gives_other_adapters(path: str) -> None:
-    first, second = (add_adapters(load_causal_lm(path), lora(), "float32", seed) for seed in (0, 1))
+    first, second = (add_adapters(load_causal_lm(path), {ADAPTER: lora()}, "float32", seed) for seed in (0, 1))
     for (_, one), (_, other) in zip(adapters(first), adapters(second), strict=True):
         assert not torch.equal(one.a_RI, other.a_RI)
 
@@ -119,7 +119,7 @@ def test_merged_weights_say_what_adapters_say(path: str, targets: list[str]) -> 
     model = trained(path, lora(target_modules=targets))
     plain = load_causal_lm(path)
     pushed(plain, buckets(model, lora()))
-    own = add_adapters(load_causal_lm(path), lora(target_modules=targets), "float32")
+    own = add_adapters(load_causal_lm(path), {ADAPTER: lora(target_modules=targets)}, "float32")
     pushed(own, buckets(model, lora(sync="adapters")))
     torch.testing.assert_close(logprobs(plain), logprobs(model), atol=1e-5, rtol=0)
     torch.testing.assert_close(logprobs(own), logprobs(model), atol=0, rtol=0)
@@ -134,7 +134,7 @@ def test_after_the_first_push_only_what_changes_is_sent(path: str) -> None:
     )
     assert everything == sum(p.nbytes for p in model.parameters())
     assert changing == in_layers < everything
-    own = add_adapters(load_causal_lm(path), alone, "float32")
+    own = add_adapters(load_causal_lm(path), {ADAPTER: alone}, "float32")
     sent = pushed(own, buckets(merged, alone))
     assert sent == sum(p.nbytes for p in own.parameters() if p.requires_grad)
 
@@ -143,7 +143,7 @@ def test_after_the_first_push_only_what_changes_is_sent(path: str) -> None:
 def test_the_fused_decoder_applies_adapters_that_a_push_brings(path: str, targets: list[str]) -> None:
     """Its token-by-token output equals the module's output for the whole text."""
     config = lora(target_modules=targets, sync="adapters")
-    model = add_adapters(load_causal_lm(path), config, "float32")
+    model = add_adapters(load_causal_lm(path), {ADAPTER: config}, "float32")
     decoder, slots = open_decoder(model, 2, 32)
     assert isinstance(decoder, FusedDecoder)
     before = logprobs(model)

@@ -43,13 +43,17 @@ class Leaky:
 
     row_block = 1
 
-    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = ()) -> None:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[int], starts: Sequence[int] = (), *adapters: object
+    ) -> None:
         raise AssertionError("a prompt's tokens are fed as if they were decoded")
 
-    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+    def feed(
+        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
+    ) -> None:
         assert len(token_ids_P) % 8 == 0
 
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, *adapters: object) -> Tensor:
         logits_BV = torch.stack([token_ids_B, positions_B], 1).float()
         return logits_BV * (1 + 1e-6 * (len(token_ids_B) > 8))
 
@@ -66,10 +70,12 @@ class Forgetful(Leaky):
     def __init__(self) -> None:
         self._num_fed = 0
 
-    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int) -> None:
+    def feed(
+        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
+    ) -> None:
         self._num_fed = len(set(positions_P.tolist()))
 
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, *adapters: object) -> Tensor:
         return torch.stack([token_ids_B, positions_B], 1).float() * (1 + 1e-6 * (self._num_fed < 6))
 
 

@@ -321,5 +321,5 @@ def stop_after(engine: EmbeddedEngine, num_tokens: int) -> None:
 
 async def paused(engine: EmbeddedEngine) -> None:
     async with asyncio.timeout(20):
-        while not engine._worker.paused:
+        while not engine._worker._batch.paused:
             await asyncio.sleep(0.001)

@@ -189,16 +189,16 @@ def test_rows_that_wait_for_their_next_turn_are_no_part_of_the_batch(
 
 def test_the_trajectory_itself_comes_before_its_siblings_and_a_part_too_short_is_prefilled() -> None:
     rows = ParkedRows()
-    own = ParkedRow(trajectory_id="g/0", group_id="g", token_ids=tuple(range(20)), index=3)
-    sibling = ParkedRow(trajectory_id="g/1", group_id="g", token_ids=tuple(range(40)), index=4)
-    stranger = ParkedRow(trajectory_id="h/0", group_id="h", token_ids=tuple(range(100)), index=5)
+    own = ParkedRow(model="", trajectory_id="g/0", group_id="g", token_ids=tuple(range(20)), index=3)
+    sibling = ParkedRow(model="", trajectory_id="g/1", group_id="g", token_ids=tuple(range(40)), index=4)
+    stranger = ParkedRow(model="", trajectory_id="h/0", group_id="h", token_ids=tuple(range(100)), index=5)
     for row in (stranger, sibling, own):
         rows.park(row)
     asked = tuple(range(50))
-    found = rows.prefix_for("g/0", "g", asked)
+    found = rows.prefix_for("", "g/0", "g", asked)
     assert found is not None and (found.row, found.num_tokens, found.taken) == (own, 20, True)
-    found = rows.prefix_for("g/2", "g", asked)
+    found = rows.prefix_for("", "g/2", "g", asked)
     assert found is not None and (found.row, found.num_tokens, found.taken) == (sibling, 40, False)
-    assert rows.prefix_for("g/2", "g", (*range(MIN_SHARED_TOKENS - 1), 99, 99)) is None
+    assert rows.prefix_for("", "g/2", "g", (*range(MIN_SHARED_TOKENS - 1), 99, 99)) is None
     rows.drop_oldest()
     assert [*rows] == [sibling, own]

@@ -17,7 +17,7 @@ from grmpipe.models.engines.vllm import options as vllm_options
 from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
 from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
-from grmpipe.models.lm.lora import adapters, add_adapters, list_outgoing
+from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, list_outgoing
 from grmpipe.models.settings import LoraConfig, VllmConfig
 from grmpipe.models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
 from grmpipe.models.weights.object_store import ObjectStore
@@ -32,7 +32,7 @@ class Trained:
     """The learner's model, with adapters as after some steps."""
 
     def __init__(self, path: str, seed: int) -> None:
-        self.model = add_adapters(load_causal_lm(path), LORA, "float32")
+        self.model = add_adapters(load_causal_lm(path), {ADAPTER: LORA}, "float32")
         self._names = CheckpointNames.of(self.model.config)
         dice = torch.Generator().manual_seed(seed)
         for _, low_rank in adapters(self.model):
@@ -61,7 +61,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def engine(device: str, model_path: str, runner: asyncio.Runner) -> Iterator[VllmEngine]:
     dtype, kv_cache_mb = ("float32", 16) if device == "cpu" else ("bfloat16", 256)
     engine = VllmEngine(
-        EngineSpec(path=model_path, role="policy", dtype=dtype, device=device, lora=LORA),
+        EngineSpec(path=model_path, role="policy", dtype=dtype, device=device, adapters={"policy": LORA}),
         VllmConfig(max_batch_rows=4, kv_cache_mb=kv_cache_mb),
     )
     yield engine
@@ -208,13 +208,13 @@ def test_a_mixture_with_adapters_is_refused_on_a_cpu(model_path: str, tmp_path: 
     """vLLM would start, and die at the first request."""
     with pytest.raises(ValueError, match=r"^lora\.sync: .*mixture of experts.*lora\.sync=merged"):
         VllmEngine(
-            EngineSpec(path=save_mixture(tmp_path, model_path), role="policy", lora=LORA), VllmConfig(kv_cache_mb=16)
+            EngineSpec(path=save_mixture(tmp_path, model_path), role="policy", adapters={"policy": LORA}), VllmConfig(kv_cache_mb=16)
         )
 
 
 def test_adapters_of_a_model_in_two_halves_score_as_the_learners(model_path: str, prompt_of: Any) -> None:
     config, ids = VllmConfig(max_batch_rows=2, kv_cache_mb=16), prompt_of(40)
-    engine = VllmEngine(EngineSpec(path=model_path, role="policy", lora=LORA, num_gpus=2), config)
+    engine = VllmEngine(EngineSpec(path=model_path, role="policy", adapters={"policy": LORA}, num_gpus=2), config)
 
     async def scene() -> None:
         for version in (1, 2):
@@ -245,7 +245,7 @@ def test_layers_that_do_not_hold_what_arrived_are_reported_by_name(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_adapters.Faulty")
     engine = VllmEngine(
-        EngineSpec(path=model_path, role="policy", lora=LORA), VllmConfig(max_batch_rows=2, kv_cache_mb=16)
+        EngineSpec(path=model_path, role="policy", adapters={"policy": LORA}), VllmConfig(max_batch_rows=2, kv_cache_mb=16)
     )
     try:
         receipt = asyncio.run(push(engine, Trained(model_path, 1).buckets(), 1))
