@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+HASHED_PLACES, HASHED_BYTES = 64, 4096  # of each weight file
 TOKENIZER_CLASS = "TokenizersBackend"  # as transformers 5 saves tokenizers; it needs no class of the family
 # Decoders whose config.json can be read directly: without defaults, aliases or nested configs. Their layers are full or
 # sliding attention, so their samples can be packed.
@@ -42,6 +45,19 @@ def is_plain_tokenizer(directory: str) -> bool:
     values = read_json(directory, "tokenizer_config.json")
     saved = Path(directory, "tokenizer.json").is_file()
     return saved and values.get("tokenizer_class") == TOKENIZER_CLASS and "auto_map" not in values
+
+
+def hash_weights(directory: str) -> str:
+    """A hash of samples from all over a model's weight files, which may be hundreds of gigabytes; empty: none there."""
+    digest, files = xxhash.xxh3_64(), sorted(Path(directory).glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as opened:
+            for place in range(HASHED_PLACES):
+                opened.seek(size * place // HASHED_PLACES)
+                digest.update(opened.read(HASHED_BYTES))
+    return digest.hexdigest() if files else ""
 
 
 def read_json(directory: str, name: str) -> Mapping[str, Any]:

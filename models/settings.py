@@ -103,7 +103,7 @@ class LoraConfig(Bounded):
 
     @property
     def learns(self) -> bool:
-        """Whether there are adapters, which are then the only trained weights."""
+        """Whether there are adapters, which are then the only weights that may be trained."""
         return self.rank > 0
 
     @property

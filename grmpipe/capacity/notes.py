@@ -23,7 +23,7 @@ def device_notes(train: TrainConfig, roles: Roles, footprints: Mapping[str, Foot
             f"{role.dtype_key}: {role.name} computes in float32 on a GPU, without flash attention and without TF32: "
             f"slow, and with twice the memory; type {role.dtype_key}=bfloat16"
         )
-    for role in (role for role in roles.seated if role.device == "cuda" and role.engine.memory.grows_cache):
+    for role in (role for role in roles.hosts if role.device == "cuda" and role.engine.memory.grows_cache):
         footprint = footprints.get(role.name)
         if footprint is not None and footprint.num_parameters > LARGE:
             notes.append(

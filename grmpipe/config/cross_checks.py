@@ -287,9 +287,60 @@ def check_meta_rm(config: RunConfig) -> None:
         )
 
 
+def check_adapter_of(model: ModelEntry, config: RunConfig) -> None:
+    """Check that a model is an adapter of another one, on engines that can serve both."""
+    key, host = f"{model.key}.adapter_of", config.models.get(model.adapter_of)
+    own = f"leave {key} out, for engines of its own"
+    if host is None or host.adapter_of or host is model:
+        hosts = [role for role, one in config.models.items() if not one.adapter_of and one is not model]
+        raise ValueError(f"{key}: {model.adapter_of!r} is no model with engines of its own; type one of {', '.join(hosts)}")
+    kind = config.find_engine_kind(host.name)
+    if kind.outside:
+        raise ValueError(
+            f"{key}: {host.engine} serves {host.name} elsewhere; {own}, and type {model.key}.engine={host.engine} "
+            f"{model.key}.path=<the adapter's name at the endpoint, as in vLLM's --lora-modules>"
+        )
+    for name in ("path", "dtype", "engine"):
+        mine, its = getattr(model, name), getattr(host, name)
+        if mine != its:
+            raise ValueError(
+                f"{model.key}.{name}: {mine} differs from {host.key}.{name}={its}, and an adapter has its base; type "
+                f"{model.key}.{name}={its}, or {own}"
+            )
+    if model.engine_options:
+        raise ValueError(f"{model.key}.engine_options: the engines are those of {host.name}; type {host.key}.engine_options")
+    if config.task in EVALUATIONS and model.lora.path is None:
+        raise ValueError(
+            f"{model.key}.lora.path: missing; without it {model.name} is its base; type the adapter's directory, as in "
+            f"{model.key}.lora.path=<run_dir>/{model.name}_adapter"
+        )
+    if not model.lora.in_engines:
+        rank = model.lora.rank or 16
+        raise ValueError(f"{key}: {model.name} is no adapter; type {model.key}.lora.rank={rank} {model.key}.lora.sync=adapters")
+    updated = next((one for one in (model, host) if one.policy_updates), None)
+    if updated is not None:
+        raise ValueError(f"{updated.key}.policy_updates: would change the base of adapters; {own}")
+    if host.name in config.learners and not host.lora.in_engines:
+        raise ValueError(
+            f"{key}: all weights of {host.name} change in this run, which are the base of {model.name}; type "
+            f"{host.key}.lora.rank={host.lora.rank or model.lora.rank} {host.key}.lora.sync=adapters, or {own}"
+        )
+    if config.task == "simulate":
+        raise ValueError(f"{key}: task=simulate gives each model engines of its own; type task=plan, or {own}")
+
+
 def check_lora(config: RunConfig) -> None:
-    """Check that adapters belong to a model that learns and go to an engine that applies them."""
-    if config.task in EVALUATIONS:  # which have no adapters
+    """Check that adapters belong to a model that learns, or come from files, and go to an engine that applies them."""
+    for role in config.served:
+        if (model := config.models[role]).adapter_of:
+            check_adapter_of(model, config)
+    for model in config.models.values():
+        if model.lora.path is not None and not model.lora.in_engines:
+            raise ValueError(
+                f"{model.key}.lora.path: needs {model.key}.lora.rank={model.lora.rank or '<its rank>'} "
+                f"{model.key}.lora.sync=adapters"
+            )
+    if config.task in EVALUATIONS:  # which have no adapters but those
         return
     for role, model in config.models.items():
         key, kind = model.key, config.find_engine_kind(role)
@@ -305,10 +356,15 @@ def check_lora(config: RunConfig) -> None:
                 f"{model.lora.rank}; type {key}.lora.sync=merged, or a lower rank"
             )
         # If the policy is the judge itself, it takes its settings from the GRM's.
-        if model.lora.learns and role not in config.learners and config.main_judge.kind != "label":
+        if (
+            model.lora.learns
+            and model.lora.path is None
+            and role not in config.learners
+            and config.main_judge.kind != "label"
+        ):
             raise ValueError(
-                f"{key}.lora.rank: the GRM doesn't learn in this run; type {key}.lora.rank=0, or "
-                f"{key}.train.enabled=true"
+                f"{key}.lora.rank: the GRM doesn't learn in this run; type {key}.lora.rank=0, "
+                f"{key}.train.enabled=true, or {key}.lora.path=<an adapter's directory>"
             )
     if config.policy.lora.learns and config.task == "train_meta_rm":
         raise ValueError(

@@ -72,6 +72,8 @@ class GrmTrainConfig(Bounded):
 class GrmConfig(ModelConfig):
     """A model that judges or teaches."""
 
+    # Name of the model whose engines serve this one, as an adapter (`lora`) of the same base; empty: it has its own.
+    adapter_of: str = ""
     # [steps] For a model with the policy's path: it takes over the policy's weights after these steps, as in [20, 40],
     # or after every n-th step, as in 5 (iterative self-rewarding, arXiv 2401.10020); []: never.
     policy_updates: Any = field(default_factory=list)
@@ -118,6 +120,11 @@ class ModelEntry(GrmConfig, PolicyConfig):
     def plays(self) -> bool:
         """Whether it plays the episodes."""
         return self.name == POLICY
+
+    @property
+    def host(self) -> str:
+        """The model whose engines serve it: itself, or the one that it is an adapter of."""
+        return self.adapter_of or self.name
 
     @property
     def learner(self) -> str:

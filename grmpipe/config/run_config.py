@@ -34,8 +34,11 @@ class RunConfig(SharedSections, RunKeys):
     rewards: RewardTree
 
     def without_adapters(self) -> Self:
-        """The same models without adapters to train: their files are whole."""
-        models = {role: replace(model, lora=LoraConfig()) for role, model in self.models.items()}
+        """The same models without new adapters: nothing is to train them."""
+        models = {
+            role: model if model.lora.path is not None else replace(model, lora=LoraConfig())
+            for role, model in self.models.items()
+        }
         return replace(self, models=models)
 
     @property
@@ -178,6 +181,14 @@ class RunConfig(SharedSections, RunKeys):
         roles = self.asked.asked_roles
         return {role: self.models[role] for role in roles if self.find_engine_kind(role).outside}
 
+    def find_adapters(self, host: str) -> dict[str, LoraConfig]:
+        """The adapters that the engines of a model apply themselves, by the names of their models."""
+        return {
+            role: model.lora
+            for role in self.served
+            if (model := self.models[role]).host == host and model.lora.in_engines
+        }
+
     def find_engine_kind(self, role: str) -> type[AnyEngine]:
         return self.judging.find_engine_kind(role)
 
@@ -211,5 +222,6 @@ class RunConfig(SharedSections, RunKeys):
         asks_critic = self.critic.enabled and self.trains
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic + (ENV,) * self.places_envs
-        judging = (*self.asked.local_roles, *self.asked.scorer_roles)
+        hosts = tuple(role for role in self.asked.local_roles if not self.models[role].adapter_of)
+        judging = (*hosts, *self.asked.scorer_roles)
         return (POLICY, "learner", *judging, *learners, *more)

@@ -73,8 +73,11 @@ class Judging:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The models with engines of their own that judge, teach or write criteria, here or remote."""
+        """The models besides the policy that judge, teach or write criteria, here or remote, and those whose engines
+        serve some of them as adapters.
+        """
         asked = {judge.model for judge in self.generative.values()}.union(self.teachers, self.writers)
+        asked |= {self.models[role].host for role in asked & self.models.keys()}
         return tuple(role for role, model in self.models.items() if role in asked and not model.plays)
 
     @property

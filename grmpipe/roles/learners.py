@@ -60,14 +60,17 @@ def check_peft(models: Iterable[ModelEntry]) -> None:
 
 
 def check_lora_targets(model: Model, entry: ModelEntry) -> None:
-    """Check that the model has the layers that are to get adapters."""
+    """Check that the model has the layers that are to get adapters, and that given ones are of this base."""
     if entry.lora.learns:
-        from grmpipe.models.lm.lora import check_targets  # late: seconds, which few runs need
+        from grmpipe.models.lm.lora import check_adapter_files, check_targets  # late: seconds, which few runs need
 
         try:
             check_targets(model.path, entry.lora)
         except ValueError as error:
             raise ConfigError(f"{entry.key}.{error}") from error
+        if entry.lora.path is not None:
+            with section(f"{entry.key}.lora."):
+                check_adapter_files(model.path, entry.lora)
 
 
 def check_routing(router_replay: str, policy: Model, role: ServedRole) -> None:

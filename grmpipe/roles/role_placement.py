@@ -42,6 +42,13 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
         )
     with section(""):
         find_wanted_transport(config.sync.transport)
+    for role in (role for role in roles.seated if role.model.adapter_of and role.takes_turns):
+        kind = "elastic" if role.is_elastic else "time_shared"
+        raise ConfigError(
+            f"{role.key}.adapter_of: the pool {role.pool} is {kind}, so that the engines of {role.model.adapter_of} may "
+            f"be asleep when others need them; type placement.pools.{role.pool}.{kind}=false, or leave "
+            f"{role.key}.adapter_of out"
+        )
     for role in (role for role in roles.seated if role.learner is not None):
         if not config.cluster.is_joined:  # the machines of a joined cluster are known only after joining
             with section(""):
@@ -120,7 +127,7 @@ def check_shares(roles: Roles, placement: Placement) -> None:
     """Check that engines that hold a GPU's memory at the same time don't ask for more than all of it."""
     asked = {
         role.name: share
-        for role in roles.seated
+        for role in roles.hosts
         if role.device == "cuda" and (share := role.engine.memory.share) is not None
     }
     if len(asked) < 2 or not sum(asked.values()) > 1:
@@ -170,7 +177,7 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     wanted = find_wanted_transport(name)
     taken = list_supported(role.engine, *([] if wanted is None else [wanted]))
     assert role.learner is not None, f"{role.name} doesn't learn"
-    learner, engines = placement.seats[role.learner], placement.seats[role.name]
+    learner, engines = placement.seats[role.learner], placement.seats[role.model.host]
     ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
     path = WeightPath(
         learner=placement.pools[learner[0].pool].resource,

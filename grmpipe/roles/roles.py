@@ -14,7 +14,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.engine_kind import AnyEngine, Endpoint, EngineSpec
 from grmpipe.models.lm.footprint import Heads
-from grmpipe.models.settings import ROUTER, ParallelConfig
+from grmpipe.models.settings import ROUTER, LoraConfig, ParallelConfig
 from grmpipe.scheduler.placement import Placement
 from grmpipe.scheduler.weights.weight_push import TOLERANCE_QUANTIZED, SyncConfig
 
@@ -68,6 +68,8 @@ class ServedRole(ResolvedRole):
     sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
     speculation:  where its engines take drafts of tokens from.
     batch_invariant: whether a request's tokens must not depend on those beside it.
+    adapters:     those that its engines apply themselves, by the name of their model; if it is an adapter of another
+                  role's model, that role has them, and the seats.
     """
 
     model: ModelEntry
@@ -79,6 +81,12 @@ class ServedRole(ResolvedRole):
     sync: SyncConfig
     speculation: str
     batch_invariant: bool
+    adapters: Mapping[str, LoraConfig]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its engines serve several models."""
+        return bool(self.model.adapter_of) or not self.adapters.keys() <= {self.name}
 
     @property
     def sleeps(self) -> bool:
@@ -119,8 +127,8 @@ class ServedRole(ResolvedRole):
             num_gpus=self.num_gpus,
             seed=seed,
             chat_template=self.model.chat_template,
-            lora=self.model.lora,
-            takes_weights=self.takes_weights,
+            adapters=self.adapters,
+            takes_weights=self.takes_weights or self.is_shared,
             return_routed_experts=self.return_routed_experts,
             speculation=self.speculation,
             sleeps=self.takes_turns and self.frees_device,
@@ -267,6 +275,11 @@ class Roles(Mapping[str, ResolvedRole]):
         """Served roles with engines here."""
         return tuple(role for role in self.served.values() if role.is_seated)
 
+    @property
+    def hosts(self) -> tuple[ServedRole, ...]:
+        """Those whose engines are their own; they may serve the others as adapters."""
+        return tuple(role for role in self.seated if not role.model.adapter_of)
+
 
 def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     """Resolve all roles, once the placement is known. ConfigError names an option of an engine that doesn't exist."""
@@ -275,9 +288,10 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
     parallel = config.parallel
     for name, engine in {name: resolve_engine(name, config) for name in config.served}.items():
         model = config.models[name]
-        is_elastic = name in placement.seats and placement.is_elastic(name)
+        host = model.host
+        is_elastic = host in placement.seats and placement.is_elastic(host)
         served[name] = ServedRole(
-            **find_place(name, placement),
+            **find_place(host, placement),
             name=name,
             dtype=model.dtype,
             dtype_key=f"{model.key}.dtype",
@@ -285,11 +299,12 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
             engine=engine,
             learner=config.learners.get(name),
             is_elastic=is_elastic,
-            takes_turns=is_elastic or name in placement.time_sharing_roles,
+            takes_turns=is_elastic or host in placement.time_sharing_roles,
             return_routed_experts=config.algorithm.router_replay == "rollout" and model.plays,
             sync=resolve_sync(engine, config.sync),
             speculation="none" if model.plays else config.engine.speculation,
             batch_invariant=config.train.deterministic and engine.batch_invariant,
+            adapters={} if model.adapter_of else config.find_adapters(name),
         )
     for name in (name for name in placement.seats if name not in served):
         others[name] = ResolvedRole(**find_place(name, placement), name=name)
@@ -323,7 +338,7 @@ def make_option_key(model: ModelEntry, engine: AnyEngine) -> Callable[[str], str
 
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
     """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it."""
-    model, kind = config.models[role], config.find_engine_kind(role)
+    model, kind = config.models[config.models[role].host], config.find_engine_kind(role)
     shared = kind.read_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{model.key}.engine: the options of {model.engine} are no dataclass")

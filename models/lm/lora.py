@@ -7,6 +7,7 @@ B begins at 0, so a model with new adapters gives the same outputs. Frozen weigh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,6 +24,7 @@ from transformers import PreTrainedModel
 
 from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.unshard import Outgoing, Piece, list_pieces, unshard
+from grmpipe.models.model_files import hash_weights, read_json
 from grmpipe.models.settings import LoraConfig
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from grmpipe.models.lm.parallelize import Architecture
 
 ADAPTER = "default"  # peft's name for a single adapter
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, BASE_HASH = "adapter_model.safetensors", "base_weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,29 @@ def check_targets(path: str, lora: LoraConfig) -> None:
     find_targets(outline_causal_lm(path), lora)
 
 
+def check_adapter_files(base: str, lora: LoraConfig) -> None:
+    """Check that the adapter in `lora.path` is one of this base, of that rank. Raises ValueError (`lora.<key>: ...`)."""
+    directory = lora.path or ""
+    config, file = read_json(directory, "adapter_config.json"), Path(directory, ADAPTER_FILE)
+    if not config or not file.is_file():
+        raise ValueError(
+            f"path: no adapter_config.json and {ADAPTER_FILE} in {directory}; give an adapter's directory as peft writes "
+            "it, such as <run_dir>/adapter"
+        )
+    for ours, theirs in (("rank", "r"), ("alpha", "lora_alpha")):
+        if config.get(theirs) != getattr(lora, ours):
+            raise ValueError(f"{ours}: the adapter in {directory} has {config.get(theirs)}, got {getattr(lora, ours)}; type that")
+    with safe_open(file, framework="pt") as stored:
+        hashed = (stored.metadata() or {}).get(BASE_HASH)
+    named = str(config.get("base_model_name_or_path") or "")
+    if (hashed != hash_weights(base)) if hashed else (named and Path(named).name != Path(base).name):
+        raise ValueError(
+            f"path: the adapter in {directory} was trained on other weights ({named}{'; their hash differs' * bool(hashed)})"
+            f" than {base}; give an adapter of this base, or its own base"
+        )
+    add_adapters(outline_causal_lm(base), {ADAPTER: lora}, "float32")
+
+
 def add_adapters(
     model: PreTrainedModel, loras: Mapping[str, LoraConfig], dtype: str, seed: int = 0
 ) -> PreTrainedModel:
@@ -87,8 +113,9 @@ def add_adapters(
 
     configs = {name: _peft_config(model, lora, find_targets(model, lora)) for name, lora in loras.items()}
     for name, config in configs.items():
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(seed)
+            warnings.simplefilter("ignore", UserWarning)  # of a second adapter, which is meant
             inject_adapter_in_model(config, model, name)
         for _, low_rank in adapters(model, name):
             for parameter in (low_rank.a_RI, low_rank.b_OR):
@@ -101,7 +128,7 @@ def add_adapters(
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, name: str, directory: str) -> None:
-    """Load an adapter from peft's files. Raises ValueError (`lora.path: ...`) for one of other layers or shapes."""
+    """Load an adapter from peft's files. Raises ValueError (`path: ...`) for one of other layers or shapes."""
     stored = load_file(Path(directory) / ADAPTER_FILE)
     held = {
         f"base_model.model.{layer}.lora_{which}.weight": parameter
@@ -112,7 +139,7 @@ def load_adapter(model: nn.Module, name: str, directory: str) -> None:
         here, there = held.get(key), stored.get(key)
         if here is None or there is None or here.shape != there.shape:
             raise ValueError(
-                f"lora.path: the adapter in {directory} is of another base, or of other layers: it has "
+                f"path: the adapter in {directory} is of another base, or of other layers: it has "
                 f"{'no ' + key if there is None else f'{key} of shape {tuple(there.shape)}'}, the model "
                 f"{'no such layer' if here is None else tuple(here.shape)}; give an adapter of this base, with its "
                 "lora.rank and lora.target_modules"
@@ -238,7 +265,8 @@ def save_adapters(directory: str, model: PreTrainedModel, state: Mapping[str, Te
     config.inference_mode = True
     Path(directory).mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
-    save_file(kept, Path(directory) / ADAPTER_FILE, metadata={"format": "pt"})
+    base = hash_weights(str(model.config.name_or_path))
+    save_file(kept, Path(directory) / ADAPTER_FILE, metadata={"format": "pt"} | ({BASE_HASH: base} if base else {}))
 
 
 def _peft_config(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> PeftConfig:

@@ -59,6 +59,25 @@ Restart = Callable[[str], Awaitable[Engine]]  # name -> a new engine on its seat
 BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
 
 
+class SharedRestart:
+    """The restarts of engines that serve several roles: the first one to ask for a dead engine starts another, which the
+    others get too. Each brings its own weights.
+    """
+
+    def __init__(self, restart: Restart, engines: Mapping[str, Engine]) -> None:
+        self._restart, self._newest, self._first = restart, dict(engines), dict(engines)
+        self._had: dict[tuple[str, str], Engine] = {}  # (role, name) -> the engine that the role got last
+        self._turn = asyncio.Lock()
+
+    async def replace_engine(self, role: str, name: str) -> Engine:
+        """A newer engine than the one that the role had under this name."""
+        async with self._turn:
+            if self._had.get((role, name), self._first[name]) is self._newest[name]:
+                self._newest[name] = await self._restart(name)
+            self._had[role, name] = self._newest[name]
+            return self._newest[name]
+
+
 async def need_no_weights(name: str, engine: Engine, admit: Callable[[], None]) -> None:
     """Admit an engine at once, for roles that serve the weights of their files."""
     admit()

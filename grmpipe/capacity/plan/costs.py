@@ -174,7 +174,7 @@ def count_cores(facts: RunFacts) -> int:
 def estimate_switch(facts: RunFacts, seated: Mapping[str, PlacedRoles]) -> float:
     """The time of the slowest change of role; the embedded engine keeps both models."""
     dearest = 0.0
-    for served in facts.roles.seated:
+    for served in facts.roles.hosts:
         where, footprint = seated[served.name], facts.models[served.name].footprint
         device = facts.devices[where.pool]
         if device is not None and footprint is not None and served.engine.memory.frees_gpu:

@@ -47,7 +47,7 @@ def list_undecided(facts: RunFacts) -> tuple[str, ...]:
     """Roles on a shared GPU whose share isn't set."""
     return tuple(
         role.name
-        for role in facts.roles.seated
+        for role in facts.roles.hosts
         if role.device == "cuda" and role.engine.memory.shares_leftover and neighbours(facts, role.name)
     )
 
@@ -61,7 +61,7 @@ def neighbours(facts: RunFacts, role: str) -> list[Seat]:
 
 def compute_shares(facts: RunFacts) -> dict[str, float]:
     """Role -> share of the device, for roles that share one and fit."""
-    open_roles, engines = list_undecided(facts), {role.name for role in facts.roles.seated}
+    open_roles, engines = list_undecided(facts), {role.name for role in facts.roles.hosts}
     shares: dict[str, float] = {}
     for role in open_roles:
         near = {seat.role for seat in neighbours(facts, role)}

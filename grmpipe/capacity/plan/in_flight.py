@@ -26,14 +26,16 @@ def requests_in_flight(role: str, facts: RunFacts) -> InFlight:
     slots don't move between roles; at most the rows of its options and the window of its model. A teacher scores, which
     keeps no keys and values.
     """
-    config, served = facts.config, facts.roles.served[role]
-    asking = {name: longest_judgement(name, facts).tokens for name in config.asked.select_asking(role)}
+    config, served, hosted = facts.config, facts.roles.served[role], facts.list_hosted(role)
+    asking = {
+        name: longest_judgement(name, facts).tokens for one in hosted for name in config.asked.select_asking(one)
+    }
     requests, tokens = sum(count_judgements_at_once(name, facts) for name in asking), max(asking.values(), default=0)
     if config.models[role].plays:
         requests, tokens = requests + count_rollouts_at_once(facts), max(tokens, longest_rollout(facts).tokens)
-    if (cotrain := config.trained_grms.get(role)) is not None:
+    for trained, cotrain in ((one, config.trained_grms[one]) for one in hosted if one in config.trained_grms):
         requests += cotrain.prompts_per_batch * cotrain.group_size
-        tokens = max(tokens, longest_judgement(config.judging.find_training_judge(role).name, facts).tokens)
+        tokens = max(tokens, longest_judgement(config.judging.find_training_judge(trained).name, facts).tokens)
     if not served.is_elastic:
         requests = -(-requests // served.num_replicas)
     return InFlight(requests=min(requests, served.engine.max_rows), tokens=tokens)

@@ -106,9 +106,10 @@ def engine_memory(
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = engine_weights(role, footprint) / num_gpus
     held = [MemoryUse(what=f"weights{shared}", num_bytes=weights, kind="weights")]
-    if options.lora.in_engines:
-        values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
-        held.append(MemoryUse(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
+    if role.adapters:
+        values = sum(footprint.adapter_parameters(lora.rank, lora.target_modules) for lora in role.adapters.values())
+        of = f" of {', '.join(role.adapters)}" if role.is_shared else ""
+        held.append(MemoryUse(what=f"adapters{of}", num_bytes=values * BYTES[options.dtype], kind="weights"))
     largest = 4 * footprint.hidden_size * footprint.intermediate_size  # the bytes of one matrix
     if pool.resource == "cpu" and role.dtype == "float32" and largest >= LEAST_PACKED and engine.memory.most_packed:
         packed = min(weights, engine.memory.most_packed)

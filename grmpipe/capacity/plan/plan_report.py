@@ -93,6 +93,9 @@ def engines(facts: RunFacts) -> str:
     lines, wide = ["engines"], column_width(facts.roles.served)
     for role in facts.roles.served.values():
         where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
+        if role.model.adapter_of:
+            lines.append(f"  {role.name:<{wide}} an adapter on the engines of {role.model.adapter_of}")
+            continue
         if role.engine.endpoint is not None:
             where = f": {role.model.path} at {role.engine.endpoint.url}"
         options = format_changed_options(role.engine.options, role.engine.read_options(EngineConfig()))

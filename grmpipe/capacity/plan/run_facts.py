@@ -83,10 +83,18 @@ class RunFacts:
         return found | ({META_RM: config.meta_rm.dtype} if config.uses_meta_rm else {})
 
     def pool(self, role: str) -> PoolConfig:
-        return self.placement.pools[self.placement.seats[role][0].pool]
+        return self.placement.pools[self.placement.seats[self.find_host(role)][0].pool]
+
+    def find_host(self, role: str) -> str:
+        """The role that has the seats of a role: another one's, if it is an adapter of that."""
+        return self.config.models[role].host if role in self.config.models else role
+
+    def list_hosted(self, host: str) -> list[str]:
+        """The served models on the engines of a role, itself among them."""
+        return [role for role in self.config.served if self.find_host(role) == host]
 
     def describe_seats(self, role: str) -> PlacedRoles:
-        seats = self.placement.seats[role]
+        seats = self.placement.seats[self.find_host(role)]
         return PlacedRoles(replicas=len(seats), width=len(seats[0].slots), pool=seats[0].pool)
 
 

@@ -6,9 +6,11 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
+from grmpipe.models.engines.adapter_view import AdapterView
 from grmpipe.models.seeds import derive_seed
-from grmpipe.models.types import Engine
+from grmpipe.models.types import Engine, ServesAdapters
 from grmpipe.roles.roles import Model, Roles
 from grmpipe.run.prepare import Prepared
 from grmpipe.scheduler.events import EventSink
@@ -24,12 +26,21 @@ MOST_PROBE_TOKENS = 32
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> dict[str, Router]:
     """Start all engines, by role. Of roles that share a device's memory, one sleeps before the next one starts."""
     in_turn: dict[str, list[Model]] = {}
-    for role in prepared.roles.seated:
+    for role in prepared.roles.hosts:
         together = f"pool {role.pool}" if role.is_time_shared else role.name
         in_turn.setdefault(together, []).append(prepared.models[role.name])
     started = await asyncio.gather(*(start_in_turn(cluster, some, prepared, events) for some in in_turn.values()))
     routers = {role: router for some in started for role, router in some.items()}
+    for role in (role for role in prepared.roles.seated if role.model.adapter_of):
+        engines = routers[role.model.adapter_of].members.alive
+        views = {name: view_adapter(engine, role.name) for name, engine in engines.items()}
+        routers[role.name] = make_router(prepared.models[role.name], views, prepared, events)
     return {role.name: routers[role.name] for role in prepared.roles.seated}
+
+
+def view_adapter(engine: Engine, name: str) -> Engine:
+    """One of the models of an engine whose kind applies adapters."""
+    return AdapterView(cast(ServesAdapters, engine), name)
 
 
 async def start_in_turn(

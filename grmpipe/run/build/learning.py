@@ -53,7 +53,7 @@ def name_learner(role: ServedRole) -> str:
 
 def transport_between(cluster: Cluster, prepared: Prepared, role: ServedRole) -> str:
     """The transport of a trained model's weights, now that its machines are known."""
-    same_machine = len(cluster.machines(name_learner(role)) | cluster.machines(role.name)) == 1
+    same_machine = len(cluster.machines(name_learner(role)) | cluster.machines(role.model.host)) == 1
     transport = resolve_transport(role, prepared.config, prepared.placement, same_machine=same_machine)
     log.info("weights are sent to the engines of %s by %s", role.name, transport)
     return transport

@@ -5,13 +5,21 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
+from grmpipe.models.types import Engine
+from grmpipe.run.build.engines import view_adapter
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.scheduler.clock import ActiveClock, Standstill
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.slots.elastic import ElasticPool, ElasticRole
-from grmpipe.scheduler.slots.engine_replacement import BringCurrent, RoleHealth, need_no_weights
+from grmpipe.scheduler.slots.engine_replacement import (
+    BringCurrent,
+    Restart,
+    RoleHealth,
+    SharedRestart,
+    need_no_weights,
+)
 from grmpipe.scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
@@ -79,10 +87,29 @@ def make_maintenance(
         time_shared = prepared.placement.time_sharing_roles
         bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
     health, limits = [], prepared.config.slots.health
+    shared = {
+        role.name: SharedRestart(
+            functools.partial(cluster.restart_engine, role.name), served[role.name].router.members.alive
+        )
+        for role in prepared.roles.hosts
+        if role.is_shared
+    }
     for role, model in served.items():
-        restart = functools.partial(cluster.restart_engine, role)
+        restart = make_restart(cluster, role, model.entry.host, shared.get(model.entry.host))
         health.append(RoleHealth(role, model.router, restart, limits, bring_current[role], events))
     return Maintenance(health=tuple(health), elastic=elastic, share=share, budget=budget)
+
+
+def make_restart(cluster: Cluster, role: str, host: str, shared: SharedRestart | None) -> Restart:
+    """What replaces an engine of a role by its name. host: the role whose engines these are."""
+    if shared is None:
+        return functools.partial(cluster.restart_engine, host)
+
+    async def restart(name: str) -> Engine:
+        engine = await shared.replace_engine(role, name)
+        return engine if role == host else view_adapter(engine, role)
+
+    return restart
 
 
 def make_elastic_pools(

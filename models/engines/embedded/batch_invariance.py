@@ -63,7 +63,7 @@ class BatchInvariantDecoder:
         rows, tokens = whole_blocks(num_rows, ROW_BLOCK), whole_blocks(num_attended, TOKEN_BLOCK)
         self._slots.reserve(rows, tokens)
         idle = (0, rows - num_rows)
-        names = [*adapters, *adapters[-1:] * (rows - num_rows)]
+        names = [*adapters, *[adapters[-1]] * (rows - num_rows)] if adapters else []
         return self._decoder.decode(F.pad(token_ids_B, idle), F.pad(positions_B, idle), tokens, names)[:num_rows]
 
     def verify(

@@ -313,7 +313,7 @@ def stop_after(engine: EmbeddedEngine, num_tokens: int) -> None:
     def step_and_pause() -> Any:
         changes = step()
         if engine.stats().sampled_tokens == num_tokens:
-            engine._worker.set_paused(True)
+            engine._worker.pause("")
         return changes
 
     engine._worker._batch.step = step_and_pause  # type: ignore[method-assign]

@@ -299,7 +299,7 @@ def test_a_prompt_that_is_not_complete_at_a_push_begins_again_under_the_new_vers
     def step_and_pause() -> Any:
         nonlocal begun
         changes, begun = RunningBatch.step(batch), begun + 1
-        engine._worker.set_paused(begun == 2)
+        (engine._worker.pause if begun == 2 else engine._worker.resume)("")
         return changes
 
     batch.step = step_and_pause
@@ -381,7 +381,7 @@ def pause_after(engine: EmbeddedEngine, num_tokens: int) -> None:
         changes = step()
         if not done and engine.stats().sampled_tokens >= num_tokens:
             done = True
-            engine._worker.set_paused(True)
+            engine._worker.pause("")
         return changes
 
     engine._worker._batch.step = step_and_pause  # type: ignore[method-assign]
