@@ -1,10 +1,10 @@
 """LoRA adapters in vLLM's worker processes: received by our payloads, installed by vLLM's own LoRA manager, compared
 with what its layers then hold. Never touches the model's weights.
 
-    start -> bucket by bucket, kept here -> finish, in which vLLM forgets all adapters -> install -> report
+    start -> bucket by bucket, kept here -> install -> report
 
-The base weights are those that the engine was started with. There is one adapter; before the first push its B is 0.
-Imported in a worker by the backend's name (ADAPTER_BACKEND).
+The base weights are those that the engine was started with. Each adapter has an inbox; before its first push its B is 0,
+unless it comes from a file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,10 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from grmpipe.models.engines.vllm.vllm_requests import ADAPTER_ID, adapter_request
 from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
 from grmpipe.models.engines.vllm.worker_inbox import WorkerInbox
 from grmpipe.models.types import ModelFiles, WeightTensor
@@ -56,22 +57,31 @@ class SentAdapter:
 
 
 class AdapterInbox(WorkerInbox):
-    """The receiving end of pushes of adapters. `begin` comes before everything else."""
+    """The receiving end of pushes of one adapter. `begin` comes before everything else."""
+
+    @classmethod
+    def beside(cls, other: WorkerInbox) -> AdapterInbox:
+        """One more in the same worker."""
+        return cls(other.config, other.vllm_config, other.device, other.model)
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._manager: WorkerLoRAManager | None = None
+        self._request: LoRARequest | None = None
         self._helper: PEFTHelper | None = None
         self._arrived: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the last complete push's: a later one may leave tensors out
 
-    def begin(self, manager: WorkerLoRAManager, rank: int, alpha: float) -> None:
-        """Learn how the adapters' change is scaled, and install one that changes nothing."""
-        self._manager = manager
+    def begin(self, manager: WorkerLoRAManager, request: LoRARequest, rank: int, alpha: float) -> None:
+        """Learn how the adapter's change is scaled, and install its file, or one that changes nothing."""
+        self._manager, self._request = manager, request
         self._helper = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
-        manager.add_dummy_lora(adapter_request(), rank)
+        if Path(request.lora_path).is_dir():
+            manager.add_adapter(request)
+        else:
+            manager.add_dummy_lora(request, rank)
 
     def start_weight_update(self) -> None:
         self.drop()
@@ -89,24 +99,22 @@ class AdapterInbox(WorkerInbox):
         self.checksums |= checksums
 
     def finish_weight_update(self) -> None:
-        """Does nothing: vLLM drops all adapters after it."""
+        """Does nothing: vLLM would drop all adapters after it."""
 
     @torch.no_grad()
     def install(self) -> None:
         """Replace the adapter by the one that arrived, and compare what the layers hold now."""
-        assert self._manager is not None and self._helper is not None, "begin comes first"
         self._held |= self._arrived
         self._arrived = {}
         if not self._held:
-            self._manager.add_dummy_lora(adapter_request(), self._helper.r)
             self.applied = Applied(taken=[], still=[], moved=[])
             return
         with encode_errors():
             adapter = self._adapter(self._held)
         manager = self._layers
-        manager.remove_adapter(ADAPTER_ID)
+        manager.remove_adapter(adapter.id)
         manager.add_adapter(adapter)  # it packs q, k and v of a layer, and multiplies B by the scale
-        manager.activate_adapter(ADAPTER_ID)
+        manager.activate_adapter(adapter.id)
         different = set(self._different(adapter, manager))
         taken = sorted(name for name in self.checksums if adapter.get_lora(self._layer(name)) is not None)
         still = [name for name in taken if self._layer(name) in different]
@@ -142,9 +150,9 @@ class AdapterInbox(WorkerInbox):
         return self._manager._adapter_manager
 
     def _adapter(self, tensors: dict[str, Tensor]) -> LoRAModel:
-        assert self._helper is not None
+        assert self._helper is not None and self._request is not None, "begin comes first"
         return LoRAModel.from_lora_tensors(
-            ADAPTER_ID,
+            self._request.lora_int_id,
             {SentAdapter.of(name).file_name: tensor.clone() for name, tensor in tensors.items()},  # vLLM scales B
             self._helper,
             device=str(self.device),
@@ -154,7 +162,7 @@ class AdapterInbox(WorkerInbox):
 
     def _different(self, adapter: LoRAModel, manager: LoRAModelManager) -> Iterator[str]:
         """The layers that hold another adapter than this one."""
-        slot = manager.lora_index_to_id.index(ADAPTER_ID)
+        slot = manager.lora_index_to_id.index(adapter.id)
         for name, layer in manager.modules.items():
             weights = adapter.get_lora(name)
             if weights is not None and not holds(layer, slot, weights):

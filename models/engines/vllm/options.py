@@ -7,9 +7,9 @@ import difflib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 WORKER_EXTENSION = "grmpipe.models.engines.vllm.vllm_worker.WeightReceiver"
-WEIGHT_BACKEND, ADAPTER_BACKEND = "grmpipe", "grmpipe_adapters"
+WEIGHT_BACKEND = "grmpipe"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SOCKET_NAME_BYTES = 37  # a slash and a UUID
@@ -70,12 +70,15 @@ FIXED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapters:
-    """The adapters that an engine applies. targets: the last parts of the names of their linear layers."""
+class Adapter:
+    """An adapter that an engine applies, by the name of its model. targets: the last parts of the names of its linear
+    layers. path: where vLLM reads it before its first push; null: it changes nothing until then.
+    """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +86,13 @@ class VllmStart:
     """What follows for vLLM from the specification of an engine.
 
     context_tokens: its window, for prompt and new tokens together.
-    adapters:       what pushes carry, if they aren't merged into the weights.
+    adapters:       by the name of their model, if it has some; pushes to these models carry them alone.
     """
 
     spec: EngineSpec
     config: VllmConfig
     context_tokens: int
-    adapters: Adapters | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -156,14 +159,15 @@ def make_arguments(start: VllmStart) -> dict[str, Any]:
         arguments["speculative_config"] = dict(NGRAMS)
     if config.quantization != "none":
         arguments["quantization"] = VLLM_QUANTIZATIONS[config.quantization]
-    if spec.takes_weights:
-        arguments["weight_transfer_config"] = {"backend": ADAPTER_BACKEND if start.adapters else WEIGHT_BACKEND}
-    if start.adapters is not None:
+    if spec.takes_weights or start.adapters:
+        arguments["weight_transfer_config"] = {"backend": WEIGHT_BACKEND}
+    if adapters := start.adapters.values():
+        largest = max(adapter.rank for adapter in adapters)
         arguments |= {
             "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= start.adapters.rank),
-            "lora_target_modules": list(start.adapters.targets),
+            "max_loras": len(adapters),  # all of them may be in one batch
+            "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= largest),
+            "lora_target_modules": sorted({target for adapter in adapters for target in adapter.targets}),
         }
     if spec.return_routed_experts:  # needs vLLM's Model Runner V2, which needs a GPU
         arguments["enable_return_routed_experts"] = True
@@ -223,7 +227,7 @@ def start_async_llm(start: VllmStart, sockets: str) -> AsyncLLM:
         # As `vllm serve`: an H100 reads 8,192 tokens of prompts a step, without a context 2,048; judges read much.
         usage = None if start.on_cpu else UsageContext.OPENAI_API_SERVER
         vllm_config = AsyncEngineArgs(**make_arguments(start)).create_engine_config(usage)
-        if start.on_cpu and start.adapters is not None and vllm_config.model_config.is_moe:
+        if start.on_cpu and start.adapters and vllm_config.model_config.is_moe:
             raise ValueError(
                 "lora.sync: vLLM on a CPU can't run a mixture of experts with adapters (it takes kernels for GPUs); "
                 "type lora.sync=merged, or engine=embedded"

@@ -25,8 +25,9 @@ class VllmProcess:
     ids: process ids of vLLM's engine core, which holds the model or starts the workers that do.
     """
 
-    def __init__(self, start: VllmStart) -> None:
-        self._model_name = start.spec.role
+    def __init__(self, start: VllmStart, first_version: str) -> None:
+        """first_version: what vLLM calls the weights that it starts with."""
+        self._model_name, self._first_version = start.spec.role, first_version
         self._adapters = start.adapters
         self._sockets = make_socket_folder()
         try:
@@ -74,15 +75,15 @@ class VllmProcess:
         await asyncio.shield(self._introduction)
 
     async def _introduce(self) -> None:
-        """Once the loop runs: what vLLM asks its core before a first request, the name of its weights, and an adapter
-        that changes nothing.
+        """Once the loop runs: what vLLM asks its core before a first request, the name of its weights, and adapters
+        that change nothing.
         """
         await self.call(self.llm.get_supported_tasks())
         self._sockets.cleanup()  # both ways are connected
-        if self._adapters is not None:
-            await self.ask_workers("begin_adapters", self._adapters.rank, self._adapters.alpha)
+        for number, (name, adapter) in enumerate(self._adapters.items(), 1):
+            await self.ask_workers("begin_adapter", name, number, adapter.rank, adapter.alpha, adapter.path)
         if await self.call(self.llm.get_weight_version()) == "default":
-            await self.call(self.llm.update_weight_version("0"))
+            await self.call(self.llm.update_weight_version(self._first_version))
 
     async def ready(self) -> None:
         """Return once requests may be sent: not in its sleep."""
@@ -104,6 +105,9 @@ class VllmProcess:
         await self.call(self.llm.wake_up())
         await self.pause()  # waking vLLM also resumes it
         self._awake.set()
+
+    async def resume(self) -> None:
+        await self.call(self.llm.resume_generation())
 
     async def pause(self) -> None:
         await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))

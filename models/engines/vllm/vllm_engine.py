@@ -9,20 +9,21 @@ Without it kept requests continue with theirs, and a new salt of the prefix cach
 requests that have not begun are withdrawn and sent again with that salt.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.context_limit import ContextLimit
 from grmpipe.models.engines.engine_kind import EngineSpec
-from grmpipe.models.engines.vllm.options import Adapters, VllmStart
+from grmpipe.models.engines.vllm.options import Adapter, VllmStart
 from grmpipe.models.engines.vllm.process import VllmProcess
 from grmpipe.models.engines.vllm.vllm_generation import VllmGeneration
 from grmpipe.models.engines.vllm.vllm_push import VllmPushes
-from grmpipe.models.engines.vllm.vllm_requests import refuse_what_cannot_run
+from grmpipe.models.engines.vllm.vllm_requests import encode_versions, refuse_what_cannot_run
 from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.lora import find_targets
 from grmpipe.models.lm.moe.expert_routing import Routers
-from grmpipe.models.settings import VllmConfig
+from grmpipe.models.settings import LoraConfig, VllmConfig
 from grmpipe.models.types import (
     Completion,
     GroupLink,
@@ -48,8 +49,11 @@ class VllmEngine:
         self._window = ContextLimit.of(spec.role, renderer, config.max_context_tokens)
         experts = Routers.of(outline_causal_lm(spec.path)).shape.layers if spec.return_routed_experts else ()
         adapters, window = find_adapters(spec), self._window.tokens
-        self._process = VllmProcess(VllmStart(spec=spec, config=config, context_tokens=window, adapters=adapters))
-        self._pushes = VllmPushes(self._process, has_adapters=adapters is not None)
+        start = VllmStart(spec=spec, config=config, context_tokens=window, adapters=adapters)
+        models = dict.fromkeys((spec.role, *adapters))
+        self._process = VllmProcess(start, encode_versions(dict.fromkeys(models, 0)))
+        self._pushes = {model: VllmPushes(self._process, model if model in adapters else "") for model in models}
+        self._is_shared = len(models) > 1
         self._generation = VllmGeneration(
             self._process,
             spec.role,
@@ -57,13 +61,14 @@ class VllmEngine:
             seed=spec.seed,
             window=self._window.tokens,
             expert_layers=experts,
-            with_adapter=adapters is not None,
+            adapters=adapters,
         )
-        self._paused = False
+        self._paused: set[str] = set()  # models
+        self._committing = asyncio.Lock()
 
     @property
     def version(self) -> int:
-        return self._generation.version
+        return self._generation.versions[self.model_name]
 
     @property
     def prefilled_tokens(self) -> int:
@@ -92,44 +97,65 @@ class VllmEngine:
         self._process.refuse_the_dead()
         await self._generation.abort(request_id)
 
-    async def pause(self) -> None:
-        await self._process.pause()
-        self._paused = True
+    async def pause(self, adapter: str = "") -> None:
+        """Of several models one is paused: no request to it is sent, and those that have begun go on with its present
+        weights until others are committed. vLLM pauses all of its requests or none.
+        """
+        model = adapter or self.model_name
+        if self._is_shared:
+            self._process.refuse_the_dead()
+            self._generation.hold(model)
+        else:
+            await self._process.pause()
+        self._paused.add(model)
 
-    async def resume(self) -> None:
+    async def resume(self, adapter: str = "") -> None:
         """Resume. After an uncommitted push the weights are mixed."""
-        if self._pushes.is_open:
-            await self._pushes.drop()
-        await self._process.call(self._process.llm.resume_generation())
-        self._paused = False
+        model = adapter or self.model_name
+        if self._pushes[model].is_open:
+            await self._pushes[model].drop()
+        if not self._is_shared:
+            await self._process.resume()
+        self._generation.release(model)
+        self._paused.discard(model)
 
-    async def begin_weights(self, link: GroupLink | None = None) -> None:
+    async def begin_weights(self, link: GroupLink | None = None, adapter: str = "") -> None:
         """Raises RuntimeError if not paused, or for an engine without `takes_weights`."""
         self._process.refuse_the_dead()
-        if not (self._paused and self._takes_weights):
+        if not ((model := adapter or self.model_name) in self._paused and self._takes_weights):
             raise RuntimeError("weights may only be sent to a paused engine that takes weights")
         await self._process.wait_until_ready()
-        await self._pushes.drop()
-        await self._generation.forget_cached_prompts(self._config.recompute_kv_on_sync)
-        await self._pushes.begin(link)
+        await self._pushes[model].drop()
+        await self._generation.forget_cached_prompts(self._config.recompute_kv_on_sync, model)
+        await self._pushes[model].begin(link)
 
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._pushes.load(bucket)
+    async def load_bucket(self, bucket: WeightBucket, adapter: str = "") -> None:
+        await self._pushes[adapter or self.model_name].load(bucket)
 
-    async def commit_weights(self, version: int) -> WeightReceipt:
-        receipt = await self._pushes.commit(version)
-        self._generation.version = version
+    async def commit_weights(self, version: int, adapter: str = "") -> WeightReceipt:
+        """Of several models: all requests are kept for the moment in which the adapter and its version change."""
+        model = adapter or self.model_name
+        async with self._committing:
+            versions = self._generation.versions | {model: version}
+            if self._is_shared:
+                await self._process.pause()
+            try:
+                receipt = await self._pushes[model].commit(version, encode_versions(versions))
+            finally:
+                if self._is_shared:
+                    await self._process.resume()
+            self._generation.versions = versions
         return receipt
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]:
         self._process.refuse_the_dead()
         ids = tuple(token_ids)
         self._window.check_text(ids)
-        if self._paused:
+        if (model := adapter or self.model_name) in self._paused:
             raise RuntimeError("a paused engine can't score")
         if len(ids) == 1:
             return ()
-        return await self._process.call(self._generation.score(ids))
+        return await self._process.call(self._generation.score(ids, model))
 
     async def sleep(self) -> int:
         self._process.refuse_the_dead()
@@ -139,17 +165,20 @@ class VllmEngine:
 
     async def wake(self) -> None:
         await self._process.wake()
-        self._paused = True
+        self._paused.add(self.model_name)
 
     def close(self) -> None:
         """End vLLM's processes; waiters get EngineDied. Blocks for a few seconds at most."""
         self._process.close()
-        self._pushes.close()
+        for pushes in self._pushes.values():
+            pushes.close()
 
 
-def find_adapters(spec: EngineSpec) -> Adapters | None:
-    """The adapters that the engine applies itself. None: there are none, or pushes merge them."""
-    lora = spec.lora
-    if not (spec.takes_weights and lora.in_engines):
-        return None
-    return Adapters(rank=lora.rank, alpha=lora.alpha, targets=tuple(find_targets(outline_causal_lm(spec.path), lora)))
+def find_adapters(spec: EngineSpec) -> dict[str, Adapter]:
+    """The adapters that the engine applies itself, by the name of their model."""
+
+    def describe(lora: LoraConfig) -> Adapter:
+        targets = tuple(find_targets(outline_causal_lm(spec.path), lora))
+        return Adapter(rank=lora.rank, alpha=lora.alpha, targets=targets, path=lora.path)
+
+    return {name: describe(lora) for name, lora in spec.adapters.items()}

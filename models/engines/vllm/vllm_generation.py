@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.shared_requests import SharedRequests
 from grmpipe.models.engines.stop_conditions import StopConditions
+from grmpipe.models.engines.vllm.options import Adapter
 from grmpipe.models.engines.vllm.process import VllmProcess
 from grmpipe.models.engines.vllm.vllm_requests import (
     VllmRequest,
@@ -37,7 +40,7 @@ FIRST_OF_ALL = -(1 << 62)  # a priority before all others
 class VllmGeneration:
     """The requests of one AsyncLLM.
 
-    version:       the weights' version, for tokens of which vLLM doesn't say it.
+    versions:      of each model's weights, for tokens of which vLLM doesn't say it.
     window:        the most tokens of a request.
     expert_layers: layers whose experts completions have.
     """
@@ -51,18 +54,22 @@ class VllmGeneration:
         seed: int,
         window: int,
         expert_layers: Sequence[int],
-        with_adapter: bool,
+        adapters: Mapping[str, Adapter],
     ) -> None:
-        self.version = 0
+        self.versions = dict.fromkeys([model_name, *adapters], 0)
         self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
         self._process, self._model_name = process, model_name
         self._endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         self._seed = seed
         self._window, self._expert_layers = window, expert_layers
-        self._adapter = adapter_request() if with_adapter else None
+        self._adapters = {
+            name: adapter_request(name, number, adapter.path) for number, (name, adapter) in enumerate(adapters.items(), 1)
+        }
+        self._held: set[str] = set()  # models whose requests aren't sent
+        self._release = asyncio.Event()
         self._requests: SharedRequests[VllmRequest] = SharedRequests()
         self._scores = itertools.count()
-        self._prefix_salt = 0
+        self._prefix_salts: Counter[str] = Counter()
 
     @property
     def idle(self) -> bool:
@@ -76,22 +83,37 @@ class VllmGeneration:
         on_first_token: Callable[[], None],
     ) -> Completion:
         """Sample one completion. A request_id that is already in flight gets that request's answer."""
-        make = partial(VllmRequest, prompt_ids, params, context.priority, request_id=context.request_id)
+        model = context.adapter or self._model_name
+        make = partial(VllmRequest, prompt_ids, params, context.priority, request_id=context.request_id, model=model)
         return await self._requests.join(context.request_id, make, self._answer, on_first_token)
 
     async def abort(self, request_id: str) -> None:
         if (ticket := self._requests.get(request_id)) is not None:
             ticket.aborted = True
+            self._look_again()
             with contextlib.suppress(EngineDied):  # its waiters then get the death
                 await self._process.call(self._process.llm.abort(request_id))
 
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+    def hold(self, model: str) -> None:
+        """Send no more requests to a model, until `release`; those that have begun go on."""
+        self._held.add(model)
+
+    def release(self, model: str) -> None:
+        self._held.discard(model)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Let requests that aren't sent see what changed."""
+        self._release.set()
+        self._release = asyncio.Event()
+
+    async def score(self, ids: tuple[int, ...], model: str) -> tuple[float, ...]:
         await self._process.ready()
-        output, last = await self._scored(ids, f"score-{next(self._scores)}", FIRST_OF_ALL)
+        output, last = await self._scored(ids, model, f"score-{next(self._scores)}", FIRST_OF_ALL)
         return read_scores(output, last)
 
     async def _scored(
-        self, ids: tuple[int, ...], name: str, priority: int, top_k: int = 0
+        self, ids: tuple[int, ...], model: str, name: str, priority: int, top_k: int = 0
     ) -> tuple[RequestOutput, tuple[int, ...]]:
         """vLLM's output for scored tokens, and the last one if it isn't in the prompt. It computes scored prompts
         completely: it reads no cached prefix.
@@ -100,16 +122,16 @@ class VllmGeneration:
 
         # vLLM reserves a place for a new token: a prompt that fills the window is scored without its last token.
         prompt, last = (ids, ()) if len(ids) < self._window else (ids[:-1], ids[-1:])
-        tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
+        tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salts[model]))
         async for output in self._process.llm.generate(
-            tokens, make_scoring(last, top_k), name, lora_request=self._adapter, priority=priority
+            tokens, make_scoring(last, top_k), name, lora_request=self._adapters.get(model), priority=priority
         ):
             return output, last
         raise AssertionError("vLLM ended a request without an output")
 
-    async def forget_cached_prompts(self, recompute: bool) -> None:
-        """Keep requests from reading keys and values of the present weights, which are about to change. recompute:
-        also those that have begun.
+    async def forget_cached_prompts(self, recompute: bool, model: str) -> None:
+        """Keep requests from reading keys and values of a model's present weights, which are about to change.
+        recompute: also those that have begun, to whatever model.
 
         The new salt comes after the reset, so nothing that vLLM or its connector (a store on the host, on disk, on
         other machines) still holds is found under it. Raises RuntimeError if they keep some.
@@ -124,10 +146,10 @@ class VllmGeneration:
                     "vLLM's KV connector keeps keys and values of the old weights; leave out "
                     "engine.vllm.options.kv_transfer_config, or type engine.vllm.recompute_kv_on_sync=false"
                 )
-            self._prefix_salt += 1
+            self._prefix_salts[model] += 1
             return
-        self._prefix_salt += 1
-        waiting = [ticket for ticket in self._requests if not (ticket.begun or ticket.aborted)]
+        self._prefix_salts[model] += 1
+        waiting = [one for one in self._requests if one.model == model and not (one.begun or one.aborted)]
         for ticket in waiting:
             ticket.renewed = True
         await process.call(process.llm.abort([ticket.request_id for ticket in waiting]))
@@ -137,9 +159,12 @@ class VllmGeneration:
 
         try:
             await self._process.ready()
-            sampled = await self._sample(ticket)
-            while ticket.renewed and sampled.finish_reason == "abort" and not ticket.aborted:
+            while True:
+                while ticket.model in self._held and not ticket.aborted:
+                    await self._release.wait()
                 sampled = await self._sample(ticket)
+                if not ticket.renewed or sampled.finish_reason != "abort" or ticket.aborted:
+                    break
         except VLLMServerError as error:
             raise self._process.death() from error
         except (VLLMClientError, ValueError) as error:
@@ -157,11 +182,15 @@ class VllmGeneration:
         if ticket.params.scoring is not None:
             return await self._score_prompt(ticket, ticket.params.scoring)
         sampled = VllmSample()
-        prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
+        prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salts[ticket.model]))
         stop, stop_token_ids = self._endings.split(ticket.params.stop)
         sampling = make_sampling(replace(ticket.params, stop=stop), self._seed, stop_token_ids)
         async for output in self._process.llm.generate(
-            prompt, sampling, ticket.request_id, lora_request=self._adapter, priority=ticket.priority
+            prompt,
+            sampling,
+            ticket.request_id,
+            lora_request=self._adapters.get(ticket.model),
+            priority=ticket.priority,
         ):
             sampled.add(output)
             if sampled.token_ids:
@@ -172,7 +201,7 @@ class VllmGeneration:
         ids, window = ticket.prompt_ids, self._window
         if len(ids) == window and scoring.top_k:
             raise EngineRefused(f"vLLM gives likely tokens for prompts of at most {window - 1} tokens, got {len(ids)}")
-        output, last = await self._scored(ids, ticket.request_id, ticket.priority, scoring.top_k)
+        output, last = await self._scored(ids, ticket.model, ticket.request_id, ticket.priority, scoring.top_k)
         if output.outputs[0].finish_reason == "abort":
             return VllmSample(finish_reason="abort")
         return VllmSample(finish_reason="stop", scores=read_prompt_scores(output, last, scoring))
@@ -186,7 +215,7 @@ class VllmGeneration:
             text=text,
             stop_text=stop_text,
             finish_reason=read_finish_reason(sampled),
-            versions=read_spans(sampled, self._model_name, self.version),
+            versions=read_spans(sampled, ticket.model, self.versions[ticket.model]),
             experts_TLK=read_experts(sampled, self._expert_layers),
             cached_tokens=sampled.num_cached_tokens,
             scores=sampled.scores,

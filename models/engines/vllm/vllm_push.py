@@ -2,7 +2,7 @@
 
 begin:  drop what an earlier push left open, join the group or leave it
 load:   update_weights, one call per bucket
-commit: finish, install adapters, collect the workers' reports
+commit: finish, or install an adapter, and collect the workers' reports
 """
 
 import contextlib
@@ -16,16 +16,22 @@ from grmpipe.models.weights.weight_files import SharedArena
 
 
 class VllmPushes:
-    """The pushes to one engine. is_open: one has begun and isn't committed. has_adapters: it carries adapters alone."""
+    """The pushes to one model of an engine. is_open: one has begun and isn't committed. adapter: the name of the adapter
+    that they carry alone; empty: they carry weights.
+    """
 
-    def __init__(self, process: VllmProcess, has_adapters: bool) -> None:
+    def __init__(self, process: VllmProcess, adapter: str) -> None:
         self.is_open = False
-        self._process, self._has_adapters = process, has_adapters
+        self._process, self._adapter = process, adapter
         self._arena = SharedArena()  # for bytes that come within a bucket
 
     async def begin(self, link: GroupLink | None) -> None:
-        await self._join(link)
-        await self._process.call(self._process.llm.start_weight_update())
+        if self._adapter:
+            with decode_errors():
+                await self._process.ask_workers("start_adapter", self._adapter, None if link is None else asdict(link))
+        else:
+            await self._join(link)
+            await self._process.call(self._process.llm.start_weight_update())
         self.is_open = True
 
     async def load(self, bucket: WeightBucket) -> None:
@@ -38,27 +44,33 @@ class VllmPushes:
         if not self.is_open:
             raise RuntimeError("begin_weights comes before load_bucket")
         with self._worker_drops_what_fails():
-            request = WeightTransferUpdateRequest(update_info=as_plain(bucket, self._arena))
-            await self._process.call(self._process.llm.update_weights(request))
+            plain = as_plain(bucket, self._arena)
+            if self._adapter:
+                await self._process.ask_workers("receive_adapter", self._adapter, plain)
+                return
+            await self._process.call(self._process.llm.update_weights(WeightTransferUpdateRequest(update_info=plain)))
 
-    async def commit(self, version: int) -> WeightReceipt:
+    async def commit(self, version: int, name: str) -> WeightReceipt:
+        """name: what vLLM is to call the weights of all models from now on."""
         process = self._process
         if not self.is_open:
-            await process.call(process.llm.update_weight_version(str(version)))
+            await process.call(process.llm.update_weight_version(name))
             return WeightReceipt(version=version, checksums={})
         with self._worker_drops_what_fails():
-            await process.call(process.llm.finish_weight_update(weight_version=str(version)))
-            if self._has_adapters:
-                await process.ask_workers("install_adapters")
+            if self._adapter:  # without vLLM's own end of a push, which forgets all adapters
+                await process.ask_workers("install_adapter", self._adapter)
+                await process.call(process.llm.update_weight_version(name))
+            else:
+                await process.call(process.llm.finish_weight_update(weight_version=name))
         self.is_open = False
-        reports = await process.ask_workers("take_report")
+        reports = await process.ask_workers("take_report", self._adapter)
         checksums: dict[str, str] = reports[0][0]  # from tensor rank 0; all ranks get the same tensors
         missing = find_unapplied(checksums, (applied for _, applied in reports))
         return WeightReceipt(version=version, checksums=checksums, unapplied=missing)
 
     async def drop(self) -> None:
         """Drop a push that isn't committed."""
-        await self._process.ask_workers("drop_update")
+        await self._process.ask_workers("drop_update", self._adapter)
         self.is_open = False
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ vLLM streams two outputs per request: one with the first token, one with the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from grmpipe.models.types import (
     TokenScores,
     TopLogprobs,
     VersionSpan,
+    join_spans,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import WeightVersionSpan
 
-ADAPTER_ID = 1  # an engine's only adapter
 COLDEST = 0.01  # vLLM raises lower temperatures to this value; 0 is greedy
 
 
@@ -37,6 +38,7 @@ class VllmRequest(SharedRequest):
     """A request in flight, under its name at vLLM."""
 
     request_id: str = ""
+    model: str = ""  # an adapter's, or the engine's own
     renewed: bool = False  # withdrawn before its first token, to be sent again
 
 
@@ -68,11 +70,16 @@ class VllmSample:
         self.experts_TLK = piece.routed_experts  # only in the last piece
 
 
-def adapter_request() -> LoRARequest:
-    """The adapter that every request to an engine with adapters uses. It has no file: pushes replace it in memory."""
+def adapter_request(name: str, number: int, path: str | None) -> LoRARequest:
+    """An adapter as requests name it, from 1 on. Pushes replace it in memory; `path`: read before the first one."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(lora_name="grmpipe", lora_int_id=ADAPTER_ID, lora_path="pushed")
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path or "pushed")
+
+
+def encode_versions(versions: Mapping[str, int]) -> str:
+    """What vLLM calls the weights of all models together: one name for them is all that it has."""
+    return json.dumps(versions)
 
 
 def make_sampling(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:
@@ -187,9 +194,5 @@ def read_experts(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | Non
 
 def read_spans(sampled: VllmSample, model_name: str, version: int) -> tuple[VersionSpan, ...]:
     """vLLM's own spans; `version` for tokens without one, and for no tokens at all."""
-    spans = tuple(
-        VersionSpan(model=model_name, version=int(span.version), start=span.start, end=span.end)
-        for span in sampled.spans
-        if span.start < span.end
-    )
-    return spans or (VersionSpan(model=model_name, version=version, start=0, end=len(sampled.token_ids)),)
+    stretches = [(json.loads(span.version)[model_name], span.start, span.end) for span in sampled.spans]
+    return join_spans(model_name, stretches or [(version, 0, len(sampled.token_ids))], version)

@@ -17,7 +17,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,8 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from grmpipe.models.engines.vllm.applied import Application
-from grmpipe.models.engines.vllm.options import ADAPTER_BACKEND, OWNER_PID, SOCKETS, WEIGHT_BACKEND
+from grmpipe.models.engines.vllm.options import OWNER_PID, SOCKETS, WEIGHT_BACKEND
+from grmpipe.models.engines.vllm.vllm_requests import adapter_request
 from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
 from grmpipe.models.engines.vllm.worker_inbox import WorkerInbox
 from grmpipe.models.types import ModelFiles
@@ -148,32 +149,45 @@ class WeightReceiver:
     """Further methods of the worker, for `collective_rpc`."""
 
     weight_transfer_engine: WorkerInbox
+    _adapter_inboxes: dict[str, AdapterInbox]
     model_runner: LoRAModelRunnerMixin
     _weight_update_active: bool
     device: torch.device
 
-    def begin_adapters(self, rank: int, alpha: float) -> None:
-        """For an engine that receives adapters alone: before its first push and its first request."""
-        self._adapter_inbox.begin(self.model_runner.lora_manager, rank, alpha)
-
-    def install_adapters(self) -> None:
-        """After the end of a push of adapters."""
-        self._adapter_inbox.install()
-
-    @property
-    def _adapter_inbox(self) -> AdapterInbox:
+    def begin_adapter(self, name: str, number: int, rank: int, alpha: float, path: str | None) -> None:
+        """For an engine with adapters: before its first push and its first request."""
         from grmpipe.models.engines.vllm.adapter_inbox import AdapterInbox
 
-        assert isinstance(self.weight_transfer_engine, AdapterInbox)
-        return self.weight_transfer_engine
+        inbox = AdapterInbox.beside(self.weight_transfer_engine)
+        inbox.begin(self.model_runner.lora_manager, adapter_request(name, number, path), rank, alpha)
+        self._adapter_inboxes = {**getattr(self, "_adapter_inboxes", {}), name: inbox}  # vLLM makes no instance of this class
 
-    def take_report(self) -> tuple[dict[str, str], Applied | None]:
+    def start_adapter(self, name: str, link: dict[str, Any] | None) -> None:
+        """Begin a push of an adapter: join its group, or leave one."""
+        inbox = self._adapter_inboxes[name]
+        if link is None:
+            inbox.shutdown()
+        else:
+            inbox.init_transfer_engine(inbox.parse_init_info(link))
+        inbox.start_weight_update()
+
+    def receive_adapter(self, name: str, bucket: dict[str, Any]) -> None:
+        self._adapter_inboxes[name].update_weights(bucket)
+
+    def install_adapter(self, name: str) -> None:
+        """End a push of an adapter."""
+        self._adapter_inboxes[name].install()
+
+    def take_report(self, adapter: str) -> tuple[dict[str, str], Applied | None]:
         """The checksums of the last push's tensors, and its effect on this worker's parameters."""
-        inbox = self.weight_transfer_engine
+        inbox = self._adapter_inboxes[adapter] if adapter else self.weight_transfer_engine
         checksums, inbox.checksums = inbox.checksums, {}
         return checksums, inbox.applied
 
-    def drop_update(self) -> None:
+    def drop_update(self, adapter: str) -> None:
+        if adapter:
+            self._adapter_inboxes[adapter].drop()
+            return
         self.weight_transfer_engine.drop()
         self._weight_update_active = False
 
@@ -258,9 +272,6 @@ def end_with(owner_pid: int) -> None:
 
 def _set_up_process() -> None:
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, Inbox)
-    WeightTransferEngineFactory.register_engine(
-        ADAPTER_BACKEND, "grmpipe.models.engines.vllm.adapter_inbox", "AdapterInbox"
-    )
     torch.cpu._init_amx()  # without the kernel's permission the first bfloat16 product dies of SIGILL
     # It warns of every layer without new weights: tied heads, and tensors that a push leaves out.
     logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from grmpipe.models.engines.vllm import options as vllm_options
 from grmpipe.models.engines.vllm.options import (
     FIXED,
     INSTEAD,
-    Adapters,
+    Adapter,
     VllmStart,
     check_vllm_options,
     make_arguments,
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.vllm
 
 
 def start_of(
-    config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1, adapters: Adapters | None = None
+    config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1, adapters: Mapping[str, Adapter] | None = None
 ) -> VllmStart:
     """It sleeps where it can."""
     spec = EngineSpec(path="m", role="policy", device=device, num_gpus=tensor_parallel, sleeps=True)
-    return VllmStart(spec=spec, config=config, context_tokens=128, adapters=adapters)
+    return VllmStart(spec=spec, config=config, context_tokens=128, adapters=adapters or {})
 
 
 def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
@@ -43,7 +43,7 @@ def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
     own = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
     assert vllm_options.argument_names() == own
     assert own > {*INSTEAD, *FIXED}
-    adapters = Adapters(rank=8, alpha=16.0, targets=("q_proj",))
+    adapters = {"grm": Adapter(rank=8, alpha=16.0, targets=("q_proj",))}
     assert own > make_arguments(start_of(VllmConfig(), adapters=adapters)).keys() > {"enable_lora"}
 
 
@@ -98,7 +98,7 @@ def test_adapters_get_one_place_of_a_rank_that_vllm_has(rank: int, room: int) ->
     from vllm.config.lora import LoRAConfig
 
     arguments = make_arguments(
-        start_of(VllmConfig(), adapters=Adapters(rank=rank, alpha=8.0, targets=("q_proj", "up")))
+        start_of(VllmConfig(), adapters={"grm": Adapter(rank=rank, alpha=8.0, targets=("q_proj", "up"))})
     )
     assert (arguments["max_lora_rank"], arguments["lora_target_modules"]) == (room, ["q_proj", "up"])
     assert LoRAConfig(max_lora_rank=arguments["max_lora_rank"], max_loras=arguments["max_loras"]).max_cpu_loras == 1

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from grmpipe.models.engines.adapter_view import AdapterView
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.vllm import options as vllm_options
 from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
 from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
-from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, list_outgoing
+from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, list_outgoing, save_adapters
 from grmpipe.models.settings import LoraConfig, VllmConfig
 from grmpipe.models.types import ModelFiles, VersionSpan, WeightBucket, WeightReceipt
 from grmpipe.models.weights.object_store import ObjectStore
@@ -253,3 +254,47 @@ def test_layers_that_do_not_hold_what_arrived_are_reported_by_name(
         engine.close()
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in receipt.unapplied} == {"o_proj", "down_proj"}
     assert len(receipt.unapplied) == 3 * 2 * 2
+
+
+def test_a_push_of_one_adapter_leaves_requests_of_others_running(
+    model_path: str, ask: Any, prompt_of: Any, tmp_path: Path
+) -> None:
+    """And each scores as its learner's model; one comes from a file."""
+    learners = {name: Trained(model_path, seed) for seed, name in enumerate(("a", "b"), 21)}
+    save_adapters(str(tmp_path / "a"), learners["a"].model, learners["a"].model.state_dict(), LORA)
+    loras = {"a": replace(LORA, path=str(tmp_path / "a")), "b": LORA}
+    engine = VllmEngine(
+        EngineSpec(path=model_path, role="base", adapters=loras), VllmConfig(max_batch_rows=4, kv_cache_mb=16)
+    )
+    a, b = AdapterView(engine, "a"), AdapterView(engine, "b")
+    ids = prompt_of(20)
+
+    async def scene() -> None:
+        assert await a.score(ids) == pytest.approx(learners["a"].score(ids), abs=1e-4)
+        assert await b.score(ids) == pytest.approx(await engine.score(ids), abs=1e-6), "it changes nothing so far"
+        begun = asyncio.Event()
+        beside = asyncio.create_task(ask(a, ids, "beside", max_new_tokens=80, on_first_token=begun.set))
+        await begun.wait()
+        await b.pause()
+        waits = asyncio.create_task(ask(b, ids, "waits", max_new_tokens=30))
+        await b.begin_weights()
+        for bucket in learners["b"].buckets():
+            await b.load_bucket(bucket)
+        await ask(a, ids, "meanwhile", max_new_tokens=4)  # would wait forever if its requests were held
+        assert not waits.done()
+        receipt = await b.commit_weights(5)
+        await b.resume()
+        assert (len(receipt.checksums), receipt.unapplied) == (TENSORS, ())
+        kept, new = await beside, await waits
+        assert [(span.model, span.version) for span in kept.versions] == [("a", 0)]
+        assert [(span.model, span.version) for span in new.versions] == [("b", 5)]
+        for name, completion in (("a", kept), ("b", new)):
+            whole = learners[name].score((*ids, *completion.token_ids))
+            assert completion.logprobs == pytest.approx(whole[len(ids) - 1 :], abs=1e-4)
+        assert await a.score(ids) == pytest.approx(learners["a"].score(ids), abs=1e-4)
+        assert await b.score(ids) == pytest.approx(learners["b"].score(ids), abs=1e-4)
+
+    try:
+        asyncio.run(asyncio.wait_for(scene(), 120))
+    finally:
+        engine.close()

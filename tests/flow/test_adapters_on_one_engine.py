@@ -1,0 +1,115 @@
+"""Whole runs whose models are adapters of one base, on its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmpipe.config.run_config import ConfigError
+from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
+from grmpipe.observe.journal import read_journal
+
+TRAIN = "{enabled: true, warmup_steps: 1, prompts_per_batch: 4, group_size: 4, num_items: 32, data_path: 'tiny://judgements'}"
+# A jury of two, of which each learns by itself.
+JURY = (
+    "grm.lora.rank=4", "grm.lora.sync=adapters", f"grm.train={TRAIN}", "+grm@models.second=adapter",
+    "models.second.lora.rank=4", f"models.second.train={TRAIN}", "+judge@judges.second=generative",
+    "judges.second.model=second", "reward=jury", "reward.members=[judge,second]",
+)  # fmt: skip
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[EmbeddedEngine]:
+    """Every engine that is made from now on."""
+    made: list[EmbeddedEngine] = []
+    make = EmbeddedEngine.__init__
+
+    def watched(engine: EmbeddedEngine, *args: Any) -> None:
+        make(engine, *args)
+        made.append(engine)
+
+    monkeypatch.setattr(EmbeddedEngine, "__init__", watched)
+    return made
+
+
+@pytest.mark.long
+def test_a_jury_of_adapters_learns_on_one_engine_resumes_and_outlives_it(
+    small_run: Callable, engines: list[EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grmpipe.judge.monitor import preflight
+
+    begin = preflight.preflight_judgements
+
+    async def kill_then_begin(*args: Any) -> str:
+        """The engine of both dies once it has served; both models get the next one, with what they learned by then."""
+        found = await begin(*args)
+        engines[1].close()
+        return found
+
+    monkeypatch.setattr("grmpipe.run.build.try_models.preflight_judgements", kill_then_begin)
+    files = small_run(*JURY, "train.checkpoint_every=2")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    assert [engine.model_name for engine in engines] == ["policy", "grm", "grm"], "one engine, and what replaced it"
+    assert files.summary["engines"]["replaced"] == {"grm": 1, "second": 1}
+    steps = files.steps()
+    for name in ("grm", "second"):
+        assert files.summary["versions"][name] >= 3
+        assert max(line[f"{name}/sync/probe_error_nats"] for line in steps) < 1e-4
+        assert (files.run_dir / f"{name}_adapter" / "adapter_model.safetensors").is_file()
+    judged = {line["judge"]: line for line in read_journal(files.run_dir / "judgements.jsonl")}
+    assert judged.keys() == {"judge", "second"}
+
+    (files.run_dir / "checkpoints" / "latest").write_text("step_2")  # as after a kill at the end of the second step
+    (files.run_dir / "summary.json").unlink()
+    monkeypatch.undo()
+    again = small_run(*JURY, "train.checkpoint_every=2", "resume=auto")
+    assert again.summary["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("grm.lora.rank=0",), r"^models\.second\.adapter_of: all weights of grm change .*grm\.lora\.rank=4 grm\.lora\.sync=adapters"),
+        (("grm.lora.sync=merged",), r"^models\.second\.adapter_of: all weights of grm change"),
+        (("models.second.path=tiny://grm_weak",), r"^models\.second\.path: tiny://grm_weak differs from grm\.path=tiny://grm"),
+        (("models.second.adapter_of=third",), r"^models\.second\.adapter_of: 'third' is no model with engines.*policy, grm"),
+        (("models.second.adapter_of=second",), r"^models\.second\.adapter_of: 'second' is no model with engines"),
+        (
+            ("models.second.adapter_of=policy", "models.second.path=${policy.path}"),
+            r"^models\.second\.adapter_of: all weights of policy change .*policy\.lora\.rank=4 policy\.lora\.sync=adapters",
+        ),
+        (("models.second.lora.sync=merged",), r"^models\.second\.adapter_of: .*lora\.rank=4 models\.second\.lora\.sync=adapters"),
+        (("models.second.engine_options={max_batch_rows: 4}",), r"^models\.second\.engine_options: .*grm\.engine_options"),
+        (
+            ("grm.engine=sglang", "models.second.engine=sglang"),
+            r"^grm\.lora\.sync: sglang can't receive adapters alone.*grm\.engine=embedded or vllm",
+        ),
+        (("placement=elastic",), r"^models\.second\.adapter_of: the pool .* is elastic.*elastic=false"),
+        (("models.second.lora.path=nowhere",), r"^models\.second\.lora\.path: no adapter_config\.json.*<run_dir>/adapter"),
+    ],
+)
+def test_an_adapter_that_can_not_share_engines_is_refused_by_its_key(
+    small_run: Callable, overrides: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        small_run(*JURY, *overrides)
+
+
+def test_an_adapter_of_another_base_is_refused_by_its_key(small_run: Callable, tmp_path: Path) -> None:
+    from grmpipe.data.catalogs import resolve_model
+    from grmpipe.models.lm.causal_lm import load_causal_lm
+    from grmpipe.models.lm.lora import ADAPTER, add_adapters, save_adapters
+    from grmpipe.models.settings import LoraConfig
+
+    lora = LoraConfig(rank=4, sync="adapters")
+    for name in ("policy", "grm"):
+        model = add_adapters(load_causal_lm(resolve_model(f"tiny://{name}")), {ADAPTER: lora}, "float32")
+        save_adapters(str(tmp_path / name), model, model.state_dict(), lora)
+    asked = [f"models.second.lora.path={tmp_path / 'policy'}", "models.second.train.enabled=false"]
+    with pytest.raises(ConfigError, match=r"^models\.second\.lora\.path: .* other weights .*their hash differs.* this base"):
+        small_run(*JURY, *asked)
+    with pytest.raises(ConfigError, match=r"^models\.second\.lora\.rank: .* has 4, got 8"):
+        small_run(*JURY, *asked, f"models.second.lora.path={tmp_path / 'grm'}", "models.second.lora.rank=8")
