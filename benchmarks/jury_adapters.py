@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "jury_adapters.md"
 MEMBERS = ("first", "second", "third")
 RANK, ALPHA, SPREAD = 16, 32.0, 0.02  # B's values are drawn with this deviation
-RESPONSES, EXACT, NEW_TOKENS, ROUNDS = 16, 6, 24, 5  # EXACT: of them, in the batch-invariant comparison
+RESPONSES, EXACT, NEW_TOKENS, ROUNDS = 8, 3, 16, 5  # EXACT: of them, in the batch-invariant comparison
 PAGE = """\
 # Three jury members on one engine
 
@@ -62,7 +62,7 @@ the row "as stored".
 def prompts(renderer: Renderer, count: int) -> list[tuple[int, ...]]:
     """Judging prompts, all different."""
     asked = (f"Question: {a} + {7 * a + 3} = ?\nResponse: I add both: {8 * a + 3 + a % 2}." for a in range(11, 11 + count))
-    text = "{}\nIs the response right? Say why in a sentence, then give a score from 1 to 10."
+    text = "{}\nIs it right? Say why, then give a score from 1 to 10."
     return [tuple(renderer.render((Message(role="user", content=text.format(one)),))) for one in asked]
 
 

@@ -309,7 +309,7 @@ def check_adapter_of(model: ModelEntry, config: RunConfig) -> None:
             )
     if model.engine_options:
         raise ValueError(f"{model.key}.engine_options: the engines are those of {host.name}; type {host.key}.engine_options")
-    if config.task in EVALUATIONS and model.lora.path is None:
+    if not config.trains and model.lora.path is None:
         raise ValueError(
             f"{model.key}.lora.path: missing; without it {model.name} is its base; type the adapter's directory, as in "
             f"{model.key}.lora.path=<run_dir>/{model.name}_adapter"
@@ -325,8 +325,8 @@ def check_adapter_of(model: ModelEntry, config: RunConfig) -> None:
             f"{key}: all weights of {host.name} change in this run, which are the base of {model.name}; type "
             f"{host.key}.lora.rank={host.lora.rank or model.lora.rank} {host.key}.lora.sync=adapters, or {own}"
         )
-    if config.task == "simulate":
-        raise ValueError(f"{key}: task=simulate gives each model engines of its own; type task=plan, or {own}")
+    if config.task in ("simulate", "train_meta_rm"):
+        raise ValueError(f"{key}: task={config.task} gives each model engines of its own; {own}")
 
 
 def check_lora(config: RunConfig) -> None:

@@ -222,6 +222,6 @@ class RunConfig(SharedSections, RunKeys):
         asks_critic = self.critic.enabled and self.trains
         learners = tuple(learner for role, learner in self.learners.items() if role != POLICY)
         more = ("meta_rm",) * self.uses_meta_rm + ("critic",) * asks_critic + (ENV,) * self.places_envs
-        hosts = tuple(role for role in self.asked.local_roles if not self.models[role].adapter_of)
+        hosts = (role for role in self.asked.host_roles if role != POLICY)
         judging = (*hosts, *self.asked.scorer_roles)
         return (POLICY, "learner", *judging, *learners, *more)

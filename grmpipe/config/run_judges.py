@@ -86,6 +86,11 @@ class Judging:
         return tuple(role for role in self.roles if not self.find_engine_kind(role).outside)
 
     @property
+    def host_roles(self) -> tuple[str, ...]:
+        """The models whose engines here answer for all of them: adapters are served by those of another one."""
+        return tuple(dict.fromkeys(self.models[role].host for role in self.local_roles))
+
+    @property
     def remote_roles(self) -> tuple[str, ...]:
         """Those of them that are behind an endpoint."""
         return tuple(role for role in self.roles if self.find_engine_kind(role).outside)

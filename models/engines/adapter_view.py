@@ -19,7 +19,10 @@ from grmpipe.models.types import (
 
 
 class AdapterView:
-    """An Engine for one model of an engine that serves several. It has no life of its own: they die together."""
+    """An Engine for one model of an engine that serves several. It has no life of its own: they die together.
+
+    Its requests have ids of their own there: the same question to two models is two requests.
+    """
 
     def __init__(self, engine: ServesAdapters, adapter: str) -> None:
         self._engine, self._adapter = engine, adapter
@@ -31,10 +34,14 @@ class AdapterView:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        return await self._engine.generate(prompt_ids, params, replace(context, adapter=self._adapter), on_first_token)
+        own = replace(context, adapter=self._adapter, request_id=self._name_request(context.request_id))
+        return await self._engine.generate(prompt_ids, params, own, on_first_token)
 
     async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
+        await self._engine.abort(self._name_request(request_id))
+
+    def _name_request(self, request_id: str) -> str:
+        return f"{self._adapter}/{request_id}"
 
     def end_trajectory(self, trajectory_id: str) -> None:
         if isinstance(self._engine, KeepsTrajectories):

@@ -52,9 +52,9 @@ def step_work(facts: RunFacts) -> StepWork:
         judged = train.groups_per_batch * train.group_size - rollouts
         trained.append(asked.work(judged, sharers(POLICY, train.group_size, facts)))
     learner_tokens, passes = sum(count_learner_tokens(work, train) for work in trained), policy_passes(config)
-    hosts = [role for role in (POLICY, *config.asked.local_roles) if not config.models[role].adapter_of]
     judging = {
-        host: [work for role in facts.list_hosted(host) for work in estimate_judging(role, facts)] for host in hosts
+        host: [work for role in facts.list_hosted(host) for work in estimate_judging(role, facts)]
+        for host in dict.fromkeys((POLICY, *config.asked.host_roles))
     }
     judging[POLICY] = [*trained, *judging[POLICY]]
     played = policy_lengths(facts)

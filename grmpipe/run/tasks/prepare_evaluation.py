@@ -21,6 +21,7 @@ from grmpipe.evaluation.judge_comparison import MeasuredJudge, read_earlier
 from grmpipe.judge.context_limits import check_template, check_thinking_budget
 from grmpipe.judge.kinds import math_rule
 from grmpipe.roles.find_models import META_RM, find_meta_rm, find_model, find_scalar_models
+from grmpipe.roles.learners import check_lora_targets
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import check_options
 from grmpipe.roles.roles import resolve_roles
@@ -129,17 +130,20 @@ def find_judges(
     samples_policy: whether the policy's own engines play, where episodes are played.
     """
     math_rule.check_installed(config.judges.values())
-    here = ((POLICY,) if config.asked.by_policy else ()) + config.asked.local_roles  # that engines serve here
+    own = (POLICY,) if config.asked.by_policy or POLICY in config.asked.host_roles else ()
+    here = (*own, *config.asked.local_roles)  # that engines serve here
     weighted = config.uses_meta_rm or (weighted and bool(here))
     samples_policy = samples_policy and config.plays
     playing = (*((POLICY,) if samples_policy else ()), *((ENV,) if config.places_envs else ()))
-    needed = dict.fromkeys((*playing, *here, *config.asked.scorer_roles, *(META_RM,) * weighted))
+    needed = dict.fromkeys((*playing, *own, *config.asked.host_roles, *config.asked.scorer_roles, *(META_RM,) * weighted))
     with section(""):
         placement = place(config.placement.without_time_sharing(), tuple(needed), config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config.cluster, placement)
     roles.check_installed(joined=config.cluster.is_joined)
     models = {role: find_model(roles.served[role], config.cluster) for role in here}
+    for role, model in models.items():
+        check_lora_targets(model, config.models[role])
     for asking in config.asked.generative.values():
         check_thinking_budget(asking, roles.served[asking.model], models.get(asking.model))
     weighting = {}
@@ -200,7 +204,7 @@ def leave_out_trained(config: RunConfig, items: tuple[Labelled, ...]) -> tuple[L
     for role in config.asked.local_roles:
         model = config.models[role]
         with section(f"{model.key}.path: "):
-            trained = read_trained_prompts(model.path)
+            trained = read_trained_prompts(model.lora.path or model.path)
         kept = tuple(item for item in items if digest_prompt(item.prompt) not in trained) if trained else items
         if not kept:
             raise ConfigError(

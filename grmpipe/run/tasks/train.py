@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from grmpipe.config.model_training import find_training
 from grmpipe.data.trained_prompts import write_trained_prompts
 from grmpipe.judge.grm import set_purpose
 from grmpipe.observe.summary import Status, Summary
@@ -88,6 +89,9 @@ class TrainingRun(Run[Prepared]):
             await model.export(self._run_dir)
             tasks = self._prepared.judging_tasks.get(model.name) or self._prepared.prompts
             write_trained_prompts(self._run_dir / model.name, tasks.prompts)
+            if model.entry.lora.learns:  # which may be used without the merged model
+                prefix = find_training(self._prepared.config, model.name).prefix
+                write_trained_prompts(self._run_dir / f"{prefix}adapter", tasks.prompts)
         observers.begun.end()
         return "completed"
 

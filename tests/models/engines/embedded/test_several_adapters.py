@@ -69,11 +69,11 @@ def open_with(model_path: str) -> Iterator[Open]:
 
 
 async def ask_all(engine: EmbeddedEngine, names: tuple[str, ...], ask: Any, prompt_of: Any) -> dict[str, Completion]:
-    """Five requests to each model, all at once; by request id."""
+    """The same five requests to each model, all at once; by model and number."""
     views = {name: AdapterView(engine, name) for name in names}
-    asked = [(f"{name}{i}", views[name], prompt_of(11 + 7 * i)) for i in range(5) for name in names]
-    found = await asyncio.gather(*(ask(view, ids, id, max_new_tokens=20 + len(id)) for id, view, ids in asked))
-    return {id: completion for (id, _, _), completion in zip(asked, found, strict=True)}
+    asked = [(i, name) for i in range(5) for name in names]
+    found = await asyncio.gather(*(ask(views[name], prompt_of(11 + 7 * i), i, max_new_tokens=20 + i) for i, name in asked))
+    return {f"{name}{i}": completion for (i, name), completion in zip(asked, found, strict=True)}
 
 
 @pytest.mark.parametrize("kind", ["fused", "module"])
@@ -153,5 +153,5 @@ def test_an_adapter_of_another_base_is_refused_by_its_key(stored: Any, open_with
         LlamaConfig(vocab_size=272, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
     ).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^lora\.path: .* is of another base.*\(4, 32\).*give an adapter of this base"):
+    with pytest.raises(ValueError, match=r"^path: .* is of another base.*\(4, 32\).*give an adapter of this base"):
         open_with(stored, path=str(tmp_path))
