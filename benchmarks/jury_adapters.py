@@ -23,8 +23,8 @@ from statistics import median
 import torch
 
 from grmpipe.data.catalogs import resolve_model
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.models.engines.adapter_view import AdapterView
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.hub import find_files
@@ -46,8 +46,9 @@ PAGE = """\
 Measured by `OMP_NUM_THREADS=1 python benchmarks/jury_adapters.py {command}` on one core of a CPU that had other work.
 The members are adapters of rank {rank} at every linear layer of the blocks, with random values that change every
 answer. {responses} responses are judged, each by all members ({requests} judgements in flight); {exact} of them also on
-batch-invariant engines. One adapter alone judges as many other responses, so that both have {requests} different prompts to
-read. Rates are medians of {rounds} alternating rounds in one process; the interval is the range of the pairs' quotients.
+batch-invariant engines. One adapter alone judges as many other responses, so that both have {requests} different
+prompts to read. Rates are medians of {rounds} alternating rounds in one process; the interval is the range of the
+pairs' quotients.
 
 | | {models} |
 |---|{rules}|
@@ -61,7 +62,9 @@ the row "as stored".
 
 def prompts(renderer: Renderer, count: int) -> list[tuple[int, ...]]:
     """Judging prompts, all different."""
-    asked = (f"Question: {a} + {7 * a + 3} = ?\nResponse: I add both: {8 * a + 3 + a % 2}." for a in range(11, 11 + count))
+    asked = (
+        f"Question: {a} + {7 * a + 3} = ?\nResponse: I add both: {8 * a + 3 + a % 2}." for a in range(11, 11 + count)
+    )
     text = "{}\nIs it right? Say why, then give a score from 1 to 10."
     return [tuple(renderer.render((Message(role="user", content=text.format(one)),))) for one in asked]
 
@@ -70,7 +73,10 @@ def make_adapters(base: str, folder: Path) -> dict[str, LoraConfig]:
     found = {}
     for seed, name in enumerate(MEMBERS):
         lora = LoraConfig(rank=RANK, alpha=ALPHA, sync="adapters")
-        model, dice = add_adapters(load_causal_lm(base), {ADAPTER: lora}, "float32", seed), torch.Generator().manual_seed(seed)
+        model, dice = (
+            add_adapters(load_causal_lm(base), {ADAPTER: lora}, "float32", seed),
+            torch.Generator().manual_seed(seed),
+        )
         with torch.no_grad():
             for _, low_rank in adapters(model):
                 low_rank.b_OR.copy_(torch.randn(low_rank.b_OR.shape, generator=dice) * SPREAD)
@@ -80,7 +86,8 @@ def make_adapters(base: str, folder: Path) -> dict[str, LoraConfig]:
 
 
 def open_engine(base: str, loras: Mapping[str, LoraConfig], *, invariant: bool = False) -> EmbeddedEngine:
-    return EmbeddedEngine(EngineSpec(path=base, role="grm", adapters=loras, batch_invariant=invariant), EmbeddedConfig())
+    spec = EngineSpec(path=base, role="grm", adapters=loras, batch_invariant=invariant)
+    return EmbeddedEngine(spec, EmbeddedConfig(max_batch_rows=3 * RESPONSES))
 
 
 async def judge(
@@ -101,7 +108,7 @@ def resident_mb() -> float:
 
 
 def measure_memory(base: str, loras: Mapping[str, LoraConfig]) -> dict[str, float]:
-    """Of this process: bytes of parameters and of the storage that they are in, resident MiB after a first judgement."""
+    """Of this process: bytes of parameters and of their storage, resident MiB after a first judgement."""
     engine = open_engine(base, loras)
     ids = prompts(Renderer.load(base, None), 1)[0]
     asyncio.run(judge(engine, [(name, ids) for name in loras], 2))
@@ -201,8 +208,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             columns[name] = compare(find_files(resolve_model(path), weights=True), Path(folder))
         print(name, json.dumps(columns[name], indent=1), flush=True)
-    shown = " ".join(f"{name}={path if '://' in path else '.smollm2/' + Path(path).name}" for name, path in (typed.split("=", 1) for typed in args.models))
-    rows = [f"| {what} | {' | '.join(column[what] for column in columns.values())} |" for what in next(iter(columns.values()))]
+    shown = " ".join(
+        f"{name}={path if '://' in path else '.smollm2/' + Path(path).name}"
+        for name, path in (typed.split("=", 1) for typed in args.models)
+    )
+    rows = [
+        f"| {what} | {' | '.join(column[what] for column in columns.values())} |"
+        for what in next(iter(columns.values()))
+    ]
     REPORT.write_text(
         PAGE.format(
             command=shown, rank=RANK, responses=RESPONSES, requests=3 * RESPONSES, exact=EXACT, rounds=ROUNDS,

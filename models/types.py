@@ -531,8 +531,8 @@ class Engine(Generates, Protocol):
 
 
 class ServesAdapters(Generates, Protocol):
-    """An engine of one base with adapters, each a model of its own: requests name theirs (RequestContext.adapter), and a
-    push goes to one, while the requests of the others go on. Empty: the model in whose name the engine runs.
+    """An engine of one base with adapters, each a model of its own: requests name theirs (RequestContext.adapter), and
+    a push goes to one, while the requests of the others go on. Empty: the model in whose name the engine runs.
     """
 
     async def abort(self, request_id: str) -> None: ...

@@ -85,6 +85,7 @@ ORDER = [
 # From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
 SCHEDULER_SEES = {
     "models/types.py",
+    "models/adapter_view.py",
     "models/bounds.py",
     "models/request_gates.py",
     "models/import_path.py",

@@ -287,13 +287,15 @@ def check_meta_rm(config: RunConfig) -> None:
         )
 
 
-def check_adapter_of(model: ModelEntry, config: RunConfig) -> None:
+def check_hosted(model: ModelEntry, config: RunConfig) -> None:
     """Check that a model is an adapter of another one, on engines that can serve both."""
     key, host = f"{model.key}.adapter_of", config.models.get(model.adapter_of)
     own = f"leave {key} out, for engines of its own"
     if host is None or host.adapter_of or host is model:
         hosts = [role for role, one in config.models.items() if not one.adapter_of and one is not model]
-        raise ValueError(f"{key}: {model.adapter_of!r} is no model with engines of its own; type one of {', '.join(hosts)}")
+        raise ValueError(
+            f"{key}: {model.adapter_of!r} is no model with engines of its own; type one of {', '.join(hosts)}"
+        )
     kind = config.find_engine_kind(host.name)
     if kind.outside:
         raise ValueError(
@@ -308,7 +310,9 @@ def check_adapter_of(model: ModelEntry, config: RunConfig) -> None:
                 f"{model.key}.{name}={its}, or {own}"
             )
     if model.engine_options:
-        raise ValueError(f"{model.key}.engine_options: the engines are those of {host.name}; type {host.key}.engine_options")
+        raise ValueError(
+            f"{model.key}.engine_options: the engines are those of {host.name}; type {host.key}.engine_options"
+        )
     if not config.trains and model.lora.path is None:
         raise ValueError(
             f"{model.key}.lora.path: missing; without it {model.name} is its base; type the adapter's directory, as in "
@@ -316,7 +320,9 @@ def check_adapter_of(model: ModelEntry, config: RunConfig) -> None:
         )
     if not model.lora.in_engines:
         rank = model.lora.rank or 16
-        raise ValueError(f"{key}: {model.name} is no adapter; type {model.key}.lora.rank={rank} {model.key}.lora.sync=adapters")
+        raise ValueError(
+            f"{key}: {model.name} is no adapter; type {model.key}.lora.rank={rank} {model.key}.lora.sync=adapters"
+        )
     updated = next((one for one in (model, host) if one.policy_updates), None)
     if updated is not None:
         raise ValueError(f"{updated.key}.policy_updates: would change the base of adapters; {own}")
@@ -333,7 +339,7 @@ def check_lora(config: RunConfig) -> None:
     """Check that adapters belong to a model that learns, or come from files, and go to an engine that applies them."""
     for role in config.served:
         if (model := config.models[role]).adapter_of:
-            check_adapter_of(model, config)
+            check_hosted(model, config)
     for model in config.models.values():
         if model.lora.path is not None and not model.lora.in_engines:
             raise ValueError(

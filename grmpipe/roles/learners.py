@@ -70,7 +70,7 @@ def check_lora_targets(model: Model, entry: ModelEntry) -> None:
             raise ConfigError(f"{entry.key}.{error}") from error
         if entry.lora.path is not None:
             with section(f"{entry.key}.lora."):
-                check_adapter_files(model.path, entry.lora)
+                check_adapter_files(model.path, entry.lora, entry.path)
 
 
 def check_routing(router_replay: str, policy: Model, role: ServedRole) -> None:

@@ -45,8 +45,8 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     for role in (role for role in roles.seated if role.model.adapter_of and role.takes_turns):
         kind = "elastic" if role.is_elastic else "time_shared"
         raise ConfigError(
-            f"{role.key}.adapter_of: the pool {role.pool} is {kind}, so that the engines of {role.model.adapter_of} may "
-            f"be asleep when others need them; type placement.pools.{role.pool}.{kind}=false, or leave "
+            f"{role.key}.adapter_of: the pool {role.pool} is {kind}, so that the engines of {role.model.adapter_of} "
+            f"may be asleep when others need them; type placement.pools.{role.pool}.{kind}=false, or leave "
             f"{role.key}.adapter_of out"
         )
     for role in (role for role in roles.seated if role.learner is not None):

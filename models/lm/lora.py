@@ -79,32 +79,35 @@ def check_targets(path: str, lora: LoraConfig) -> None:
     find_targets(outline_causal_lm(path), lora)
 
 
-def check_adapter_files(base: str, lora: LoraConfig) -> None:
-    """Check that the adapter in `lora.path` is one of this base, of that rank. Raises ValueError (`lora.<key>: ...`)."""
+def check_adapter_files(base: str, lora: LoraConfig, typed: str) -> None:
+    """Check that the adapter in `lora.path` is one of this base, of that rank. typed: the base's path as it was given.
+    Raises ValueError (`<key>: ...`).
+    """
     directory = lora.path or ""
     config, file = read_json(directory, "adapter_config.json"), Path(directory, ADAPTER_FILE)
     if not config or not file.is_file():
         raise ValueError(
-            f"path: no adapter_config.json and {ADAPTER_FILE} in {directory}; give an adapter's directory as peft writes "
-            "it, such as <run_dir>/adapter"
+            f"path: no adapter_config.json and {ADAPTER_FILE} in {directory}; give an adapter's directory as peft "
+            "writes it, such as <run_dir>/adapter"
         )
     for ours, theirs in (("rank", "r"), ("alpha", "lora_alpha")):
         if config.get(theirs) != getattr(lora, ours):
-            raise ValueError(f"{ours}: the adapter in {directory} has {config.get(theirs)}, got {getattr(lora, ours)}; type that")
+            raise ValueError(
+                f"{ours}: the adapter in {directory} has {config.get(theirs)}, got {getattr(lora, ours)}; type that"
+            )
     with safe_open(file, framework="pt") as stored:
         hashed = (stored.metadata() or {}).get(BASE_HASH)
-    named = str(config.get("base_model_name_or_path") or "")
-    if (hashed != hash_weights(base)) if hashed else (named and Path(named).name != Path(base).name):
+    named, names = str(config.get("base_model_name_or_path") or ""), {Path(base).name, Path(typed).name}
+    if (hashed != hash_weights(base)) if hashed else (named and Path(named).name not in names):
+        why = "; their hash differs" if hashed else ""
         raise ValueError(
-            f"path: the adapter in {directory} was trained on other weights ({named}{'; their hash differs' * bool(hashed)})"
-            f" than {base}; give an adapter of this base, or its own base"
+            f"path: the adapter in {directory} was trained on other weights ({named}{why}) than {typed}; give an "
+            "adapter of this base, or its own base"
         )
     add_adapters(outline_causal_lm(base), {ADAPTER: lora}, "float32")
 
 
-def add_adapters(
-    model: PreTrainedModel, loras: Mapping[str, LoraConfig], dtype: str, seed: int = 0
-) -> PreTrainedModel:
+def add_adapters(model: PreTrainedModel, loras: Mapping[str, LoraConfig], dtype: str, seed: int = 0) -> PreTrainedModel:
     """Add adapters of `dtype` to a model, by name, and freeze it. Its modules get other names: see `plain_name`.
 
     `seed`: of A of new ones, the same on all ranks.

@@ -65,9 +65,7 @@ class WeightInbox:
     own_name: the name of a sent tensor in the model, if it differs.
     """
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, own_name: Callable[[str], str] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, own_name: Callable[[str], str] | None = None) -> None:
         self._model, self._own_name = model, own_name or str
         self._group = BroadcastLink(device)
         self._checksums: dict[str, str] = {}

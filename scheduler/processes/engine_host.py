@@ -9,7 +9,7 @@ from typing import cast
 
 import msgspec
 
-from grmpipe.models.engines.adapter_view import AdapterView
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.types import (
     Broadcast,

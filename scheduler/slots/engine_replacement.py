@@ -60,8 +60,8 @@ BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
 
 
 class SharedRestart:
-    """The restarts of engines that serve several roles: the first one to ask for a dead engine starts another, which the
-    others get too. Each brings its own weights.
+    """The restarts of engines that serve several roles: the first one to ask for a dead engine starts another, which
+    the others get too. Each brings its own weights.
     """
 
     def __init__(self, restart: Restart, engines: Mapping[str, Engine]) -> None:

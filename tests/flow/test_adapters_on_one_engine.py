@@ -67,9 +67,10 @@ def test_a_jury_of_adapters_learns_on_one_engine_resumes_and_outlives_it(
     engines.clear()
     again = small_run(*JURY, "train.checkpoint_every=2", "resume=auto")
     assert again.summary["status"] == "completed"
+    given = {"grm": "grm", "models.second": "second"}
     measured = small_run(
         *JURY, "task=evaluate", "evaluate.what=judge", "evaluate.path=tiny://judgements", "evaluate.num_items=8",
-        *(f"{key}.lora.path={files.run_dir / name}_adapter" for key, name in (("grm", "grm"), ("models.second", "second"))),
+        *(f"{key}.lora.path={files.run_dir / name}_adapter" for key, name in given.items()),
         run_dir="measured",
     )  # fmt: skip
     assert measured.summary["status"] == "completed"
@@ -87,7 +88,9 @@ def test_an_adapter_of_another_base_is_refused_by_its_key(small_run: Callable, t
         model = add_adapters(load_causal_lm(resolve_model(f"tiny://{name}")), {ADAPTER: lora}, "float32")
         save_adapters(str(tmp_path / name), model, model.state_dict(), lora)
     asked = [f"models.second.lora.path={tmp_path / 'policy'}", "models.second.train.enabled=false"]
-    with pytest.raises(ConfigError, match=r"^models\.second\.lora\.path: .* other weights .*their hash differs.* this base"):
+    with pytest.raises(
+        ConfigError, match=r"^models\.second\.lora\.path: .* other weights .*their hash differs.* this base"
+    ):
         small_run(*JURY, *asked)
     with pytest.raises(ConfigError, match=r"^models\.second\.lora\.path: no adapter_config\.json.*<run_dir>/adapter"):
         small_run(*JURY, "models.second.lora.path=nowhere")

@@ -27,9 +27,7 @@ def requests_in_flight(role: str, facts: RunFacts) -> InFlight:
     keeps no keys and values.
     """
     config, served, hosted = facts.config, facts.roles.served[role], facts.list_hosted(role)
-    asking = {
-        name: longest_judgement(name, facts).tokens for one in hosted for name in config.asked.select_asking(one)
-    }
+    asking = {name: longest_judgement(name, facts).tokens for one in hosted for name in config.asked.select_asking(one)}
     requests, tokens = sum(count_judgements_at_once(name, facts) for name in asking), max(asking.values(), default=0)
     if config.models[role].plays:
         requests, tokens = requests + count_rollouts_at_once(facts), max(tokens, longest_rollout(facts).tokens)

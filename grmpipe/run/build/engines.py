@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from grmpipe.models.engines.adapter_view import AdapterView
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import Engine, ServesAdapters
 from grmpipe.roles.roles import Model, Roles

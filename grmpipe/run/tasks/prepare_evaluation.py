@@ -135,7 +135,9 @@ def find_judges(
     weighted = config.uses_meta_rm or (weighted and bool(here))
     samples_policy = samples_policy and config.plays
     playing = (*((POLICY,) if samples_policy else ()), *((ENV,) if config.places_envs else ()))
-    needed = dict.fromkeys((*playing, *own, *config.asked.host_roles, *config.asked.scorer_roles, *(META_RM,) * weighted))
+    needed = dict.fromkeys(
+        (*playing, *own, *config.asked.host_roles, *config.asked.scorer_roles, *(META_RM,) * weighted)
+    )
     with section(""):
         placement = place(config.placement.without_time_sharing(), tuple(needed), config.served, config.learners)
         roles = resolve_roles(config, placement)

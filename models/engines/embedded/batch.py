@@ -257,7 +257,9 @@ class RunningBatch:
     @property
     def has_work(self) -> bool:
         """Whether a row may go on: its model isn't paused."""
-        return any(row.model not in self.paused for rows in (self._running, self._waiting, self._to_score) for row in rows)
+        return any(
+            row.model not in self.paused for rows in (self._running, self._waiting, self._to_score) for row in rows
+        )
 
     @property
     def num_waiting(self) -> int:

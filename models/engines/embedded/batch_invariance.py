@@ -72,9 +72,7 @@ class BatchInvariantDecoder:
         columns = zip(token_ids_BQ.unbind(1), positions_BQ.unbind(1), strict=True)
         return torch.stack([self.decode(*column, num_attended, adapters) for column in columns], 1)
 
-    def feed(
-        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
-    ) -> None:
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = "") -> None:
         """Padding repeats the last token."""
         count, tokens = whole_blocks(len(token_ids_P), ROW_BLOCK), whole_blocks(num_attended, TOKEN_BLOCK)
         self._slots.reserve(row + 1, tokens)

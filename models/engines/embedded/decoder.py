@@ -64,9 +64,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def feed(
-        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
-    ) -> None:
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = "") -> None:
         """Compute keys and values of one row's tokens, each as `decode` does it. They see each other by position."""
         ...
 
@@ -125,9 +123,7 @@ class ModuleDecoder:
         seen_B1QT = (torch.arange(num_attended, device=device) <= positions_BQ[..., None])[:, None]
         return self._call(token_ids_BQ, positions_BQ, places_BQ, slice(num_rows), seen_B1QT, adapters, logits_to_keep=0)
 
-    def feed(
-        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
-    ) -> None:
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = "") -> None:
         device = token_ids_P.device
         places_P = row * self._slots.tokens_per_row + positions_P
         seen_P11T = (torch.arange(num_attended, device=device) <= positions_P[:, None])[:, None, None]

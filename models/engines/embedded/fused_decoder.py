@@ -274,9 +274,7 @@ class FusedDecoder:
         logits_RWV: Tensor = self._head(self._norm(x_PC)).unflatten(0, (num_rows, width))
         return logits_RWV
 
-    def feed(
-        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
-    ) -> None:
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = "") -> None:
         self._chosen.by_name = {adapter: None}
         self._feed(token_ids_P, positions_P, slice(row, row + 1), num_attended)
 

@@ -3,8 +3,8 @@ with what its layers then hold. Never touches the model's weights.
 
     start -> bucket by bucket, kept here -> install -> report
 
-The base weights are those that the engine was started with. Each adapter has an inbox; before its first push its B is 0,
-unless it comes from a file.
+The base weights are those that the engine was started with. Each adapter has an inbox; before its first push its B is
+0, unless it comes from a file.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class VllmGeneration:
         self._seed = seed
         self._window, self._expert_layers = window, expert_layers
         self._adapters = {
-            name: adapter_request(name, number, adapter.path) for number, (name, adapter) in enumerate(adapters.items(), 1)
+            name: adapter_request(name, number, adapter.path)
+            for number, (name, adapter) in enumerate(adapters.items(), 1)
         }
         self._held: set[str] = set()  # models whose requests aren't sent
         self._release = asyncio.Event()

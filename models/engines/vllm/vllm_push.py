@@ -16,8 +16,8 @@ from grmpipe.models.weights.weight_files import SharedArena
 
 
 class VllmPushes:
-    """The pushes to one model of an engine. is_open: one has begun and isn't committed. adapter: the name of the adapter
-    that they carry alone; empty: they carry weights.
+    """The pushes to one model of an engine. is_open: one has begun and isn't committed. adapter: the name of the
+    adapter that they carry alone; empty: they carry weights.
     """
 
     def __init__(self, process: VllmProcess, adapter: str) -> None:

@@ -160,7 +160,10 @@ class WeightReceiver:
 
         inbox = AdapterInbox.beside(self.weight_transfer_engine)
         inbox.begin(self.model_runner.lora_manager, adapter_request(name, number, path), rank, alpha)
-        self._adapter_inboxes = {**getattr(self, "_adapter_inboxes", {}), name: inbox}  # vLLM makes no instance of this class
+        self._adapter_inboxes = {
+            **getattr(self, "_adapter_inboxes", {}),
+            name: inbox,
+        }  # vLLM makes no instance of this class
 
     def start_adapter(self, name: str, link: dict[str, Any] | None) -> None:
         """Begin a push of an adapter: join its group, or leave one."""

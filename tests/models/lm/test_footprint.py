@@ -102,7 +102,9 @@ def test_a_config_that_says_more_or_less_is_left_to_transformers(changed: dict[s
 def test_adapters_are_as_large_as_those_of_the_model_and_of_its_shape(targets: list[str], tmp_path: Path) -> None:
     qwen_config(WIDE).save_pretrained(tmp_path)
     measured = read_footprint(str(tmp_path)).adapter_parameters(4, targets)
-    model = add_adapters(AutoModelForCausalLM.from_config(qwen_config(WIDE)), {"default": LoraConfig(4, 8.0, targets)}, "float32")
+    model = add_adapters(
+        AutoModelForCausalLM.from_config(qwen_config(WIDE)), {"default": LoraConfig(4, 8.0, targets)}, "float32"
+    )
     assert measured == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert measured == footprint_of_shape(WIDE).adapter_parameters(4, targets)
 

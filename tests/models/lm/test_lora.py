@@ -151,9 +151,10 @@ def test_the_fused_decoder_applies_adapters_that_a_push_brings(path: str, target
     slots.reserve(2, 32)
     ids = IDS[0].tolist()
     with torch.no_grad():
-        decoder.prefill([ids[:3]], [0])
+        decoder.prefill([ids[:3]], [0], adapters=[ADAPTER])
         for position in range(3, len(ids)):
-            logits_BV = decoder.decode(torch.tensor([ids[position]]), torch.tensor([position]), position + 1)
+            fed = torch.tensor([ids[position]]), torch.tensor([position])
+            logits_BV = decoder.decode(*fed, position + 1, [ADAPTER])
             said = logits_BV[0].log_softmax(-1)
             torch.testing.assert_close(said, logprobs(model)[0, position], atol=1e-5, rtol=0)
     assert (logprobs(model) - before).abs().max() > 0.01

@@ -48,9 +48,7 @@ class Leaky:
     ) -> None:
         raise AssertionError("a prompt's tokens are fed as if they were decoded")
 
-    def feed(
-        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
-    ) -> None:
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = "") -> None:
         assert len(token_ids_P) % 8 == 0
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, *adapters: object) -> Tensor:
@@ -70,9 +68,7 @@ class Forgetful(Leaky):
     def __init__(self) -> None:
         self._num_fed = 0
 
-    def feed(
-        self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = ""
-    ) -> None:
+    def feed(self, token_ids_P: Tensor, positions_P: Tensor, row: int, num_attended: int, adapter: str = "") -> None:
         self._num_fed = len(set(positions_P.tolist()))
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, *adapters: object) -> Tensor:

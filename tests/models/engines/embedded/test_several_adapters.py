@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from grmpipe.models.engines.adapter_view import AdapterView
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.engines.embedded import fused_decoder
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, list_outgoing, merge_state, save_adapters
 from grmpipe.models.settings import EmbeddedConfig, LoraConfig
-from grmpipe.models.types import Completion, PromptScoring, WeightBucket, make_scoring_params
+from grmpipe.models.types import Completion, PromptScoring, WeightBucket
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.weight_stream import WeightStream
 
@@ -72,7 +72,9 @@ async def ask_all(engine: EmbeddedEngine, names: tuple[str, ...], ask: Any, prom
     """The same five requests to each model, all at once; by model and number."""
     views = {name: AdapterView(engine, name) for name in names}
     asked = [(i, name) for i in range(5) for name in names]
-    found = await asyncio.gather(*(ask(views[name], prompt_of(11 + 7 * i), i, max_new_tokens=20 + i) for i, name in asked))
+    found = await asyncio.gather(
+        *(ask(views[name], prompt_of(11 + 7 * i), i, max_new_tokens=20 + i) for i, name in asked)
+    )
     return {f"{name}{i}": completion for (i, name), completion in zip(asked, found, strict=True)}
 
 
@@ -86,7 +88,9 @@ def test_each_adapter_answers_bit_for_bit_as_on_an_engine_of_its_own(
     found = asyncio.run(ask_all(together, (*NAMES, "base"), ask, prompt_of))
     for name in (*NAMES, "base"):
         alone = asyncio.run(
-            ask_all(open_with({k: v for k, v in stored.items() if k == name}, batch_invariant=True), (name,), ask, prompt_of)
+            ask_all(
+                open_with({k: v for k, v in stored.items() if k == name}, batch_invariant=True), (name,), ask, prompt_of
+            )
         )
         for id, completion in alone.items():
             assert (found[id].token_ids, found[id].logprobs) == (completion.token_ids, completion.logprobs)
@@ -129,7 +133,9 @@ def test_requests_of_other_adapters_go_on_during_a_push_of_one(
         await a.begin_weights()
         for bucket in buckets(pushed):
             await a.load_bucket(bucket)
-            await ask(b, ids, f"beside {bucket.tensors[0].name}", max_new_tokens=4)  # would wait forever if b stood still
+            await ask(
+                b, ids, f"beside {bucket.tensors[0].name}", max_new_tokens=4
+            )  # would wait forever if b stood still
         beside = await ask(b, ids, "beside", max_new_tokens=60)
         assert not kept.done()
         await a.commit_weights(3)
@@ -139,14 +145,18 @@ def test_requests_of_other_adapters_go_on_during_a_push_of_one(
     kept, beside, scores = asyncio.run(push_meanwhile())
     assert [span.version for span in kept.versions] == [0, 3] and len(kept.token_ids) == 90
     assert [span.version for span in beside.versions] == [0]
-    alone = asyncio.run(ask(AdapterView(open_with({"b": stored["b"]}, batch_invariant=True), "b"), ids, "beside", max_new_tokens=60))
+    alone = asyncio.run(
+        ask(AdapterView(open_with({"b": stored["b"]}, batch_invariant=True), "b"), ids, "beside", max_new_tokens=60)
+    )
     assert (beside.token_ids, beside.logprobs) == (alone.token_ids, alone.logprobs)
     with torch.no_grad():
         logprobs_TV = pushed(torch.tensor([ids])).logits[0].log_softmax(-1)
     assert scores == pytest.approx([float(logprobs_TV[t, ids[t + 1]]) for t in range(len(ids) - 1)], abs=1e-4)
 
 
-def test_an_adapter_of_another_base_is_refused_by_its_key(stored: Any, open_with: Open, tmp_path: Path, model_path: str) -> None:
+def test_an_adapter_of_another_base_is_refused_by_its_key(
+    stored: Any, open_with: Open, tmp_path: Path, model_path: str
+) -> None:
     from tests.models.engines.conftest import byte_tokenizer
 
     LlamaForCausalLM(

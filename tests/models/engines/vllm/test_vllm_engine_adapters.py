@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grmpipe.models.engines.adapter_view import AdapterView
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.vllm import options as vllm_options
 from grmpipe.models.engines.vllm.vllm_engine import VllmEngine
@@ -209,7 +209,8 @@ def test_a_mixture_with_adapters_is_refused_on_a_cpu(model_path: str, tmp_path: 
     """vLLM would start, and die at the first request."""
     with pytest.raises(ValueError, match=r"^lora\.sync: .*mixture of experts.*lora\.sync=merged"):
         VllmEngine(
-            EngineSpec(path=save_mixture(tmp_path, model_path), role="policy", adapters={"policy": LORA}), VllmConfig(kv_cache_mb=16)
+            EngineSpec(path=save_mixture(tmp_path, model_path), role="policy", adapters={"policy": LORA}),
+            VllmConfig(kv_cache_mb=16),
         )
 
 
@@ -246,7 +247,8 @@ def test_layers_that_do_not_hold_what_arrived_are_reported_by_name(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_adapters.Faulty")
     engine = VllmEngine(
-        EngineSpec(path=model_path, role="policy", adapters={"policy": LORA}), VllmConfig(max_batch_rows=2, kv_cache_mb=16)
+        EngineSpec(path=model_path, role="policy", adapters={"policy": LORA}),
+        VllmConfig(max_batch_rows=2, kv_cache_mb=16),
     )
     try:
         receipt = asyncio.run(push(engine, Trained(model_path, 1).buckets(), 1))
