@@ -30,7 +30,7 @@ from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, merge_state, save_adapters
-from grmpipe.models.repeatable_kernels import KERNELS, VARIABLE
+from grmpipe.models.repeatable_kernels import VARIABLE
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.settings import EmbeddedConfig, LoraConfig
 from grmpipe.models.types import Completion, Message, RequestContext, SamplingParams
@@ -40,6 +40,8 @@ REPORT = ROOT / "benchmarks" / "jury_adapters.md"
 MEMBERS = ("first", "second", "third")
 RANK, ALPHA, SPREAD = 16, 32.0, 0.02  # B's values are drawn with this deviation
 RESPONSES, EXACT, NEW_TOKENS, ROUNDS = 8, 3, 16, 5  # EXACT: of them, in the batch-invariant comparison
+EXACT_ROWS = 8  # in a batch: its engines try out as many rows before they begin
+FAST_KERNELS = "AVX2,STRICT"  # enough for these models: the engine checks it
 PAGE = """\
 # Three jury members on one engine
 
@@ -87,7 +89,7 @@ def make_adapters(base: str, folder: Path) -> dict[str, LoraConfig]:
 
 def open_engine(base: str, loras: Mapping[str, LoraConfig], *, invariant: bool = False) -> EmbeddedEngine:
     spec = EngineSpec(path=base, role="grm", adapters=loras, batch_invariant=invariant)
-    return EmbeddedEngine(spec, EmbeddedConfig(max_batch_rows=3 * RESPONSES))
+    return EmbeddedEngine(spec, EmbeddedConfig(max_batch_rows=EXACT_ROWS if invariant else 3 * RESPONSES))
 
 
 async def judge(
@@ -139,7 +141,7 @@ def compare_exactly(base: str, loras: Mapping[str, LoraConfig]) -> dict[str, flo
 def in_own_process(what: str, base: str, folder: Path, names: tuple[str, ...]) -> dict[str, float]:
     """A measurement in a process of its own: its memory, and kernels that add in one order."""
     command = [sys.executable, __file__, f"--only={what}", base, str(folder), *names]
-    env = os.environ | ({VARIABLE: KERNELS} if what == "exact" else {})
+    env = os.environ | ({VARIABLE: FAST_KERNELS} if what == "exact" else {})
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

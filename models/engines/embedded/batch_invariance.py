@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grmpipe.models.engines.embedded.decoder import PROBE, Decoder, open_decoder
-from grmpipe.models.engines.embedded.fused_decoder import ROW_BLOCK
+from grmpipe.models.engines.embedded.fused_decoder import ROW_BLOCK, Ids, Names
 from grmpipe.models.engines.embedded.kv_slots import KvSlots
 from grmpipe.models.engines.embedded.prompt_packing import whole_blocks
 from grmpipe.models.lm.lora import adapters, list_names
@@ -42,13 +42,7 @@ class BatchInvariantDecoder:
         self._decoder = decoder
         self._slots = slots
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        starts: Sequence[int] = (),
-        adapters: Sequence[str] = (),
-    ) -> None:
+    def prefill(self, prompts: Sequence[Ids], rows: Ids, starts: Ids = (), adapters: Names = ()) -> None:
         names, begins = adapters or [""] * len(prompts), starts or [0] * len(prompts)
         for prompt, row, start, name in zip(prompts, rows, begins, names, strict=True):
             token_ids_P = torch.tensor(prompt, device=self._slots.shape.device)
@@ -56,9 +50,7 @@ class BatchInvariantDecoder:
             for some_P, at_P in zip(token_ids_P.split(FED_TOKENS), positions_P.split(FED_TOKENS), strict=True):
                 self.feed(some_P, at_P, row, int(at_P[-1]) + 1, name)
 
-    def decode(
-        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         num_rows = len(token_ids_B)
         rows, tokens = whole_blocks(num_rows, ROW_BLOCK), whole_blocks(num_attended, TOKEN_BLOCK)
         self._slots.reserve(rows, tokens)
@@ -66,9 +58,7 @@ class BatchInvariantDecoder:
         names = [*adapters, *[adapters[-1]] * (rows - num_rows)] if adapters else []
         return self._decoder.decode(F.pad(token_ids_B, idle), F.pad(positions_B, idle), tokens, names)[:num_rows]
 
-    def verify(
-        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         columns = zip(token_ids_BQ.unbind(1), positions_BQ.unbind(1), strict=True)
         return torch.stack([self.decode(*column, num_attended, adapters) for column in columns], 1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder, find_places
+from grmpipe.models.engines.embedded.fused_decoder import FusedDecoder, Ids, Names, find_places
 from grmpipe.models.engines.embedded.kv_slots import KvShape, KvSlots
 from grmpipe.models.lm.lora import with_adapter
 from grmpipe.models.lm.moe.expert_routing import Routers, RoutingShape
@@ -35,30 +35,20 @@ class Decoder(Protocol):
 
     row_block: int
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        starts: Sequence[int] = (),
-        adapters: Sequence[str] = (),
-    ) -> None:
+    def prefill(self, prompts: Sequence[Ids], rows: Ids, starts: Ids = (), adapters: Names = ()) -> None:
         """Compute keys and values of prompts into these rows. No prompt is empty.
 
         starts: how many tokens each row has cached, after which its prompt continues; empty: none has any.
         """
         ...
 
-    def decode(
-        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         """Feed each row one token at its position. Returns logits_BV of the next token. All positions are below
         num_attended.
         """
         ...
 
-    def verify(
-        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         """Feed each row several tokens, which see each other by position. Returns logits_BQV of what follows each. A
         row with fewer tokens repeats its last one, position included.
         """
@@ -88,13 +78,7 @@ class ModuleDecoder:
         self._layers = [SlotLayer(slots, index) for index in range(slots.shape.num_layers)]
         self._cache = Cache(layers=[*self._layers])
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        starts: Sequence[int] = (),
-        adapters: Sequence[str] = (),
-    ) -> None:
+    def prefill(self, prompts: Sequence[Ids], rows: Ids, starts: Ids = (), adapters: Names = ()) -> None:
         slots, device = self._slots, self._slots.shape.device
         lengths = [len(prompt) for prompt in prompts]
         longest, starts = max(lengths), starts or [0] * len(prompts)
@@ -110,14 +94,10 @@ class ModuleDecoder:
         places_NQ = rows_N[:, None] * slots.tokens_per_row + positions_NQ
         self._call(token_ids_NQ, positions_NQ, places_NQ, rows_N, seen_N1QT, adapters)
 
-    def decode(
-        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended, adapters)[:, 0]
 
-    def verify(
-        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         num_rows, device = len(token_ids_BQ), token_ids_BQ.device
         places_BQ = torch.arange(num_rows, device=device)[:, None] * self._slots.tokens_per_row + positions_BQ
         seen_B1QT = (torch.arange(num_attended, device=device) <= positions_BQ[..., None])[:, None]

@@ -31,6 +31,8 @@ from grmpipe.models.lm.lora import find_adapter, list_names
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 FEW_ROWS, PACKED_ROWS = range(2, 65), 16  # for which packed weights are faster, and for which they are arranged
 # Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
+Ids = Sequence[int]
+Names = Sequence[str]
 ROW_BLOCK = 8  # rows whose products add in one order, however many there are: see batch_invariance.py
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -233,13 +235,7 @@ class FusedDecoder:
         rotary: Any = model.model.rotary_emb
         return rotary.rope_type in ROPE_TYPES and model.config.hidden_act == "silu"
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        starts: Sequence[int] = (),
-        adapters: Sequence[str] = (),
-    ) -> None:
+    def prefill(self, prompts: Sequence[Ids], rows: Ids, starts: Ids = (), adapters: Names = ()) -> None:
         names = [name for prompt, name in zip(prompts, adapters, strict=False) for _ in prompt]
         self._chosen.by_name = find_places(names, self._slots.shape.device)
         packed = PackedPrompts.of(prompts, rows, self._slots.tokens_per_row, self._slots.shape.device, starts)
@@ -257,14 +253,10 @@ class FusedDecoder:
             linear.packed = None
         self._packed = not self._packs
 
-    def decode(
-        self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         return self.verify(token_ids_B[:, None], positions_B[:, None], num_attended, adapters)[:, 0]
 
-    def verify(
-        self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Sequence[str] = ()
-    ) -> Tensor:
+    def verify(self, token_ids_BQ: Tensor, positions_BQ: Tensor, num_attended: int, adapters: Names = ()) -> Tensor:
         names = [name for name in adapters for _ in range(token_ids_BQ.shape[1])]
         self._chosen.by_name = find_places(names, self._slots.shape.device)
         if not self._packed:  # not before they are needed: a push has many buckets
