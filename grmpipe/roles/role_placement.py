@@ -42,13 +42,6 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
         )
     with section(""):
         find_wanted_transport(config.sync.transport)
-    for role in (role for role in roles.seated if role.model.adapter_of and role.takes_turns):
-        kind = "elastic" if role.is_elastic else "time_shared"
-        raise ConfigError(
-            f"{role.key}.adapter_of: the pool {role.pool} is {kind}, so that the engines of {role.model.adapter_of} "
-            f"may be asleep when others need them; type placement.pools.{role.pool}.{kind}=false, or leave "
-            f"{role.key}.adapter_of out"
-        )
     for role in (role for role in roles.seated if role.learner is not None):
         if not config.cluster.is_joined:  # the machines of a joined cluster are known only after joining
             with section(""):
@@ -90,6 +83,13 @@ def check_options(roles: Roles, asked: Judging, placement: Placement) -> None:
     for role in roles.served.values():
         role.check_joined()
         role.check_speculation()
+        if role.model.adapter_of and role.takes_turns:
+            kind = "elastic" if role.is_elastic else "time_shared"
+            raise ConfigError(
+                f"{role.key}.adapter_of: the pool {role.pool} is {kind}, so that the engines of "
+                f"{role.model.adapter_of} may be asleep when others need them; type placement.pools.{role.pool}.{kind}=false, or leave "
+                f"{role.key}.adapter_of out"
+            )
         if role.engine.endpoint is not None:
             for judge in asked.select_asking(role.name).values():
                 role.check_limits(role.engine.endpoint, judge)
