@@ -87,8 +87,8 @@ def check_options(roles: Roles, asked: Judging, placement: Placement) -> None:
             kind = "elastic" if role.is_elastic else "time_shared"
             raise ConfigError(
                 f"{role.key}.adapter_of: the pool {role.pool} is {kind}, so that the engines of "
-                f"{role.model.adapter_of} may be asleep when others need them; type placement.pools.{role.pool}.{kind}=false, or leave "
-                f"{role.key}.adapter_of out"
+                f"{role.model.adapter_of} may be asleep when others need them; type "
+                f"placement.pools.{role.pool}.{kind}=false, or leave {role.key}.adapter_of out"
             )
         if role.engine.endpoint is not None:
             for judge in asked.select_asking(role.name).values():
