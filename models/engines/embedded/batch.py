@@ -569,7 +569,7 @@ class RunningBatch:
         begun_s = self._clock()
         ends = [part.start + len(part.token_ids) for part in parts]
         for together in _prefilled_together(ends, [part.start for part in parts]):
-            some = [parts[i] for i in together]
+            some = sorted((parts[i] for i in together), key=lambda part: part.row.model)
             from_N = [part.start for part in some]
             rows = [part.row.index for part in some]
             models = [part.row.model for part in some]

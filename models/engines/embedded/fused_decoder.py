@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Adapters:
 class TokenAdapters:
     """The adapters of the tokens of the pass under way. by_name: adapter -> its places; None: all tokens have it."""
 
-    by_name: Mapping[str, Tensor | None] = field(default_factory=dict)
+    by_name: Mapping[str, Tensor | slice | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Linear:
                 continue
             of_PC, to_PO = (x_PC, out_PO) if places is None else (x_PC[places], out_PO[places])
             to_PO.addmm_(F.linear(of_PC, beside.a_RC), beside.b_OR.t(), alpha=beside.scale)
-            if places is not None:
+            if isinstance(places, Tensor):  # a slice is no copy
                 out_PO.index_copy_(0, places, to_PO)
         return out_PO
 
@@ -236,8 +236,7 @@ class FusedDecoder:
         return rotary.rope_type in ROPE_TYPES and model.config.hidden_act == "silu"
 
     def prefill(self, prompts: Sequence[Ids], rows: Ids, starts: Ids = (), adapters: Names = ()) -> None:
-        names = [name for prompt, name in zip(prompts, adapters, strict=False) for _ in prompt]
-        self._chosen.by_name = find_places(names, self._slots.shape.device)
+        self._chosen.by_name = find_stretches([len(prompt) for prompt in prompts], adapters)
         packed = PackedPrompts.of(prompts, rows, self._slots.tokens_per_row, self._slots.shape.device, starts)
         angles = self._angles_at(packed.positions_P)
         x_PC = F.embedding(packed.token_ids_P, self._embedding)
@@ -341,6 +340,17 @@ class FusedDecoder:
             shape = self._slots.shape
             self._angles = Angles.of(self._rotary, self._slots.tokens_per_row, shape.dtype, shape.device)
         return self._angles.at(positions_P)
+
+
+def find_stretches(lengths: Ids, names: Names) -> Mapping[str, slice | None]:
+    """Adapter -> the tokens of its prompts, which follow each other; None if all are its own. No names: none has any."""
+    ends = list(accumulate(lengths))
+    found = dict.fromkeys(names)
+    if len(found) <= 1:
+        return dict.fromkeys(found)
+    own = {name: [place for place, one in enumerate(names) if one == name] for name in found}
+    assert all(some[-1] - some[0] + 1 == len(some) for some in own.values()), "prompts come by adapter"
+    return {name: slice(ends[some[0]] - lengths[some[0]], ends[some[-1]]) for name, some in own.items()}
 
 
 def find_places(names: Sequence[str], device: torch.device) -> Mapping[str, Tensor | None]:
