@@ -343,7 +343,7 @@ class FusedDecoder:
 
 
 def find_stretches(lengths: Ids, names: Names) -> Mapping[str, slice | None]:
-    """Adapter -> the tokens of its prompts, which follow each other; None if all are its own. No names: none has any."""
+    """Adapter -> the tokens of its prompts, which follow each other; None if all are its own."""
     ends = list(accumulate(lengths))
     found = dict.fromkeys(names)
     if len(found) <= 1:
