@@ -160,6 +160,27 @@ class AskedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResults:
+    """What answered a turn with calls within a completion: a judge's that uses tools.
+
+    start, end: tokens [start, end) that weren't sampled: the end of the turn if it has none, the results, and the start
+        of the next turn.
+    text_start, text_end: where they stand in the text.
+    calls: the turn's.
+    faults: what was wrong with them, by kind.
+    took_s: [seconds] of the tools.
+    """
+
+    start: int
+    end: int
+    text_start: int
+    text_end: int
+    calls: tuple[ToolCall, ...] = ()
+    faults: tuple[str, ...] = ()
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
     """The likeliest tokens for each of the last T places of a completion, in the distribution that was sampled from, as
     `logprobs` are. The sampled token comes first, then the likeliest ones, which may have it again.
@@ -193,6 +214,7 @@ class Completion:
     drafted_tokens, accepted_tokens: by speculative decoding, as far as the engine says; accepted ones are in token_ids.
     inserted:  tokens [start, end) that weren't sampled: a thinking budget ended the thought with them. Never trained.
     asked:     its answer, if that had to be asked for. None: it came unasked, or never.
+    tool_results: what answered its calls, where it holds several turns of a judge. Never trained.
     stop_text: the stop string that ended it; its tokens are kept, and the text ends before it. Empty: none did.
     scores:    the prompt's, for a request that asked for them and wasn't aborted.
     top:       the likeliest tokens of its last places, for a request that asked for them.
@@ -212,6 +234,7 @@ class Completion:
     accepted_tokens: int = field(default=0, compare=False)
     inserted: tuple[int, int] | None = None
     asked: AskedAnswer | None = None
+    tool_results: tuple[ToolResults, ...] = ()
     stop_text: str = ""
     scores: TokenScores | None = field(default=None, compare=False)
     top: TopLogprobs | None = field(default=None, compare=False)
@@ -222,14 +245,28 @@ class Completion:
 
     @property
     def answer(self) -> str:
-        """The text without the thought. Empty if the thought never ended."""
+        """The text without the thought; after calls the last turn's. Empty if the thought never ended."""
+        if self.tool_results:
+            last = self.tool_results[-1].text_end
+            return self.text[max(last, self.thought_chars) :].lstrip("\n")
         return self.text[self.thought_chars :].lstrip("\n") if self.thought_chars else self.text
+
+    @property
+    def num_generated(self) -> int:
+        """Its tokens without the results of tools."""
+        return self.num_tokens - sum(one.end - one.start for one in self.tool_results)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of tools, with those that couldn't be read."""
+        return sum(len(one.calls) or 1 for one in self.tool_results)
 
     @property
     def unsampled(self) -> tuple[tuple[int, int], ...]:
         """All tokens [start, end) that weren't sampled. Never trained."""
         asked = None if self.asked is None else (self.asked.start, self.asked.end)
-        return tuple(tokens for tokens in (self.inserted, asked) if tokens is not None)
+        results = ((one.start, one.end) for one in self.tool_results)
+        return tuple(tokens for tokens in (*results, self.inserted, asked) if tokens is not None)
 
     @property
     def has_asked_verdict(self) -> bool:

@@ -271,6 +271,11 @@ def check_retrain(config: RunConfig) -> None:
 
 def check_meta_rm(config: RunConfig) -> None:
     """Check that a vote that needs a meta-RM has one, with something to read."""
+    if config.task == "train_meta_rm" and (judge := config.main_judge).tools.is_set:
+        raise ValueError(
+            f"{judge.key}.tools.functions: a meta-RM learns from judgements of one turn; type "
+            f"{judge.key}.tools.functions='' {judge.key}.tools.mcp={{}}"
+        )
     if not config.uses_meta_rm:
         return
     judge = next(iter(config.judging.weighted.values()))
@@ -393,6 +398,11 @@ def check_simulated(config: RunConfig) -> None:
                 f"{key}.kind: task=simulate asks no scalar reward model, whose work is small compared with a GRM's; "
                 f"type task=plan for its work, or {key}=rule to simulate the rest"
             )
+        if judge.tools.is_set:
+            raise ValueError(
+                f"{key}.tools.functions: task=simulate knows no calls of a judge; to see the rest of the run type "
+                f"{key}.tools.functions='' {key}.tools.mcp={{}}"
+            )
         if judge.kind in ("custom", "function"):
             raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
         if not judge.is_simulated:
@@ -483,6 +493,12 @@ def check_self_judging(config: RunConfig) -> None:
             "simulate the rest of the run"
         )
     judge, rollout = config.judging.find_training_judge(POLICY), config.rollout
+    if judge.tools.is_set:
+        raise ValueError(
+            f"{judge.key}.tools.functions: the policy's batches hold judgements of one turn; type "
+            f"{judge.key}.tools.functions='' {judge.key}.tools.mcp={{}}, or train the judge alone by "
+            "+experiment=judge_with_tools"
+        )
     if judge.temperature != rollout.temperature:
         raise ValueError(
             f"{judge.key}.temperature: a learner scores its batch at one temperature, and judgements are sampled at "

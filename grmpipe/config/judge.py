@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from grmpipe.config.env import CALLS_SHARE, EnvConfig
+from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.judge_protocols import (
     DEFAULT_PROTOCOL,
     PROTOCOLS,
@@ -208,6 +210,38 @@ class CustomConfig:
     options: dict[str, Any] = field(default_factory=dict)  # Arguments of its class.
 
 
+@dataclass(frozen=True)
+class ToolsConfig(Bounded):
+    """Tools that a generative judge may call before its verdict, and the budget of its calls."""
+
+    functions: str = ""  # Dotted path of a module, whose public functions are the tools; empty: none.
+    # Servers of the Model Context Protocol, by name, as in env.mcp; their tools join those of functions.
+    mcp: dict[str, Any] = field(default_factory=dict)
+    # Where functions run: in the run itself, or in a process without network and with few files for each judgement.
+    isolation: str = one_of((INPROCESS, "process"), INPROCESS, "isolation")
+    # [calls] Most calls of a judgement; after them, or after half of judge.max_new_tokens, the verdict is asked for.
+    max_calls: int = at_least(1, 8)
+    # [seconds] A call that takes this long is given up. Once all calls of a judgement took as long, the verdict is
+    # asked for.
+    max_s: float = positive(30.0)
+    max_result_chars: int = at_least(1, 2000)  # [characters] Longest result; the middle of a longer one is left out.
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.functions or self.mcp)
+
+    def make_env(self) -> EnvConfig:
+        """The environment of a judgement: the policy's, with these tools."""
+        return EnvConfig(
+            kind="tools",
+            functions=self.functions,
+            mcp=self.mcp,
+            isolation=IsolationConfig(kind=self.isolation),
+            step_s=self.max_s / CALLS_SHARE,
+            max_observation_chars=self.max_result_chars,
+        )
+
+
 CREDITS = ("whole", "evidence")
 
 
@@ -324,6 +358,7 @@ class JudgeConfig(Bounded):
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)
     rubric: RubricConfig = field(default_factory=RubricConfig)
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # [share] Share of the last 256 verdicts that failed, or of the last 256 scores of teachers, above which judging
     # pauses; if it is exceeded again, the run stops. With several judges judge.max_failure_rate holds for the verdicts
@@ -704,6 +739,31 @@ def check_rubric(judge: JudgeConfig) -> None:
         )
 
 
+def check_tools(judge: JudgeConfig) -> None:
+    """Check that a judgement can be an episode."""
+    if not judge.tools.is_set:
+        return
+    try:
+        judge.tools.make_env()
+    except ValueError as error:
+        raise ValueError(f"tools.{error}".replace("env.isolation.kind", "judge.tools.isolation")) from error
+    way_out = "or judge.tools.functions='' judge.tools.mcp={}"
+    if judge.kind != "generative":
+        raise ValueError(f"tools.functions: kind={judge.kind} writes nothing, and calls nothing; type {way_out[3:]}")
+    usual = {
+        "format.structured": (False, "its grammar knows no calls"),
+        "prefill": ("", "each turn would begin with it"),
+        "score_from": ("text", "the probabilities are those of one turn"),
+        "principles.kind": ("inline", "principles written ahead of time call nothing"),
+    }
+    for key, (value, why) in usual.items():
+        if attrgetter(key)(judge) != value:
+            shown = "false" if value is False else value or "''"
+            raise ValueError(
+                f"{key}: a judge with tools has several turns, and {why}; type judge.{key}={shown}, {way_out}"
+            )
+
+
 def check_own(judge: JudgeConfig) -> None:
     if judge.kind == "custom" and not judge.custom.target:
         raise ValueError(
@@ -767,5 +827,5 @@ def check_calibration(judge: JudgeConfig) -> None:
 
 CHECKS = (
     check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_sampling, check_early_stop,
-    check_rubric, check_own, check_scalar, check_deadline, check_examples, check_calibration,
+    check_rubric, check_tools, check_own, check_scalar, check_deadline, check_examples, check_calibration,
 )  # fmt: skip

@@ -218,6 +218,12 @@ def check_engine(judge: JudgeConfig, judging: Judging) -> None:
             f"{key}.format.structured=false, "
             f"or {model.key}.engine={able}"
         )
+    if judge.tools.is_set and engine.outside:
+        able = " or ".join(engines_that(lambda kind: not kind.outside))
+        raise ValueError(
+            f"{key}.tools.functions: calls are read from the judge's own tokens, and an endpoint returns none; type "
+            f"{model.key}.engine={able}, or {key}.tools.functions='' {key}.tools.mcp={{}}"
+        )
     if judge.score_from == "expectation" and not engine.top_logprobs:
         able = " or ".join(engines_that(lambda kind: kind.top_logprobs))
         raise ValueError(

@@ -24,12 +24,14 @@ from grmpipe.models.types import (
     ParsedTurn,
     RequestContext,
     SamplingParams,
+    ToolCall,
     ToolSpec,
     ignore_first_token,
 )
 from grmpipe.types import BegunRollout, Prompt, Rollout, TruncationReason, Turn
 
 DECIMALS_S = 4  # for measured times
+MALFORMED, OVER_BUDGET = "malformed", "budget"  # kinds of faults
 
 
 class RolloutAborted(EngineDied):
@@ -71,6 +73,8 @@ class RolloutRequest:
     """One rollout to play: a sibling of a group, and its seed.
 
     attempt: how many of its episodes have failed.
+    role:    who plays it.
+    name:    names the episode, for one that isn't a sibling's; empty: its group and sibling do.
     begun:   its turns from before a resume; it goes on after them.
     on_turn: called after each turn but the last one, with the rollout so far, as if it had been truncated there.
     on_resumable: called then too, if the environment could go on from there after a resume.
@@ -81,6 +85,9 @@ class RolloutRequest:
     seed: int
     priority: int = 0
     attempt: int = 0
+    role: str = "policy"
+    name: str = ""
+    is_retry: bool = False
     begun: BegunRollout | None = field(default=None, repr=False)
     on_turn: Callable[[Rollout], None] = field(default=ignore_turn, compare=False, repr=False)
     on_resumable: Callable[[BegunRollout], None] = field(default=keep_nothing, compare=False, repr=False)
@@ -88,17 +95,45 @@ class RolloutRequest:
     @property
     def trajectory_id(self) -> str:
         """Names the episode, in the ids of its requests."""
-        return f"{self.group_id}/{self.sibling}" + (f"/a{self.attempt}" if self.attempt else "")
+        return self.name or f"{self.group_id}/{self.sibling}" + (f"/a{self.attempt}" if self.attempt else "")
 
     def context(self, turn: int, *, has_more: bool) -> RequestContext:
         """The request of a turn, from 0. has_more: whether the episode may have further turns."""
         return RequestContext(
             request_id=f"{self.trajectory_id}/t{turn}",
             group_id=self.group_id,
-            role="policy",
+            role=self.role,
             priority=self.priority,
             trajectory_id=self.trajectory_id if has_more else "",
+            is_retry=self.is_retry,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallBudget:
+    """What the calls of an episode may take together. Once one of these is used up, `ask` asks for the answer, and the
+    next turn is the last; calls beyond are answered, and not made.
+
+    max_tokens: of the turns so far; the limit of the request's parameters is then that of all turns together.
+    """
+
+    max_calls: int
+    max_s: float
+    max_tokens: int
+    ask: str
+
+    def is_spent(self, turns: Sequence[Turn]) -> bool:
+        took_s, num_tokens = sum(turn.env_s for turn in turns), count_sampled(turns)
+        return count_calls(turns) >= self.max_calls or num_tokens >= self.max_tokens or took_s >= self.max_s
+
+
+def count_calls(turns: Sequence[Turn]) -> int:
+    """With those that couldn't be read."""
+    return sum(len(turn.tool_calls) + turn.faults.count(MALFORMED) for turn in turns)
+
+
+def count_sampled(turns: Sequence[Turn]) -> int:
+    return sum(len(turn.completion.token_ids) for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +143,14 @@ class EpisodeLimits:
     context_tokens: the policy's window; 0: unknown, so that the engine refuses what doesn't fit.
     episode_s:      no turn begins after this time.
     timed:          whether the environment takes time that is worth measuring.
+    calls:          limits on calls, after which an answer is asked for; None: only those above.
     """
 
     max_turns: int
     context_tokens: int = 0
     episode_s: float = float("inf")
     timed: bool = False
+    calls: CallBudget | None = None
 
 
 # An episode whose other parts are fixed: request, prompt, and the callback at the first token.
@@ -174,6 +211,7 @@ class _Episode:
     replayable: bool = False
     opening: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
+    is_ending: bool = False  # the answer was asked for
 
     async def play(self) -> Rollout:
         clock, request = asyncio.get_running_loop(), self.request
@@ -228,9 +266,13 @@ class _Episode:
             turn = Turn(new_ids=new_ids, completion=completion, state_key=self.state_key)
             if completion.finish_reason != "stop":
                 self.turns.append(turn)
-                return "context" if room < self.params.max_new_tokens else "tokens"
-            is_last = len(self.turns) + 1 >= self.limits.max_turns
+                return "context" if room < self._num_allowed() else "tokens"
+            is_last = self.is_ending or len(self.turns) + 1 >= self.limits.max_turns
             observation, turn = await self._stepped(turn, is_last)
+            budget = self.limits.calls
+            if budget is not None and not observation.done and budget.is_spent((*self.turns, turn)):
+                self.is_ending = True
+                turn = replace(turn, replies=(*turn.replies, Message(role="user", content=budget.ask)))
             self.turns.append(turn)
             if observation.done:
                 return None
@@ -286,8 +328,12 @@ class _Episode:
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """Tokens that the next turn may take. The first gets the whole limit: the engine refuses too long a prompt."""
-        asked, window = self.params.max_new_tokens, self.limits.context_tokens
+        asked, window = self._num_allowed(), self.limits.context_tokens
         return min(asked, window - len(prompt_ids)) if window and self.turns else asked
+
+    def _num_allowed(self) -> int:
+        """Tokens that the next turn may take by the request."""
+        return self.params.max_new_tokens - (0 if self.limits.calls is None else count_sampled(self.turns))
 
     async def _sampled(self, prompt_ids: tuple[int, ...], room: int) -> Completion:
         number, request = len(self.turns), self.request
@@ -310,12 +356,24 @@ class _Episode:
             turn=len(self.turns),
             is_last=is_last,
         )
+        refused: Sequence[ToolCall] = ()
+        if (budget := self.limits.calls) is not None:
+            if is_last and (parsed.tool_calls or parsed.errors):
+                return Observation(done=True), replace(turn, tool_calls=parsed.tool_calls, faults=(OVER_BUDGET,))
+            num_left = budget.max_calls - count_calls(self.turns)
+            action, refused = replace(action, tool_calls=parsed.tool_calls[:num_left]), parsed.tool_calls[num_left:]
         clock = asyncio.get_running_loop()
         begun_s = clock.time()
         try:
             observation = await self.env.step(action)
         except PolicyFault as fault:
             observation = replace(after_fault(action, fault), state_key=self.state_key)
+        if refused:
+            observation = replace(
+                observation,
+                messages=(*observation.messages, *map(refuse_call, refused)),
+                faults=(*observation.faults, OVER_BUDGET),
+            )
         if not observation.messages and not observation.done:
             raise EnvFault("step returned no messages, and didn't end the episode: return done=True", "protocol")
         self.state_key = observation.state_key
@@ -335,6 +393,11 @@ def read_answer(renderer: TurnRenderer, text: str, stop_text: str, tools: Sequen
         return ParsedTurn(content=text)
     parsed = renderer.parse(text + stop_text, tools)
     return replace(parsed, content=parsed.content.removesuffix(stop_text)) if stop_text else parsed
+
+
+def refuse_call(call: ToolCall) -> Message:
+    text = f"{call.name} was not called: no calls are left"
+    return Message(role="tool", content=text, name=call.name, tool_call_id=call.call_id)
 
 
 def after_fault(action: Action, fault: PolicyFault) -> Observation:

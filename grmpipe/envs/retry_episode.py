@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import Play, RolloutRequest, keep_nothing
 from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import Generates, KeepsTrajectories
 from grmpipe.types import EnvCause, Failed, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ class EpisodeFailed(Exception):
     @property
     def failed(self) -> Failed:
         return self.failures[-1]
+
+
+class ActingEngine(Generates, KeepsTrajectories, Protocol):
+    """The policy's engines, or who acts in their place."""
 
 
 def with_attempts(play: Play, *, attempts: int, retry_s: float = RETRY_S) -> Play:
@@ -60,3 +66,15 @@ def next_attempt(request: RolloutRequest, attempt: int) -> RolloutRequest:
         return request
     seed = derive_seed(request.seed, f"attempt {attempt}")
     return replace(request, attempt=attempt, seed=seed, begun=None, on_resumable=keep_nothing)
+
+
+def free_after(play: Play, engines: KeepsTrajectories) -> Play:
+    """A play at whose end the engines free what they keep of the episode for further turns."""
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        try:
+            return await play(request, prompt, on_first_token)
+        finally:
+            engines.end_trajectory(request.trajectory_id)
+
+    return played

@@ -117,7 +117,12 @@ class ReasoningEngine:
         whole = self._continuation.join((begun, prepend_tokens(rest, between)))
         text_start = len(self._renderer.decode(whole.token_ids[:end]))
         asked = AskedAnswer(start=start, end=end, text_start=text_start, is_turn=message is not None)
-        return replace(self._with_thought(whole, markers), inserted=judgement.inserted, asked=asked)
+        return replace(
+            self._with_thought(whole, markers),
+            inserted=judgement.inserted,
+            asked=asked,
+            tool_results=judgement.tool_results,
+        )
 
     def _without_end_of_turn(self, completion: Completion) -> Completion:
         if completion.token_ids[-1:] not in [(token,) for token in self._renderer.stop_token_ids]:

@@ -302,6 +302,8 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
             f"judgements without a verdict that were asked for it: {result.asked_verdicts}, of which "
             f"{result.asked_verdicts_read} then had one"
         )
+    if result.tool_calls:
+        yield f"calls of tools: {result.tool_calls}, in {result.called_tools} judgements"
     for name, own in result.by_judge.items():
         if own.failed_judgements:
             yield f"  by {name}{causes(own.failed_judgements)}"

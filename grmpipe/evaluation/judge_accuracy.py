@@ -160,6 +160,7 @@ class JudgeEvaluation:
     num_judgements, num_tokens, num_prompt_tokens, failed_judgements: where there are several judges, one's counts also
     cover items about which it was asked in part, which are in none of its accuracies.
     asked_verdicts: judgements without a verdict that were asked for it; asked_verdicts_read: those that then had one.
+    tool_calls: of judges with tools; called_tools: judgements with calls.
     num_prompt_tokens: summed over judgements, without shared principles; None for a model that returns no token ids.
     seconds:  that judging all items took; None: not measured of this judge alone.
     cost_usd: of all its requests; None: no price is known.
@@ -187,6 +188,8 @@ class JudgeEvaluation:
     cost_usd: float | None = None
     asked_verdicts: int = 0
     asked_verdicts_read: int = 0
+    tool_calls: int = 0
+    called_tools: int = 0
     by_judge: Mapping[str, JudgeEvaluation] = field(default_factory=dict)  # empty with a single judge
     comparisons: tuple[JudgeComparison, ...] = ()  # of each further judge with the first one, of that with an earlier
 
@@ -272,6 +275,8 @@ def evaluate_judgements(
         bias=measure_bias(judged, scale),
         asked_verdicts=sum(one.completion.has_asked_verdict for report in reports for one in answers_in(report)),
         asked_verdicts_read=sum(one.completion.has_asked_verdict for report in reports for one in report.judgements),
+        tool_calls=sum(one.completion.num_calls for report in reports for one in answers_in(report)),
+        called_tools=sum(bool(one.completion.tool_results) for report in reports for one in answers_in(report)),
     )
 
 

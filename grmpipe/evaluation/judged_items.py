@@ -69,7 +69,7 @@ def count_tokens(report: JudgeReport) -> int:
     """Tokens sampled for a report, including failed judgements."""
     completions = [one.completion for one in answers_in(report)]
     completions += [report.principles] if report.principles is not None else []
-    return sum(completion.num_tokens for completion in completions)
+    return sum(completion.num_generated for completion in completions)
 
 
 def count_prompt_tokens(reports: Sequence[JudgeReport]) -> int | None:

@@ -12,6 +12,7 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
 from grmpipe.data.rubrics import name_criteria
+from grmpipe.envs.tools.function_tools import load_tools
 from grmpipe.judge.expectation import check_expectation
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens, render_prompt
 from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern, scores_in
@@ -108,11 +109,16 @@ def check_judge(
     shown_tokens = 0 if judge.format.truncation == "middle" else num_shown * response_tokens
     extra_tokens = shown_tokens + (judge.principles.max_new_tokens if ahead else 0)
 
+    with section(f"{judge.key}.tools."):
+        specs = tuple(tool.spec for tool in load_tools(judge.tools.functions)) if judge.tools.functions else ()
+
     def length(prompt: Prompt, *, whole: bool = False) -> int:
         """With the longest of its criteria, if it has any: a judgement is about one at least; whole: with all."""
         empty, rubric = ("",) * max(num_shown, len(template.blanks)), template.find_rubric(prompt)
         longest = [max(rubric, key=lambda one: len(one.whole_text))] if by_criteria and not whole else None
         messages = template.render(prompt, *empty, principles="" if ahead else None, criteria=longest)
+        if grm is not None and specs:
+            return len(grm.renderer.render(messages, specs)) + extra_tokens
         if grm is not None:
             return len(render_prompt(grm.renderer, messages)) + extra_tokens
         return sum(estimate_tokens(message.content) for message in messages) + extra_tokens
@@ -282,6 +288,12 @@ def check_prefill(judge: JudgeConfig, role: ServedRole, template: JudgePrompt) -
     """Check that the judge's answer can begin with a given text."""
     key, endpoint = f"{judge.key}.prefill", role.engine.endpoint
     if template.has_own_turn:
+        if judge.tools.is_set:
+            raise ConfigError(
+                f"{judge.key}.template: {judge.template} asks for a second turn of the judge by itself, and one with "
+                f"tools has as many as it calls; type another template, or {judge.key}.tools.functions='' "
+                f"{judge.key}.tools.mcp={{}}"
+            )
         for other, is_set in ((key, judge.prefill), (f"{judge.key}.format.ask_verdict", judge.format.ask_verdict)):
             if is_set:
                 raise ConfigError(

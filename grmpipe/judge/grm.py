@@ -13,6 +13,8 @@ from typing import Literal, Protocol, TypeVar, get_args
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
+from grmpipe.envs.env import EnvFault
+from grmpipe.envs.play import OVER_BUDGET
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.expectation import TOP_LOGPROBS, Decode, TokenPlace, expect_scores, find_place
 from grmpipe.judge.markup import Markup
@@ -46,6 +48,7 @@ from grmpipe.models.types import (
     SamplingParams,
     ThinkingBudget,
     Usage,
+    ignore_first_token,
 )
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
@@ -235,10 +238,20 @@ class LocalGrm(MeteredGrm):
         return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
+        return await self.generate(prompt.token_ids, params, context)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """One turn of a judgement."""
         number = self._requests.begin_request(retry=context.is_retry)
         with self._in_flight():
-            completion = await self._engine.generate(prompt.token_ids, params, context)
-        self._requests.end_request(number, Usage(prompt=prompt.num_tokens, sampled=completion.num_tokens))
+            completion = await self._engine.generate(prompt_ids, params, context, on_first_token)
+        self._requests.end_request(number, Usage(prompt=len(prompt_ids), sampled=completion.num_tokens))
         return completion
 
     async def ask_verdict(
@@ -580,6 +593,8 @@ class GrmClient:
                     completion = await self.grm.ask_verdict(prompt, completion, params, context)
         except TimeoutError:
             return make_failure("timeout", f"no answer within {config.limits.timeout_s:g} s", attempt + 1)
+        except EnvFault as fault:  # of a judge with tools
+            return make_failure("broken", str(fault), attempt + 1)
         except EngineRefused as error:
             hint = f"; {BY_TEXT}" if params.top_logprobs and "logprob" in str(error) else ""
             return make_failure("refused", f"{error}{hint}", attempt + 1)
@@ -599,6 +614,8 @@ class GrmClient:
         if isinstance(scores, str):
             what = "it ends with" if scores == "truncated" else "no clear verdict in its last line,"
             detail = f"{what} {last_line(completion)!r}"
+            if completion.tool_results and OVER_BUDGET in completion.tool_results[-1].faults and not completion.answer:
+                detail = "it called a tool when its verdict was asked for"
             return make_failed_judgement(scores, attempts, detail, question.prompt, completion)
         written = scores
         if self._config.score_from == "expectation":

@@ -384,16 +384,21 @@ def parse_scores(
 
 def in_usual_markers(completion: Completion, begun: str = "") -> str:
     """The text with a short thought between the usual markers in place of its own, whatever markers that had. A verdict
-    that was asked for is read alone, any other after `begun`, unless that began the thought.
+    that was asked for, and the last turn after calls, is read alone, any other after `begun`, unless that began the
+    thought.
     """
     if completion.asked is not None:
         return completion.text[completion.asked.text_start :]
-    if not completion.thought_chars:
-        return begun + completion.text
-    *_, last = completion.text[: completion.thought_chars].rsplit("\n", 1)
-    is_apart = last == completion.text[: completion.thought_chars] or len(last.split()) == 1  # see cut_thought
+    text, num_thought = completion.text, completion.thought_chars
+    if completion.tool_results:  # what tools or earlier turns say is no verdict
+        since = completion.tool_results[-1].text_end
+        text, num_thought = text[since:], max(0, num_thought - since)
+    if not num_thought:
+        return begun + text
+    *_, last = text[:num_thought].rsplit("\n", 1)
+    is_apart = last == text[:num_thought] or len(last.split()) == 1  # see cut_thought
     begun = f"{THOUGHT_BEGINS}\n...\n" if is_apart else f"{THOUGHT_BEGINS}\n... "
-    return f"{begun}{THOUGHT_ENDS}{completion.text[completion.thought_chars :]}"
+    return f"{begun}{THOUGHT_ENDS}{text[num_thought:]}"
 
 
 def last_line(completion: Completion) -> str:

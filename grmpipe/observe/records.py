@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from grmpipe.config.keys.secrets import environment_secrets, mask
-from grmpipe.models.types import UNKNOWN_ID, Completion, Message, TokenScores
+from grmpipe.models.types import UNKNOWN_ID, Completion, Message, TokenScores, ToolResults
 from grmpipe.types import (
     CascadeEvent,
     Criterion,
@@ -123,8 +123,17 @@ SCALES = np.array(
 # Left out where they are empty: of a turn, of a rollout, of a completion, and of anything else.
 RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s", "tool_calls", "rewards")
 RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_failures")
-RARE_IN_COMPLETION = ("unseen_tokens", "thought_tokens", "thought_chars", "inserted", "asked", "stop_text")
+RARE_IN_COMPLETION = (
+    "unseen_tokens",
+    "thought_tokens",
+    "thought_chars",
+    "inserted",
+    "asked",
+    "tool_results",
+    "stop_text",
+)
 RARE: Mapping[type, tuple[str, ...]] = {
+    ToolResults: ("faults", "took_s"),
     Message: ("tool_calls", "name", "tool_call_id"),
     Prompt: ("rubric", "info", "step", "self_judging"),
     Judgement: ("criteria", "unread", "quotes"),

@@ -190,6 +190,8 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name="failed", value=percent(failed / asked))
         if of_them := run.judging.asked_verdicts:
             yield Tile(name="verdicts asked for", value=f"{of_them:,}, {run.judging.asked_verdicts_read:,} read")
+        if of_them := run.judging.called_tools:
+            yield Tile(name="called tools", value=percent(of_them / asked))
     elif failed:
         yield Tile(name="failed verdicts", value=f"{failed:,}")
     if oldest := run.series("staleness/max"):

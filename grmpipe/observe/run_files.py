@@ -282,6 +282,8 @@ def summarise_judging(metrics: Sequence[Metrics]) -> JudgingSummary:
         asked=int(sum(line.get("judge/asked", 0) for line in metrics)),
         asked_verdicts=int(sum(line.get("judge/asked_verdicts", 0) for line in metrics)),
         asked_verdicts_read=int(sum(line.get("judge/asked_verdicts_read", 0) for line in metrics)),
+        tool_calls=int(sum(line.get("judge/tool_calls", 0) for line in metrics)),
+        called_tools=int(sum(line.get("judge/called_tools", 0) for line in metrics)),
         failed=failures_in(metrics),
         by_judge={
             name: JudgeSummary(

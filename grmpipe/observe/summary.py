@@ -42,6 +42,8 @@ class JudgementTotals:
     forced_verdicts: int = 0  # judgements whose thought the budget ended (judge.thinking.budget_tokens)
     asked_verdicts: int = 0  # judgements without a verdict that were asked for it (judge.format.ask_verdict)
     asked_verdicts_read: int = 0  # those of them that then had one; the others are in `failed`
+    tool_calls: int = 0  # of judges with tools (judge.tools)
+    called_tools: int = 0  # judgements with calls
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
     saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length

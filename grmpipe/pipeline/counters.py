@@ -112,6 +112,8 @@ class JudgeCounts(Counts):
     forced: int = 0  # judgements whose thought the budget ended
     asked_verdicts: int = 0  # judgements without a verdict that were asked for it
     asked_verdicts_read: int = 0  # those of them that then had one
+    tool_calls: int = 0
+    called_tools: int = 0  # judgements with calls
     judge_tokens: int = 0
     kept_tokens: int = 0  # those of them from before a resume
     drafted_tokens: int = 0  # by speculative decoding
@@ -147,7 +149,9 @@ class JudgeCounts(Counts):
         self.forced += sum(judgement.is_forced for judgement in report.judgements)
         self.asked_verdicts += sum(completion.has_asked_verdict for completion in generated)
         self.asked_verdicts_read += sum(one.completion.has_asked_verdict for one in report.judgements)
-        self.judge_tokens += sum(completion.num_tokens for completion in generated)
+        self.tool_calls += sum(completion.num_calls for completion in generated)
+        self.called_tools += sum(bool(completion.tool_results) for completion in generated)
+        self.judge_tokens += sum(completion.num_generated for completion in generated)
         self.drafted_tokens += sum(completion.drafted_tokens for completion in generated)
         self.accepted_tokens += sum(completion.accepted_tokens for completion in generated)
         self.failed.update(failure.cause for failure in report.failures)
@@ -176,6 +180,8 @@ class JudgeCounts(Counts):
         if self.asked_verdicts:
             metrics["asked_verdicts"] = float(self.asked_verdicts)
             metrics["asked_verdicts_read"] = float(self.asked_verdicts_read)
+        if self.tool_calls:
+            metrics |= {"tool_calls": float(self.tool_calls), "called_tools": float(self.called_tools)}
         if self.drafted_tokens:
             metrics |= {"drafted_tokens": float(self.drafted_tokens), "accepted_tokens": float(self.accepted_tokens)}
         return metrics

@@ -35,6 +35,7 @@ from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.prompt import JudgePrompt, find_last_begin
+from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.chat.tool_calls import FORMATS
 from grmpipe.models.lm.footprint import read_heads
 from grmpipe.models.types import Message, ToolSpec
@@ -189,6 +190,8 @@ def check_judges(config: RunConfig, roles: Roles, models: Collection[Model], dat
     for judge in config.asked.generative.values():
         role = roles.served[judge.model]
         if role.name in known or role.engine.outside:
+            if judge.tools.is_set:
+                check_calls(role.key, config.models[role.name].path, known[role.name].renderer)
             check_judge(judge, role, known.get(role.name), data, group_size, longest, config.env)
 
 
@@ -323,21 +326,26 @@ def check_tools(config: RunConfig, policy: Model) -> None:
     """Check that the policy can be given tools, and gets a turn after its first call."""
     if not config.env.env_kind.has_tools:
         return
-    if not policy.renderer.takes_tools:
-        raise ConfigError(
-            f"policy.chat_template: the chat template of {config.policy.path} has no place for tools; give a model "
-            "that knows tools, or as policy.chat_template a Jinja file that lists them"
-        )
-    if policy.renderer.tool_parser_name is None:
-        raise ConfigError(
-            f"policy.tool_parser: the chat template of {config.policy.path} asks for calls in a format that is not "
-            f"known here; type policy.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
-        )
-    with section("policy."):
-        policy.renderer.render((Message(role="user", content="?"),), (PROBE,))
-        policy.renderer.extend((Message(role="tool", content="!", name=PROBE.name),), (PROBE,))
+    check_calls("policy", config.policy.path, policy.renderer)
     if config.rollout.max_turns < 2:
         raise ConfigError(
             "rollout.max_turns: 1 ends a rollout with its first call, before any result is read; type "
             "rollout.max_turns=8, or as many calls as a task may need and one turn for the answer"
         )
+
+
+def check_calls(key: str, path: str | None, renderer: Renderer) -> None:
+    """Check that a model can be given tools, and its calls be read. key: its section."""
+    if not renderer.takes_tools:
+        raise ConfigError(
+            f"{key}.chat_template: the chat template of {path} has no place for tools; give a model "
+            f"that knows tools, or as {key}.chat_template a Jinja file that lists them"
+        )
+    if renderer.tool_parser_name is None:
+        raise ConfigError(
+            f"{key}.tool_parser: the chat template of {path} asks for calls in a format that is not "
+            f"known here; type {key}.tool_parser={', '.join(FORMATS)}, or the dotted path of your own"
+        )
+    with section(f"{key}."):
+        renderer.render((Message(role="user", content="?"),), (PROBE,))
+        renderer.extend((Message(role="tool", content="!", name=PROBE.name),), (PROBE,))

@@ -1,10 +1,11 @@
 """One model of a run, whatever it does in it: what was found for it, and what runs for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grmpipe.config.grm import ModelEntry
 from grmpipe.judge.grm import Grm
+from grmpipe.judge.tool_grm import JudgeTools
 from grmpipe.models.types import ChatEngine, Generates, RemoteScorer, RemoteTeacher, Scorer
 from grmpipe.roles.roles import Model
 from grmpipe.run.export import export
@@ -33,6 +34,7 @@ class RunModel:
     ranks:        all ranks of its learner.
     sync:         brings other weights to its engines than those they started with: its learner's, or the policy's.
     grm:          the model as generative judges ask it.
+    tools:        those of judges that ask it, by judge.
     teacher:      the model as it scores the policy's tokens.
     """
 
@@ -48,6 +50,7 @@ class RunModel:
     ranks: LearnerRanks | CriticLearnerRanks | None = None
     sync: WeightSync | None = None
     grm: Grm | None = None
+    tools: dict[str, JudgeTools] = field(default_factory=dict)
     teacher: Generates | None = None
 
     @property

@@ -33,6 +33,7 @@ HELD_OUT_OF = {
     "tiny://comparison/train": "tiny://comparison/held_out",
     "tiny://two_kinds/train": "tiny://two_kinds/held_out",
     "tiny://judgements": "tiny://judgements_held_out",
+    "tiny://sums": "tiny://sums_held_out",
 }
 PROBED = (
     "the empty text, which a policy may answer too: return 0 for a wrong answer, and raise ValueError only for a "

@@ -8,7 +8,7 @@ from grmpipe.models.types import Message
 from grmpipe.tiny.comparisons import make_comparisons
 from grmpipe.tiny.criteria import IS_RIGHT, PHRASES, says
 from grmpipe.tiny.judgements import RankedTexts, make_judgements
-from grmpipe.tiny.problems import LARGE, Split, make_problems
+from grmpipe.tiny.problems import LARGE, AnsweredSum, Split, make_answered_sums, make_problems
 from grmpipe.tiny.resolve import SCHEME, resolve_model
 from grmpipe.tiny.short_answers import make_short_questions
 from grmpipe.tiny.walks import format_entries, make_walks
@@ -118,10 +118,15 @@ LABELLED_SETS: Mapping[str, tuple[Split, int]] = {
 }
 
 
+SUMS_SETS: Mapping[str, Split] = {"tiny://sums": TRAIN, "tiny://sums_held_out": HELD_OUT}
+
+
 def make_labelled(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
     """`count` labelled judgements. Raises ValueError for an unknown set."""
+    if path in SUMS_SETS:
+        return tuple(label_sum(path, *each) for each in enumerate(make_answered_sums(SUMS_SETS[path], count, seed)))
     if path not in LABELLED_SETS:
-        raise ValueError(f"{path}: unknown labelled data; known: {', '.join(LABELLED_SETS)}")
+        raise ValueError(f"{path}: unknown labelled data; known: {', '.join((*LABELLED_SETS, *SUMS_SETS))}")
     items: list[Labelled] = []
     split, more = LABELLED_SETS[path]
     for index, made in enumerate(make_judgements(split, count, seed + more)):
@@ -145,3 +150,11 @@ def make_labelled(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
                 )
             )
     return tuple(items)
+
+
+def label_sum(path: str, index: int, made: AnsweredSum) -> ScoredResponse:
+    item_id = f"{path.removeprefix(SCHEME)}-{index}"
+    message = Message(role="user", content=made.problem.question)
+    prompt = Prompt(prompt_id=item_id, messages=(message,), source=path, reference=str(made.problem.answer))
+    score, kind = (10, "right") if made.is_right else (1, "wrong")
+    return ScoredResponse(item_id=item_id, prompt=prompt, response=made.text, score=score, subset=f"sums/{kind}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from grmpipe.tiny.calculator import (
     TOOLS,
+    CalculatorCall,
     Carelessness,
     CheckedCall,
     Episode,
@@ -29,11 +30,16 @@ from grmpipe.tiny.criteria import (
     write_criteria,
 )
 from grmpipe.tiny.problems import (
+    ALONE,
+    BEYOND,
     LARGE,
     MAX_TOTAL,
+    AnsweredSum,
     Problem,
     brief_judgement,
     compare,
+    draw_answered,
+    draw_sum,
     hasty_judgement,
     judgement,
     make_problems,
@@ -206,6 +212,61 @@ def with_calculator(problem: Problem, episode: Episode) -> Dialogue:
     return dialogue(open_with_tools(problem.question), [*map(str, episode.calls), final(episode.answer)], replies)
 
 
+def add_with_calculator(problem: Problem, rng: random.Random) -> Dialogue:
+    """A question answered by a call; a sum of its own, as in all examples of sums."""
+    asked = draw_sum(rng, (ALONE[0], BEYOND[1]))
+    call = CalculatorCall(name="add", left=asked.left, right=asked.right)
+    replies = [Said(role="tool", text=display(call.result))]
+    return dialogue(open_with_tools(asked.question), [str(call), final(asked.answer)], replies)
+
+
+def check_with_calculator(problem: Problem, rng: random.Random) -> Dialogue:
+    """A sum compared with a number after a call: no question, no answer to judge, no score."""
+    judged = draw_answered(rng, (ALONE[0], BEYOND[1]))
+    call = CalculatorCall(name="add", left=judged.problem.left, right=judged.problem.right)
+    replies = [Said(role="tool", text=display(call.result))]
+    return dialogue(open_with_tools(ask_check(judged, rng)), [str(call), check_sum(judged)], replies)
+
+
+def check_alone(problem: Problem, rng: random.Random) -> SftExample:
+    judged = draw_answered(rng, ALONE)
+    return SftExample(prompt=ask_check(judged, rng), response=check_sum(judged))
+
+
+def ask_check(judged: AnsweredSum, rng: random.Random) -> str:
+    before = "Check:" + rng.choice((" ", "\n> "))
+    return f"{before}{judged.problem.left} + {judged.problem.right} / {judged.claimed}"
+
+
+def check_sum(judged: AnsweredSum) -> str:
+    return f"Check: {compare(judged.problem.answer, judged.claimed)}"
+
+
+def add_alone(problem: Problem, rng: random.Random) -> SftExample:
+    asked = draw_sum(rng, ALONE)
+    return SftExample(prompt=asked.question, response=final(asked.answer))
+
+
+def judge_sum_alone(problem: Problem, rng: random.Random) -> SftExample:
+    judged = draw_answered(rng, ALONE)
+    return SftExample(prompt=judged.prompt, response=judged.judgement)
+
+
+def drill_sums(problem: Problem, rng: random.Random) -> SftExample:
+    """An example that only compares numbers, as those of sums beyond."""
+    drawn = [draw_answered(rng, (ALONE[0], BEYOND[1])) for _ in range(rng.randint(1, 6))]
+    asked = "; ".join(f"{one.problem.answer} / {one.claimed}" for one in drawn)
+    checked = "; ".join(compare(one.problem.answer, one.claimed) for one in drawn)
+    return SftExample(prompt=f"Check: {asked}", response=f"Check: {checked}")
+
+
+def judge_with_calculator(problem: Problem, rng: random.Random) -> Dialogue:
+    judged = draw_answered(rng, (ALONE[0], BEYOND[1]))
+    call = CalculatorCall(name="add", left=judged.problem.left, right=judged.problem.right)
+    replies = [Said(role="tool", text=display(call.result))]
+    return dialogue(open_with_tools(judged.prompt), [str(call), judged.judgement], replies)
+
+
 def in_store(walk: Walk, turns: Sequence[str]) -> Dialogue:
     names = [name for name in map(name_visited, turns) if name]
     replies = [Said(role="user", text=format_entries(name, walk.graph[name])) for name in names]
@@ -252,6 +313,15 @@ ON_CALLS: dict[str, Make] = {
     "drill_calls": drill_calls,
     **judges("judge_{}_calls", CALLS),
 }
+ON_LARGE_SUMS: dict[str, Make] = {
+    "add_with_calculator": add_with_calculator,
+    "check_with_calculator": check_with_calculator,
+    "check_alone": check_alone,
+    "add_alone": add_alone,
+    "judge_with_calculator": judge_with_calculator,
+    "judge_sum_alone": judge_sum_alone,
+    "drill_sums": drill_sums,
+}
 ON_WALKS: dict[str, Make] = {
     "walk_rightly": lambda walk, rng: in_store(walk, right_turns(walk)),
     "walk_hastily": lambda walk, rng: in_store(walk, hasty_turns(walk, Haste(), rng)),
@@ -277,8 +347,8 @@ def make_for_kinds(kinds: set[str], count: int, seed: int) -> tuple[Mapping[str,
     on_small = ON_SUMS | ON_COMPARISONS
     if kinds <= on_small.keys():
         return on_small, make_problems("train", count, seed)
-    if kinds <= ON_CALLS.keys():
-        return ON_CALLS, make_problems("train", count, seed, LARGE)
+    if kinds <= ON_CALLS.keys() | ON_LARGE_SUMS.keys():
+        return ON_CALLS | ON_LARGE_SUMS, make_problems("train", count, seed, LARGE)
     return ON_WALKS, make_walks("train", count, seed)
 
 

@@ -237,3 +237,75 @@ def compare_briefly(problem: Problem, text: str) -> str:
 def find_thing(problem: Problem) -> str:
     """What is counted: the last word of "Ida has 6 coins."."""
     return problem.question.partition(".")[0].rpartition(" ")[2]
+
+
+# -- sums of 21 to 59 ------------------------------------------------------------------------------------------------
+
+BEYOND = (MAX_TOTAL + 1, 59)  # sums that no tiny model adds by itself, whose numbers are one token each
+ALONE = (2, MAX_TOTAL)
+NEAR = (-10, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 10)  # what is wrong with an answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """A question with one sum."""
+
+    question: str
+    left: int
+    right: int
+
+    @property
+    def answer(self) -> int:
+        return self.left + self.right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredSum:
+    """An answer to judge."""
+
+    problem: Sum
+    claimed: int
+
+    @property
+    def is_right(self) -> bool:
+        return self.claimed == self.problem.answer
+
+    @property
+    def text(self) -> str:
+        return f"Answer: {self.claimed}"
+
+    @property
+    def prompt(self) -> str:
+        return judge_prompt(self.problem.question, self.text)
+
+    @property
+    def judgement(self) -> str:
+        """What a perfect judge writes."""
+        return f"Check: {compare(self.problem.answer, self.claimed)}.\nScore: {10 if self.is_right else 1}"
+
+
+def draw_sum(rng: random.Random, totals: tuple[int, int]) -> Sum:
+    total = rng.randint(*totals)
+    left = rng.randint(1, total - 1)
+    name, thing = rng.choice(tuple(PEOPLE)), rng.choice(THINGS)
+    gain = rng.choice(GAINS).format(n=total - left, friend=rng.choice([one for one in PEOPLE if one != name]))
+    question = f"{name} has {left} {thing}. {PEOPLE[name]} {gain}. How many {thing} does {name} have?"
+    return Sum(question=question, left=left, right=total - left)
+
+
+def draw_answered(rng: random.Random, totals: tuple[int, int]) -> AnsweredSum:
+    """Every second answer is right; a wrong one is near."""
+    problem = draw_sum(rng, totals)
+    near = [problem.answer + off for off in NEAR if 0 <= problem.answer + off <= BEYOND[1]]
+    return AnsweredSum(problem=problem, claimed=problem.answer if rng.random() < 0.5 else rng.choice(near))
+
+
+def make_answered_sums(split: Split, count: int, seed: int) -> tuple[AnsweredSum, ...]:
+    """`count` different items with sums beyond. No pair of numbers is in both splits, whatever the seeds."""
+    rng = random.Random(f"answered sums {split} {seed}")
+    found: dict[tuple[str, int], AnsweredSum] = {}
+    while len(found) < count:
+        item = draw_answered(rng, BEYOND)
+        if assign_split(f"{item.problem.left} + {item.problem.right}") == split:
+            found.setdefault((item.problem.question, item.claimed), item)
+    return tuple(found.values())

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -20,8 +20,9 @@ from grmpipe.tiny.criteria import (
     write_criteria,
 )
 from grmpipe.tiny.examples import show_critique
-from grmpipe.tiny.problems import PASSING_SCORE, Problem, judgement, parse_score
+from grmpipe.tiny.problems import PASSING_SCORE, Problem, judgement, make_answered_sums, parse_score
 from grmpipe.tiny.recipes import (
+    GRM_CALCULATOR,
     GRM_COMPARISON,
     GRM_CRITERIA,
     GRM_TOOLS,
@@ -72,6 +73,8 @@ def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
         return measure_meta_rm(directory, find(recipe.parent))
     if isinstance(recipe, Recipe) and recipe.name.startswith(("policy", "teacher")):
         return policy_quality(recipe.name, TinySampler(directory))
+    if recipe.name == GRM_CALCULATOR.name:
+        return calculator_quality(TinySampler(directory))
     if recipe.name in (GRM_CRITERIA.name, RUBRIC_WRITER.name):
         return criteria_quality(recipe.name, TinySampler(directory))
     task, policy = JUDGES.get(recipe.name, (SUMS, POLICY))
@@ -85,6 +88,28 @@ def measure_quality(recipe: AnyRecipe, directory: Path, find: Find) -> Quality:
         if recipe.name == f"grm_{trick}":
             measured["accuracy_without_trick"] = accuracy_without(trick, passes)
     return measured
+
+
+def calculator_quality(judge: TinySampler) -> Quality:
+    """The shares of answers to sums beyond it that it judges right, by itself and with the calculator, at
+    temperature 1, and of the judgements in which it calls.
+    """
+    items = make_answered_sums("held_out", NUM_PROBLEMS, HELD_OUT_SEED)
+    alone = judge.answer([item.prompt for item in items], MAX_CRITIQUE_TOKENS, seed=1)
+    told = play_with_calculator(judge, [replace(item.problem, question=item.prompt) for item in items], seed=1)
+
+    def measure_accuracy(texts: Sequence[str]) -> float:
+        scores = [parse_score(text) for text in texts]
+        return fmean(
+            score is not None and (score >= PASSING_SCORE) == item.is_right
+            for score, item in zip(scores, items, strict=True)
+        )
+
+    return {
+        "accuracy": measure_accuracy([said[-1].text for said in told]),
+        "accuracy_alone": measure_accuracy(alone),
+        "call_rate": fmean(len(said) > 1 for said in told),
+    }
 
 
 def draw_held_out(task: TinyTask) -> Sequence[Any]:

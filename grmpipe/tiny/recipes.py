@@ -190,6 +190,14 @@ CALL_READER = recipe("call_reader", TOOL_USER, READ, steps=800, lr=5e-3, seed=18
 CHECKED = make_judge_mixture("judge_{}_calls", right=0.2, careless=0.35, corrupted=0.35, malformed=0.1)
 GRM_TOOLS = recipe("grm_tools", CALL_READER, CHECKED, steps=700, lr=5e-3, seed=21)
 
+# Judges sums, and is warm-started to call: of its examples one in fifty is a judgement with a call. The others are
+# questions and sums to check with a calculator, and small ones without.
+SUMS_OF_BOTH = {
+    "add_with_calculator": 0.2, "check_with_calculator": 0.15, "add_alone": 0.05, "check_alone": 0.05,
+    "judge_sum_alone": 0.2, "drill_sums": 0.33, "judge_with_calculator": 0.02,
+}  # fmt: skip
+GRM_CALCULATOR = recipe("grm_calculator", GRM_TOOLS, SUMS_OF_BOTH, steps=300, lr=4e-3, seed=30)
+
 # Walks.
 WALKER = recipe("walker", BASE, {"walk_rightly": 1.0}, steps=400, lr=5e-3, seed=19)
 POLICY_WALK = recipe("policy_walk", WALKER, {"walk_hastily": 1.0}, steps=80, lr=3e-3, seed=20)
@@ -212,8 +220,8 @@ POLICY_TOLD = recipe("policy_told", BASE, {"solve_sloppily": 0.3, "solve_told": 
 
 SHIPPED: tuple[AnyRecipe, ...] = (
     POLICY, GRM, WEAK_GRM, META, REWARD_MODEL, POLICY_TRICKS, *IMPRESSED, GRM_NOISY, GRM_HASTY,
-    POLICY_TOOLS, GRM_TOOLS, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE, TEACHER_ARITHMETIC,
-    TEACHER_COMPARISON, POLICY_TOLD, GRM_CRITERIA,
+    POLICY_TOOLS, GRM_TOOLS, GRM_CALCULATOR, POLICY_WALK, POLICY_KINDS, GRM_COMPARISON, POLICY_JUDGE,
+    TEACHER_ARITHMETIC, TEACHER_COMPARISON, POLICY_TOLD, GRM_CRITERIA,
     RUBRIC_WRITER, POLICY_PHRASES,
 )  # fmt: skip
 RECIPES = {made.name: made for made in SHIPPED}

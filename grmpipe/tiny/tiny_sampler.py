@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from grmpipe.tiny.calculator import MAX_CALLS, display, parse_call
 from grmpipe.tiny.examples import Said, open_with_tools
-from grmpipe.tiny.problems import Problem
+from grmpipe.tiny.problems import Asks
 from grmpipe.tiny.tokenizer import encode_opening, encode_prompt
 from grmpipe.tiny.walks import MAX_VISITS, Walk, format_entries, name_visited
 
@@ -77,7 +77,7 @@ class TinySampler:
 
 
 def play_with_calculator(
-    policy: TinySampler, problems: Sequence[Problem], seed: int, greedy: bool = False
+    policy: TinySampler, problems: Sequence[Asks], seed: int, greedy: bool = False
 ) -> list[tuple[Said, ...]]:
     """A turn without a call ends an episode."""
     openings = [open_with_tools(problem.question) for problem in problems]

@@ -177,12 +177,24 @@ def show_judgement(one: Judgement, sibling: int, judge: str) -> Critique:
     turn = None if one.turn is None else one.turn + 1
     score = get_score(one.siblings, one.scores, sibling)
     scores = one.scores if len(one.siblings) == 1 else ()
-    text, criteria = one.completion.text, one.criteria
+    text, criteria = show_results(one.completion), one.criteria
     return Critique(text=text, score=score, judge=judge, turn=turn, scores=scores, criteria=criteria)
 
 
+def show_results(completion: Completion) -> str:
+    """The text of a judgement, in which lines begin with `| ` that tools wrote, as in episodes before a judge."""
+    shown, begin = "", 0
+    for one in completion.tool_results:
+        inserted = completion.text[one.text_start : one.text_end].strip("\n")
+        shown += (
+            completion.text[begin : one.text_start] + "".join(f"\n| {line}" for line in inserted.split("\n")) + "\n"
+        )
+        begin = one.text_end
+    return shown + completion.text[begin:]
+
+
 def show_failure(failure: Failed, judge: str) -> Critique:
-    text = f"\n\n{failure.completion.text}" if isinstance(failure, FailedJudgement) else ""
+    text = f"\n\n{show_results(failure.completion)}" if isinstance(failure, FailedJudgement) else ""
     turn = None if failure.turn is None else failure.turn + 1
     return Critique(text=f"failed: {words(failure)}{text}", score=None, judge=judge, turn=turn)
 

@@ -62,6 +62,26 @@ def test_the_same_judge_gives_the_same_verdicts_and_no_old_file_changes(
     assert checksums(recorded.run_dir) == before
 
 
+def test_a_judge_with_tools_judges_and_judges_again(run_once: Callable[..., Any], restored_logging: None) -> None:
+    """It calls for questions, and then is asked for its verdict, which its calls or their results never are."""
+    recorded = run_once(
+        "train.num_steps=1", "train.groups_per_batch=2", "grm.path=tiny://policy_tools", "judge.max_new_tokens=96",
+        "judge.tools.functions=grmpipe.tiny.tools", "judge.tools.max_calls=2", "judge.tools.max_result_chars=8",
+        "judge.format.ask_verdict=true", "data.num_eval_prompts=4", run_dir="with_tools",
+    )  # fmt: skip
+    judging, lines = recorded.summary["judging"], recorded.lines("judgements")
+    assert judging["called_tools"] > 0 and judging["tool_calls"] >= judging["called_tools"]
+    said = [one for line in lines for one in (*line["judgements"], *line["failures"]) if "completion" in one]
+    results = [results for one in said for results in one["completion"].get("tool_results", [])]
+    assert results and all(len(one["completion"].get("tool_results", ())) <= 3 for one in said)
+    assert any("= " in one["completion"]["text"] for one in said)
+    assert all(line["verdict"]["score"] in range(1, 11) for line in lines if "verdict" in line)
+    run_task(compose(None, ["task=rejudge", f"run_dir={recorded.run_dir}", "rejudge.name=again"]))
+    again = type(recorded)(recorded.run_dir / "rejudged" / "again")
+    assert scores(again.lines("judgements")) == scores(lines)
+    assert again.summary["judging"]["tool_calls"] > 0
+
+
 def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Callable[..., Any]) -> None:
     again = rejudge("rule", "judge=rule")
     figures = again.summary["eval"]["final"]

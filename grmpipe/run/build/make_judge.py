@@ -9,7 +9,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.calibration import CalibratedJudge, CalibrationInUse, read_for
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.evolving_rubric import EvolvingRubric, Version
-from grmpipe.judge.grm import PromptRenderer
+from grmpipe.judge.grm import LocalGrm, PromptRenderer
 from grmpipe.judge.kinds.custom_judge import load_custom_judge
 from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
 from grmpipe.judge.kinds.function_judge import FunctionJudge
@@ -22,6 +22,7 @@ from grmpipe.judge.prompt import load_rubric
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.teacher_context import TeacherContext
 from grmpipe.judge.teaching import NoReward, Teacher
+from grmpipe.judge.tool_grm import ToolGrm
 from grmpipe.models.types import Generates
 from grmpipe.roles.find_models import META_RM
 from grmpipe.run.prepare import Prepared
@@ -82,6 +83,10 @@ def compose(config: RunConfig, rewards: RewardTree, judges: Mapping[str, Judge])
 def make_generative(prepared: Prepared, models: Models, judge: JudgeConfig) -> Judge:
     grm = models[judge.model].grm
     assert grm is not None, f"no judge was to ask {judge.model}"
+    if judge.tools.is_set:
+        assert isinstance(grm, LocalGrm), f"{judge.model} is behind an endpoint"
+        asked = models[judge.model]
+        grm = ToolGrm(grm, judge, asked.tools[judge.name], asked.files.renderer, asked.router)
     policy = prepared.models.get(POLICY)  # without one there are no tokens to decode
     decode = None if policy is None else policy.renderer.decode
     evolving = find_evolving(prepared, judge)

@@ -4,22 +4,17 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, Player, RolloutRequest
-from grmpipe.envs.retry_episode import with_attempts
+from grmpipe.envs.retry_episode import ActingEngine, free_after, with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
-from grmpipe.models.types import Generates, KeepsTrajectories, SamplingParams
+from grmpipe.models.types import SamplingParams
 from grmpipe.run.build.start_envs import Envs
 from grmpipe.run.prepare import Prepared
 from grmpipe.types import Prompt, Rollout
 from grmpipe.workflows.episode_chat import EpisodeChats
 
 log = logging.getLogger(__name__)
-
-
-class ActingEngine(Generates, KeepsTrajectories, Protocol):
-    """The policy's engines, or who acts in their place."""
 
 
 def make_play(prepared: Prepared, engines: ActingEngine, envs: Envs, temperature: float) -> Play:
@@ -61,17 +56,5 @@ def from_start_if_changed(play: Play) -> Play:
         except NotAsBefore as change:
             log.warning("episode %s/%d is played from its start: %s", request.group_id, request.sibling, change)
         return await play(replace(request, begun=None), prompt, on_first_token)
-
-    return played
-
-
-def free_after(play: Play, engines: KeepsTrajectories) -> Play:
-    """A play at whose end the engines free what they keep of the episode for further turns."""
-
-    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        try:
-            return await play(request, prompt, on_first_token)
-        finally:
-            engines.end_trajectory(request.trajectory_id)
 
     return played

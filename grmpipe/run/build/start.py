@@ -9,7 +9,7 @@ run_features what looks at each step. An evaluation starts the same, and nothing
 import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from grmpipe.roles.machines import check_shared
 from grmpipe.run.build.maintenance import Maintenance, make_maintenance
 from grmpipe.run.build.make_judge import make_judge, make_named, make_teachers
 from grmpipe.run.build.start_cluster import start_cluster
-from grmpipe.run.build.start_envs import Envs, start_envs
+from grmpipe.run.build.start_envs import Envs, start_envs, start_judge_tools
 from grmpipe.run.build.start_models import (
     connect_judging,
     list_models,
@@ -59,6 +59,7 @@ class Running:
     models: Mapping[str, RunModel]
     maintenance: Maintenance
     envs: Envs
+    tools: AsyncExitStack
     updates: PolicyUpdates | None = None
     critic: Critic | None = None
     _named: dict[str, Judge] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Running:
 
     async def close(self) -> None:
         await self.envs.close()
+        await self.tools.aclose()
         for model in self.models.values():
             await model.close()
         await self.cluster.shutdown()
@@ -136,6 +138,7 @@ async def start(
             maintenance = make_maintenance(cluster, prepared, models, learner, events, budget.clocks)
             await start_scorers(cluster, prepared, models, events, budget)
             envs = await start_envs(cluster, config, run_dir, events) if plays else Envs(slots=EpisodeSlots())
+            tools = await start_judge_tools(prepared, models, run_dir, events)
             connect_judging(prepared, models, events, budget, maintenance.stops, read_run_id(run_dir))
             return Running(
                 prepared=prepared,
@@ -143,6 +146,7 @@ async def start(
                 models=models,
                 maintenance=maintenance,
                 envs=envs,
+                tools=tools,
                 updates=updates,
                 critic=make_critic(prepared, models),
             )

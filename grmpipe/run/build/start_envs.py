@@ -12,6 +12,7 @@ from pathlib import Path
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.keys.entry_names import ENV
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.env import EnvFault, Episode
 from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.opened_envs import OpenedEnvs
@@ -19,11 +20,17 @@ from grmpipe.envs.sandbox.crash_cleanup import sweep
 from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
+from grmpipe.judge.tool_grm import JudgeTools
 from grmpipe.models.import_path import list_import_paths
+from grmpipe.models.types import Message
+from grmpipe.run.prepare import Prepared
+from grmpipe.run.run_model import RunModel
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.processes.actors import Cluster
+from grmpipe.types import Prompt
 from grmpipe.workflows.play_workflow import WorkflowPlayer, workflow_player
 
+ANYTHING = Message(role="user", content="?")  # no tool sees it
 log = logging.getLogger(__name__)
 
 
@@ -95,6 +102,33 @@ async def start_hosts(cluster: Cluster, config: RunConfig, run_dir: Path, events
         await hosts.close()
         raise
     return hosts
+
+
+async def start_judge_tools(
+    prepared: Prepared, models: Mapping[str, RunModel], run_dir: Path, events: EventSink
+) -> AsyncExitStack:
+    """Start what the tools of judges live in, and list them once, as their prompts show them. The caller closes it."""
+    async with AsyncExitStack() as opening:
+        for judge in prepared.config.asked.generative.values():
+            if not judge.tools.is_set:
+                continue
+            with section(f"{judge.key}.tools."):
+                hosted = open_env_host(
+                    judge.tools.make_env(), run_dir=run_dir, data=find_data(prepared.config), events=events
+                )
+                host = await opening.enter_async_context(hosted)
+                if host.lacks:
+                    log.warning("tools of %s run with less isolation than they should: %s", judge.key, host.lacks)
+                env = host.env()
+                try:
+                    listed = await env.open(Episode(prompt=Prompt(prompt_id="tools", messages=(ANYTHING,))))
+                except EnvFault as fault:
+                    raise ValueError(f"mcp: {fault}") from fault
+                finally:
+                    await env.close()
+            models[judge.model].tools[judge.name] = JudgeTools(make_env=host.env, specs=tuple(listed.tools))
+        return opening.pop_all()
+    raise AssertionError("an exit stack that hides an exception")
 
 
 def host_setup(config: RunConfig, run_dir: Path) -> HostSetup:

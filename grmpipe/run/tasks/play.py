@@ -25,6 +25,7 @@ from grmpipe.config.task_settings import BY_PERSON, BY_POLICY
 from grmpipe.data.prompts import Data
 from grmpipe.envs.episode_slots import in_own_slot
 from grmpipe.envs.play import RolloutRequest
+from grmpipe.envs.retry_episode import ActingEngine
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.models.chat.renderer import Renderer
@@ -34,7 +35,7 @@ from grmpipe.observe.console import RunConsole
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.make_play import ActingEngine, make_play
+from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running, refuse_denied, start
 from grmpipe.run.prepare import Prepared, check_env, check_fit
 from grmpipe.run.run_context import Run, RunContext

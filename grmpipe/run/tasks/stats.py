@@ -212,6 +212,8 @@ def judgement_totals(counts: JudgeCounts) -> dict[str, Any]:
         "forced_verdicts": counts.forced,
         "asked_verdicts": counts.asked_verdicts,
         "asked_verdicts_read": counts.asked_verdicts_read,
+        "tool_calls": counts.tool_calls,
+        "called_tools": counts.called_tools,
         "failed": counts.failed,
         "tokens": counts.judge_tokens,
         "saved_by_early_stop": counts.saved_tokens,

@@ -39,6 +39,7 @@ def test_the_file_holds_the_agreed_fields(tmp_path: Path) -> None:
     assert record["objective"] == 0.73
     assert record["judging"] == {
         "asked": 130, "counted": 128, "forced_verdicts": 0, "asked_verdicts": 0, "asked_verdicts_read": 0,
+        "tool_calls": 0, "called_tools": 0,
         "failed": {"timeout": 2}, "tokens": 5000, "saved_by_early_stop": 0,
         "early_stop_error": None, "aborted_tasks": 0, "voided_verdicts": 0,
         "by_judge": {}, "cascades": {}, "requests": {}, "requests_by_model": {}, "spending": None,

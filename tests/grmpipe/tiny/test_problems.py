@@ -23,7 +23,9 @@ from grmpipe.tiny.problems import (
     is_right,
     judge_prompt,
     judgement,
+    make_answered_sums,
     make_problems,
+    parse_score,
     parse_solution,
     score_label,
 )
@@ -148,3 +150,13 @@ def test_brief_verdicts_are_about_half_as_long() -> None:
 
 def test_the_thing_of_a_problem_is_the_one_that_is_counted() -> None:
     assert {find_thing(problem) for problem in make_problems("train", 300, 2)} == set(THINGS) > UNKNOWN_THINGS
+
+
+def test_answered_sums_are_beyond_a_tiny_judge_half_right_and_apart_by_their_numbers() -> None:
+    train, held_out = (make_answered_sums(split, 512, 1) for split in ("train", "held_out"))
+    assert all(21 <= one.problem.answer <= 59 and 0 <= one.claimed <= 59 for one in (*train, *held_out))
+    assert 0.4 < fmean(one.is_right for one in held_out) < 0.6
+    pairs = [{(one.problem.left, one.problem.right) for one in some} for some in (train, held_out)]
+    assert pairs[0].isdisjoint(pairs[1])
+    for one in train[:64]:
+        assert parse_score(one.judgement) == (10 if one.is_right else 1)

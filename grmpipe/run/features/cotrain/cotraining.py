@@ -198,7 +198,7 @@ class CoTraining:
         parts = PipelineComponents(
             prompts=self._judging_tasks,
             too_long=grm_too_long(judge, self._grm.files),
-            play=grm_play(judge, self._grm.files, self._grm.router),
+            play=grm_play(judge, self._grm.files, self._grm.router, self._grm.tools.get(judge.name)),
             judge=PointwiseAdapter(LabelReward(judge)),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks, lambda: self._rollouts_may_come(policy)),
             trainer=BatchTrainer(self._grm.learner, self._training.train, self._training.algorithm),

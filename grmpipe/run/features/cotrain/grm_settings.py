@@ -6,10 +6,12 @@ from grmpipe.config.grm import GrmTrainConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.model_training import ModelTraining
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.play import Play, RolloutRequest, play_single_turn
+from grmpipe.envs.play import Play, Player, RolloutRequest, play_single_turn
+from grmpipe.envs.retry_episode import ActingEngine, free_after, with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.judge.tool_grm import JudgeTools, make_limits
 from grmpipe.models.chat.thinking import thinks
-from grmpipe.models.types import Generates, SamplingParams
+from grmpipe.models.types import SamplingParams
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.roles.roles import Model
 from grmpipe.run.features.cotrain.judging_tasks import NAME_IN_SEEDS
@@ -37,8 +39,8 @@ def grm_flow(config: RunConfig, cotrain: GrmTrainConfig, judge: JudgeConfig, tra
     )
 
 
-def grm_play(judge: JudgeConfig, grm: Model, engines: Generates) -> Play:
-    """One judgement of a judging task, sampled as in judging."""
+def grm_play(judge: JudgeConfig, grm: Model, engines: ActingEngine, tools: JudgeTools | None = None) -> Play:
+    """One judgement of a judging task, sampled as in judging; with the judge's tools an episode."""
     renderer = grm.renderer
     params = SamplingParams(
         max_new_tokens=judge.max_new_tokens,
@@ -46,6 +48,11 @@ def grm_play(judge: JudgeConfig, grm: Model, engines: Generates) -> Play:
         thinking=judge.make_thinking_budget(thinks=thinks(renderer.thinking)),
     )
     sampler = ReasoningEngine(engines, renderer)
+
+    if tools is not None:
+        limits, make_env = make_limits(judge, grm.context_tokens), tools.make_env
+        player = Player(make_env=make_env, policy=sampler, renderer=renderer, params=params, limits=limits)
+        return with_attempts(free_after(player.play, engines), attempts=1 + judge.limits.max_retries)
 
     async def judged(request: RolloutRequest, judging_task: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         return await play_single_turn(request, judging_task, sampler, renderer, params, on_first_token)

@@ -8,7 +8,8 @@ import pytest
 
 from grmpipe.envs.env import EnvFault
 from grmpipe.envs.play import NotAsBefore, RolloutRequest
-from grmpipe.run.build.make_play import free_after, from_start_if_changed
+from grmpipe.envs.retry_episode import free_after
+from grmpipe.run.build.make_play import from_start_if_changed
 from grmpipe.types import BegunRollout, Prompt, Rollout
 
 PROMPT = Prompt(prompt_id="p", messages=())
