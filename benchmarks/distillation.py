@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import grmpipe
-from grmpipe.judge.teacher_context import Insertion, Reports, Rollouts, TeacherContext
+from grmpipe.judge.teaching import Insertion, Reports, Rollouts, TeacherContext
 from grmpipe.run.build import make_judge
 from grmpipe.types import Prompt
 

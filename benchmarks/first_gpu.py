@@ -47,7 +47,7 @@ from grmpipe.models.settings import EmbeddedConfig, ModelShape, VllmConfig
 from grmpipe.models.types import RequestContext, SamplingParams, VersionSpan
 from grmpipe.observe.journal import read_journal
 from grmpipe.pipeline.step_metrics import with_pace
-from grmpipe.run.build.learning import learner_spec
+from grmpipe.run.build.start_models import learner_spec
 from grmpipe.scheduler.devices import GB, device_called
 from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.train.batching.packer import pack

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from grmpipe.scheduler.processes.cpu_time import list_family  # noqa: E402
+from grmpipe.run.features.cpu_seconds import list_family  # noqa: E402
 
 EVERY_S = 0.2
 LEAST_REST = 19  # times what a reading took: one of gigabytes takes a tenth of a second, and holds the process up

@@ -34,7 +34,7 @@ from in_sequence import STEPS_PER_BLOCK, Rounds, measure, stages_in_sequence, ta
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.journal import read_journal
-from grmpipe.scheduler.processes.cpu_time import cpu_seconds, list_family
+from grmpipe.run.features.cpu_seconds import cpu_seconds, list_family
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "quickstart.md"

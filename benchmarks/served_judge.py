@@ -30,7 +30,7 @@ from against_trl import GROUP_SIZE, GROUPS, STEPS, paragraph, tiny, write_questi
 from quickstart import commit_date, machine
 
 import grmpipe
-from grmpipe.scheduler.processes.cpu_time import list_family
+from grmpipe.run.features.cpu_seconds import list_family
 from grmpipe.tiny.problems import make_problems
 from grmpipe.tiny.quality import accuracy
 from grmpipe.tiny.tasks import SUMS

@@ -63,9 +63,8 @@ from grmpipe.models.terminal_text import replace_controls
 from grmpipe.new_project import write_new_project
 from grmpipe.roles.machines import check_seats
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.process_end import leave
 from grmpipe.run.run_watcher import RunWatcher
-from grmpipe.run.signals import stoppable
+from grmpipe.run.signals import leave, stoppable
 from grmpipe.run.tasks.sweep import SweepRun, find_exit_code, sweep_table
 
 CONF = Path(__file__).parent / "conf"
@@ -289,7 +288,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         return None
     # Late: a misspelt key, or an impossible placement, should not wait for torch to load.
     if config.task == "report":
-        from grmpipe.run.tasks.report_task import make_report
+        from grmpipe.run.tasks.list_runs import make_report
 
         print(make_report(config))
         return None
@@ -299,7 +298,7 @@ def run_task(config: RunConfig, watcher: RunWatcher | None = None) -> float | No
         list_runs(config)
         return None
     if config.task == "view":
-        from grmpipe.run.tasks.view_task import view_runs
+        from grmpipe.run.tasks.list_runs import view_runs
 
         view_runs(config)
         return None

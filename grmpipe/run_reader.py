@@ -16,18 +16,16 @@ import msgspec
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.evaluation_rows import EvaluationFigure, JudgedLine, read_figures, read_items
-from grmpipe.observe.eval_recorder import (
+from grmpipe.observe.journal import decode_what_can_be
+from grmpipe.observe.recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
     EvalJudgement,
     EvalRollout,
-    load_eval_judgements,
-    load_eval_rollouts,
-)
-from grmpipe.observe.journal import decode_what_can_be
-from grmpipe.observe.recorder import (
     JudgedSibling,
     RecordedRollout,
+    load_eval_judgements,
+    load_eval_rollouts,
     load_group_ends,
     load_rollouts,
     load_trained,

@@ -20,8 +20,7 @@ from grmpipe.run.prepare import Prepared, prepare
 from grmpipe.run.run_context import HasConfig, Run, run_in_directory
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import stoppable
-from grmpipe.run_dir.directory import RunLocation
-from grmpipe.run_dir.run_lock import RunLock
+from grmpipe.run_dir.directory import RunLocation, RunLock
 from grmpipe.scheduler.event_loop import run_to_end
 
 if TYPE_CHECKING:

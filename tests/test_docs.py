@@ -21,8 +21,7 @@ from grmpipe.cli import compose as compose_run
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.run_sections import TASKS
 from grmpipe.help import write_help
-from grmpipe.judge.kinds.custom_judge import load_custom_judge
-from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.kinds.function_judge import FunctionJudge, load_custom_judge
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.models.types import Message
 from grmpipe.observe.summary import Summary

@@ -66,7 +66,6 @@ ORDER = [
     "grmpipe/run/features/cotrain",
     "grmpipe/run/build",
     "grmpipe/run/doctor",
-    "grmpipe/serve/wires",
     "grmpipe/serve",
     "grmpipe/run/tasks",
     "grmpipe/capacity",

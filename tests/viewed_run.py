@@ -9,10 +9,9 @@ from grmpipe.config.judge import Scale
 from grmpipe.evaluation.evaluation_files import to_line
 from grmpipe.evaluation.judged_items import JudgedItem
 from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
-from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import CHECKSUM
 from grmpipe.observe.plain_json import plain
-from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, EvalRecorder, Recorder
 from grmpipe.run_dir.thinning import ThinningJob, thin_journal
 from grmpipe.types import (
     Failed,

@@ -22,9 +22,13 @@ from grmpipe.algorithm.advantages import (
     compute_gae,
     dpo,
     dr_grpo,
+    gae_of_turns,
     gae_raw,
+    gae_turns,
     gae_whitened,
+    gigpo,
     grpo,
+    mt_grpo,
     outcomes,
     pass_at_k,
     process,
@@ -70,7 +74,6 @@ from grmpipe.algorithm.losses import (
     sapo,
 )
 from grmpipe.algorithm.settings import AlgorithmSettings
-from grmpipe.algorithm.turn_advantages import gae_of_turns, gae_turns, gigpo, mt_grpo
 from grmpipe.config.keys.dotted_path import check_callable, find_at, is_dotted, unknown_value
 from grmpipe.config.keys.path_table import ObjectTable
 from grmpipe.config.keys.user_code import describe_code, format_value, note_owner

@@ -284,16 +284,6 @@ class RubricConfig(Bounded):
 
 
 @dataclass(frozen=True)
-class ExamplesConfig(Bounded):
-    """Labelled examples that a judge of single responses is shown before its question."""
-
-    # A file of labels (docs/labels.md): scores, or right and wrong; null: none.
-    path: str | None = not_empty(None, "give a file of labels, or null")
-    # [examples] Those shown: the ones that share most words with the prompt, and never one on this very prompt.
-    count: int = at_least(1, 4)
-
-
-@dataclass(frozen=True)
 class EarlyStopConfig(Bounded):
     """Early stop: when the remaining judgements of a rollout, or of a pair, are left out."""
 
@@ -357,7 +347,6 @@ class JudgeConfig(Bounded):
     split: SplitConfig = field(default_factory=SplitConfig)
     principles: PrinciplesConfig = field(default_factory=PrinciplesConfig)
     rubric: RubricConfig = field(default_factory=RubricConfig)
-    examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # [share] Share of the last 256 verdicts that failed, or of the last 256 scores of teachers, above which judging
@@ -803,15 +792,6 @@ def check_deadline(judge: JudgeConfig) -> None:
         )
 
 
-def check_examples(judge: JudgeConfig) -> None:
-    kind = judge.protocol_kind
-    if judge.examples.path is not None and not (kind.gives_one_score and kind.scores == "responses"):
-        raise ValueError(
-            f"examples.path: examples are single responses, and a {judge.protocol} judgement is about more; type "
-            "judge.examples.path=null, or judge=pointwise"
-        )
-
-
 def check_calibration(judge: JudgeConfig) -> None:
     """Check that the judge gives one reward for a whole response, which a map can calibrate."""
     if judge.calibration is None:
@@ -827,5 +807,5 @@ def check_calibration(judge: JudgeConfig) -> None:
 
 CHECKS = (
     check_choices, check_template, check_asked_verdicts, check_thinking, check_votes, check_sampling, check_early_stop,
-    check_rubric, check_tools, check_own, check_scalar, check_deadline, check_examples, check_calibration,
+    check_rubric, check_tools, check_own, check_scalar, check_deadline, check_calibration,
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Rollouts that other trainers have written, each in its own form: TRL's completions, verl's dumps, the traces and
-results of verifiers and prime-rl, slime's debug files, or plain columns. The form is recognised by the columns.
+"""Rollouts that other trainers have written, each in its own form: TRL's completions, verl's dumps, the traces
+of verifiers and prime-rl, slime's debug files, or plain columns. The form is recognised by the columns.
 
 JSON Lines come one row at a time; a .parquet, .json or .pt file is in memory while it is read.
 """
@@ -302,27 +302,6 @@ def describe_error(trace: Row) -> str:
     return f"error: {last.get('type', '')} {last.get('message', '')}"[:MAX_FAILURE].rstrip()
 
 
-def read_results(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRollout]:
-    """results.jsonl of verifiers before its traces (verifiers 0.1.14, verifiers/utils/save_utils.py, save_outputs). A
-    rollout with an error has the reward 0 there.
-    """
-    name = reading.reward or "reward"
-    for _, where, row in rows:
-        yield make_rollout(
-            {
-                "prompt": row["prompt"],
-                "reference": to_reference(row.get("answer")),
-                "source": row.get("task") or None,
-                "info": row.get("info"),
-            },
-            row["completion"], where, reading,
-            group=str(row["example_id"]),
-            reward=to_reward(row.get(name), f"{where}: {name}"),
-            failure=find_failure(row),
-            is_truncated=row.get("is_truncated") is True,
-        )  # fmt: skip
-
-
 def read_slime(rows: Iterator[Place], reading: Reading) -> Iterator[ForeignRollout]:
     """What slime's --save-debug-rollout-data writes (slime 624b824, slime/observability/rollout_data_utils.py, and
     Sample in slime/utils/types.py): prompt and response have their special tokens.
@@ -399,7 +378,6 @@ FORMS: Mapping[str, Form] = {
     "TRL's completions": Form(needs=("step", "prompt", "completion", "advantage"), read=read_trl),
     "verl's dump": Form(needs=("input", "output", "score", "step"), read=read_verl),
     "traces of verifiers and prime-rl": Form(needs=("task", "traces", "ok"), read=read_traces, is_nested=True),
-    "verifiers' results": Form(needs=("example_id", "prompt", "completion", "reward"), read=read_results),
     "slime's samples": Form(
         needs=("prompt", "response", "reward", "status", "response_length"), read=read_slime, is_nested=True
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
-from grmpipe.evaluation.policy_files import RESULTS
+from grmpipe.evaluation.policy_evaluation import RESULTS
 from grmpipe.observe.journal import UNREADABLE, decode_what_can_be, describe_error
 from grmpipe.observe.run_files import JUDGED
 

@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 
 from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
 from grmpipe.envs.retry_episode import EpisodeFailed
-from grmpipe.evaluation.answer_progress import AnswerProgress
 from grmpipe.evaluation.intervals import Estimate
 from grmpipe.evaluation.sampled_answers import AnswerSampling, figures, with_ends
 from grmpipe.judge.composition.combine_verdicts import MeasuredSkill, reaches
@@ -25,7 +24,7 @@ from grmpipe.judge.pointwise_adapter import judge_alone, judge_group
 from grmpipe.judge.verdict import get_reward
 from grmpipe.models.seeds import derive_seed
 from grmpipe.models.types import EngineRefused, ignore_first_token
-from grmpipe.observe.progress import Progress
+from grmpipe.observe.progress import Progress, counts_text, join_shown, left_at_pace, left_text, speed_text
 from grmpipe.pipeline.counters import EnvCounts
 from grmpipe.pipeline.health import OutageBreaker, ServiceHealth
 from grmpipe.scheduler.clock import ActiveClock
@@ -38,6 +37,30 @@ T = TypeVar("T")
 ONE_ANSWER = AnswerSampling(num_samples=1, pass_k=(1,))
 HELD_OUT = "held_out"  # name of the prompts of data.eval_path
 EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "reward", "grm_accuracy", "response_tokens")
+
+
+@dataclass(slots=True, kw_only=True)
+class AnswerProgress:
+    """Answers that were played and judged, of those that an evaluation asks for. One that can't be played, and so gets
+    no verdict, is done too.
+    """
+
+    name: str = ""
+    answers: int = 0
+    to_judge: int = 0
+    played: int = 0
+    judged: int = 0
+    tokens: int = 0  # sampled
+
+    def describe(self, took_s: float) -> str:
+        """The line after `took_s` seconds."""
+        return join_shown(
+            f"evaluation {self.name}",
+            counts_text("answers", self.played, self.answers),
+            counts_text("verdicts", self.judged, self.to_judge),
+            speed_text("policy", self.tokens, took_s),
+            left_text(left_at_pace(self.played + self.judged, self.answers + self.to_judge, took_s)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

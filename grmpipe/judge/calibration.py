@@ -34,7 +34,7 @@ CALIBRATION = "calibration.json"
 CALIBRATED, UNCALIBRATED = "calibrated", "uncalibrated"  # names of both rewards in a verdict's breakdown
 # Keys that don't change what a judge says: they decide what fails, or name it. `model` is a role: its files count.
 SAYS_NOTHING = ("name", "key", "model", "calibration", "max_failure_rate", "limits")
-FILES = ("rubric.path", "examples.path")
+FILES = ("rubric.path",)
 SAMPLE_BYTES = 1 << 20
 
 

@@ -33,7 +33,6 @@ from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, JudgeProtocol, protocol_named
 from grmpipe.data.rubrics import SharedRubric, load_shared_rubric
-from grmpipe.judge.examples import JudgeExamples, load_examples
 from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.judge.trajectory import Passage, Trajectory, of_text
 from grmpipe.models.types import Message
@@ -200,7 +199,6 @@ class JudgePrompt:
     ) -> None:
         self._rubric = rubric
         self._prefill: tuple[Message, ...] = ()
-        self._examples: JudgeExamples | None = None
         self._label = f"template {name}"
         self._scale = scale or Scale()
         self.example = find_example(template_text, self._scale)
@@ -236,7 +234,6 @@ class JudgePrompt:
         made = cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead, rubric=rubric)
         if config.rubric.path is not None and not made.shows_criteria:
             raise ValueError(f"rubric.path: template {config.template} shows no criteria; type judge=rubric")
-        made._examples = load_examples(config, made.example)
         if config.prefill:
             made._prefill = (Message(role=ASSISTANT, content=config.prefill),)
             made.probe_messages += made._prefill
@@ -275,21 +272,13 @@ class JudgePrompt:
         criteria: Sequence[Criterion] | None = None,
     ) -> tuple[Message, ...]:
         """The messages for one response, or for several in the order shown: trajectories, or texts of the policy.
-        Before them the judge's examples, each as a question and its answer; after them what its answer begins with.
+        After them what the judge's answer begins with.
 
         criteria: those of the rubric that are asked about; None: all.
 
         ValueError if the template needs something that this prompt doesn't have.
         """
-        asked = (*self._render(prompt, responses, principles, criteria), *self._prefill)
-        if self._examples is None:
-            return asked
-        system = [message for message in asked if message.role == "system"]
-        before: list[Message] = []
-        for example, response, verdict in self._examples.select(prompt):
-            before += (one for one in self._render(example, [response], principles) if one.role != "system")
-            before.append(Message(role="assistant", content=verdict))
-        return (*system, *before, *(message for message in asked if message.role != "system"))
+        return (*self._render(prompt, responses, principles, criteria), *self._prefill)
 
     def _render(
         self,

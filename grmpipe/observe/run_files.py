@@ -27,16 +27,18 @@ from grmpipe.models.types import Message
 from grmpipe.observe.changes import read_changes
 from grmpipe.observe.charts import Point
 from grmpipe.observe.console import by_part, failures_by_cause
-from grmpipe.observe.eval_recorder import (
+from grmpipe.observe.journal import UNREADABLE, read_what_can_be
+from grmpipe.observe.judge_requests import read_totals
+from grmpipe.observe.recorder import (
     EVAL_JUDGEMENTS,
     EVAL_ROLLOUTS,
     EvalRollout,
+    RecordedRollout,
     decode_eval_judgement,
     decode_eval_rollout,
+    decode_judged,
+    decode_recorded,
 )
-from grmpipe.observe.journal import UNREADABLE, read_what_can_be
-from grmpipe.observe.judge_requests import read_totals
-from grmpipe.observe.recorder import RecordedRollout, decode_judged, decode_recorded
 from grmpipe.observe.records import TEXT
 from grmpipe.observe.spending import describe_spending
 from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests

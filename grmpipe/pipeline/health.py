@@ -2,8 +2,6 @@
 what each of them counts as a failure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter, deque

@@ -17,13 +17,12 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers, JsonlSink
 from grmpipe.observe.budget_gate import PAID_ANSWERS, BudgetGate, PaidAnswers
 from grmpipe.observe.console import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, ConsoleSink, describe_run_signal
-from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import decode_what_can_be
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.progress import Progress
-from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.recorder import EvalRecorder, Recorder
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.run_files import find_numbers
 from grmpipe.observe.spending import Spending, describe_spending

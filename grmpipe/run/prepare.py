@@ -30,8 +30,7 @@ from grmpipe.judge.calibration import CalibrationInUse, describe_judge, find_dif
 from grmpipe.judge.context_limits import check_judge, check_policy, check_scalar_judge, longest_response
 from grmpipe.judge.evolving_rubric import WRITER, EvolvingRubric
 from grmpipe.judge.kinds import math_rule
-from grmpipe.judge.kinds.custom_judge import load_custom_judge
-from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.kinds.function_judge import FunctionJudge, load_custom_judge
 from grmpipe.judge.kinds.labels import find_rule
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.prompt import JudgePrompt, find_last_begin

@@ -1,17 +1,22 @@
-"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption.
+"""Turns Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into an orderly end of a run, as an interruption; ends the process,
+also one whose threads never end.
 
 The handlers are Python's own: asyncio's wait for the event loop, which a user's code may block.
 """
 
 import asyncio
+import atexit
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
+from typing import NoReturn
 
 LEAVE_AFTER_S = 2.0
 # `timeout` and wrappers that pass signals on send one to the process and to its group; systemd may add a SIGHUP.
@@ -135,3 +140,37 @@ def leave_soon() -> None:
     last.daemon = True
     last.start()
     raise KeyboardInterrupt
+
+
+WAIT_S = 3.0
+
+
+def leave(code: int) -> NoReturn:
+    """Exit with this code, after WAIT_S also if threads are left that Python would wait for. A signal ends it at once.
+
+    The interpreter isn't taken down: where a daemon thread is in a library's C++ code, that aborts the process.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(code))
+    threading.Thread(target=_leave_anyway, args=(code,), name="process-end", daemon=True).start()
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python itself does here: waits for threads
+    atexit._run_exitfuncs()
+    _end_now(code)
+
+
+def _leave_anyway(code: int) -> None:
+    time.sleep(WAIT_S)
+    left = [
+        thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
+    ]
+    if left:
+        print(f"grmpipe: note: left without waiting for threads that never ended: {', '.join(left)}", file=sys.stderr)
+        _end_now(code)
+
+
+def _end_now(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            stream.flush()
+    os._exit(code)

@@ -13,9 +13,10 @@ from grmpipe.data.stream import EndOfData, NothingToJudge
 from grmpipe.judge.verdict import only_finite
 from grmpipe.models.seeds import name_repetition
 from grmpipe.observe.all_trackers import is_up_to
-from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.journal import Mark, locate, mark_holds, read_records, read_what_can_be, replace_journal
 from grmpipe.observe.recorder import (
+    EVAL_JUDGEMENTS,
+    EVAL_ROLLOUTS,
     GROUPS,
     JUDGEMENTS,
     ROLLOUTS,

@@ -1,5 +1,6 @@
 """What a service was asked, on file, and its answers to questions that come again."""
 
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,6 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, read_what_can_be
 from grmpipe.observe.recorder import JUDGEMENTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import ServingSummary
-from grmpipe.serve.imputations import Imputations
 from grmpipe.types import JudgeReport, Verdict
 
 CALLS = "calls.jsonl"
@@ -93,3 +93,36 @@ class CallLog:
             self._answers.move_to_end(question)
             while len(self._answers) > self._cache_size:
                 self._answers.popitem(last=False)
+
+
+log = logging.getLogger(__name__)
+
+# -- responses without a verdict whose trainer got the mean of their siblings ------------------------------------------
+
+
+IMPUTED = "imputed.jsonl"
+
+
+class Imputations:
+    """They stand apart from judgements.jsonl: none of them is a verdict. causes: of the failed judgements, counted."""
+
+    def __init__(self, run_dir: Path, run_id: str, guard: Guard) -> None:
+        self.causes = Counter[str]()
+        self._journal = Journal(run_dir / IMPUTED, run_id=run_id)
+        self._guard = guard
+
+    def record(self, *, judge: str, client: str, group_id: str, cause: str, detail: str, mean: float, of: int) -> None:
+        """group_id: of the failed judgement in judgements.jsonl. of: how many siblings the mean is of."""
+        self.causes[cause] += 1
+        log.warning(
+            "%s has no verdict (%s): its trainer gets %.6g, the mean of %d siblings (serve.on_failure=mean_of_group)",
+            group_id, cause, mean, of,
+        )  # fmt: skip
+        with self._guard.watch(IMPUTED):
+            self._journal.append({
+                "group_id": group_id, "judge": judge, "client": client, "failed": cause, "detail": detail,
+                "mean_of_siblings": mean, "num_siblings": of,
+            })  # fmt: skip
+
+    def close(self) -> None:
+        self._journal.close()

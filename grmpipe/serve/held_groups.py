@@ -8,25 +8,63 @@ the client waits; then it is told why there is no verdict, and its next try find
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import fsum
 
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.reward import RewardTree
 from grmpipe.config.task_settings import ServeConfig
 from grmpipe.data.rows import Row
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.serve.admission import Admission, Refused
-from grmpipe.serve.imputations import Imputations
+from grmpipe.serve.call_log import Imputations
 from grmpipe.serve.open_calls import digest_question
-from grmpipe.serve.served_judges import ServedJudges
-from grmpipe.serve.wires.wire import Asked, Reward
+from grmpipe.serve.wire import Asked, Reward
 
 MAX_PAUSE_S = 30.0  # between two judgements of a response that fails
 FEWEST_JUDGED = 2  # siblings that a mean is of: a single one's reward would leave it no advantage
 
 # Takes a row of task=score, the name of a judge or composition, and who asks. Raises Refused, and ValueError.
 JudgeRow = Callable[[Row, str, str], Awaitable[Sequence[JudgedSibling]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedJudges:
+    """max_failure_rate: above it the service is degraded."""
+
+    judges: Mapping[str, JudgeConfig]
+    rewards: RewardTree
+    max_failure_rate: float
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self.judges, *self.rewards.entries})
+
+    def repeats(self, name: str, row: Row) -> bool:
+        """Whether an equal question would get equal judgements."""
+        return row.get("prompt_id") is not None or all(
+            judge.kind != "generative" or judge.temperature == 0 for judge in self._asked(name)
+        )
+
+    def compares(self, name: str) -> bool:
+        """Whether a reward depends on siblings."""
+        waits = name in self.rewards.entries and self.rewards.below(name).waits_for_siblings()
+        return waits or any(judge.waits_for_siblings for judge in self._asked(name))
+
+    def describe(self) -> Mapping[str, object]:
+        judges = {
+            name: {"kind": judge.kind, "model": judge.model, "scale": [judge.scale.low, judge.scale.high]}
+            for name, judge in self.judges.items()
+        }
+        return {
+            "judges": judges,
+            "compositions": {name: {"kind": one.kind} for name, one in self.rewards.entries.items()},
+        }
+
+    def _asked(self, name: str) -> Iterator[JudgeConfig]:
+        return (self.judges[one] for one in self.rewards.list_judges(name) if one in self.judges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,17 @@ GET  /metrics            counts and seconds, as Prometheus reads them
 POST /<trainer>/<name>   as that trainer asks a reward model (wires/)
 """
 
+import base64
+import binascii
+import hmac
 import logging
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from grmpipe.config.keys.entry_names import REWARD
 from grmpipe.config.keys.user_code import format_value
@@ -25,13 +29,13 @@ from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.plain_json import json_bytes
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.spending import Spending, list_prometheus_lines
-from grmpipe.serve.access import make_guard, read_client, refuse
+from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.serve.admission import Admission, Refused
-from grmpipe.serve.call_log import CallLog
-from grmpipe.serve.held_groups import HeldGroups
+from grmpipe.serve.call_log import CallLog, Imputations
+from grmpipe.serve.held_groups import Call, HeldGroups, ServedJudges
 from grmpipe.serve.open_calls import digest_question
-from grmpipe.serve.served_judges import ServedJudges
-from grmpipe.serve.wire_routes import WireRoutes
+from grmpipe.serve.wire import Wire
+from grmpipe.serve.wires import WIRES
 from grmpipe.types import Verdict
 
 log = logging.getLogger(__name__)
@@ -198,3 +202,121 @@ def describe(one: JudgedSibling) -> Mapping[str, object]:
     return found | {
         "score_std": verdict.score_std, "num_judgements": verdict.num_judgements, "version": verdict.grm_version
     }  # fmt: skip
+
+
+# -- who may ask: those who have the key, or those of this machine -----------------------------------------------------
+
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]")  # a page of another name may not ask, whatever address it resolves to
+RETRY_S = "1"
+
+
+def refuse(status: int, words: str, allow: str | None = None) -> web.Response:
+    headers = {"Retry-After": RETRY_S} if status == 429 else {"Allow": allow} if allow else {}
+    return web.json_response({"error": words}, status=status, headers=headers)
+
+
+def make_guard(key: str) -> Middleware:
+    """The middleware that admits those who have the key, as a bearer or as the password of a URL; without a key, those
+    of this machine.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if key and request.path != "/health":
+            _, given = read_credentials(request.headers)
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
+                return refuse(401, "the key is missing or wrong; send the header Authorization: Bearer <key>")
+        elif not key and request.host.rsplit(":", 1)[0] not in LOCAL:
+            return refuse(403, "without serve.key_env only this machine is answered, under 127.0.0.1 or localhost")
+        return await handler(request)
+
+    return guard
+
+
+def read_client(request: web.Request) -> str:
+    """Who asks, for a fair share: the name before the key of a URL, or the address."""
+    return read_credentials(request.headers)[0] or request.remote or ""
+
+
+def read_credentials(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Name and key: a bearer has no name."""
+    kind, _, given = headers.get("Authorization", "").partition(" ")
+    if kind.lower() == "basic":
+        try:
+            name, _, key = base64.b64decode(given, validate=True).decode().partition(":")
+        except (binascii.Error, UnicodeDecodeError):
+            return "", ""
+        return name, key
+    return "", given if kind.lower() == "bearer" else ""
+
+
+# -- the routes of the wires: a request of a trainer -> what it asks -> the answer in its own form ---------------------
+
+
+SETTINGS = ("group_size", "timeout_s")  # of a URL
+DAY_S = 86400.0
+
+
+class WireRoutes:
+    def __init__(self, held: HeldGroups, imputations: Imputations, longest_s: float) -> None:
+        """longest_s: that a request is held of a client without a timeout of its own."""
+        self._held = held
+        self._imputations = imputations
+        self._longest_s = longest_s
+
+    def add_to(self, app: web.Application) -> None:
+        for wire in WIRES.values():
+            app.router.add_post(wire.path, self._make_handler(wire))
+
+        async def end(app: web.Application) -> None:
+            self._held.end()
+
+        app.on_shutdown.append(end)
+
+    def list_metrics(self) -> Iterator[str]:
+        yield "# TYPE grmpipe_requests_held gauge"
+        yield f"grmpipe_requests_held {self._held.in_flight}"
+        yield "# TYPE grmpipe_responses_imputed_total counter"
+        for cause, count in sorted(self._imputations.causes.items()):
+            yield f'grmpipe_responses_imputed_total{{cause="{cause}"}} {count}'
+
+    def _make_handler(self, wire: Wire) -> Callable[[web.Request], Coroutine[object, object, web.Response]]:
+        async def answer(request: web.Request) -> web.Response:
+            call = self._read_call(wire, request)
+            body = parse_call(await request.read(), wire.fields)
+            asked = wire.read(body)
+            async with raise_first_failure() as tasks:
+                rewards = [tasks.create_task(self._held.ask(one, call)) for one in asked]
+            return web.json_response(wire.write(body, [one.result() for one in rewards]))
+
+        return answer
+
+    def _read_call(self, wire: Wire, request: web.Request) -> Call:
+        """Who asks, and the settings that stand in the URL. Raises ValueError."""
+        if unknown := request.query.keys() - set(SETTINGS):
+            raise ValueError(f"{min(unknown)}: unknown in this URL; known: {', '.join(SETTINGS)}")
+        size, timeout = (request.query.get(name) for name in SETTINGS)
+        if size is not None and not (size.isascii() and size.isdigit() and int(size[:9]) >= 1):
+            raise ValueError(f"group_size: expected a whole number from 1 on, got {size!r}")
+        client, known_s = read_client(request), wire.timeout_s or self._longest_s
+        return Call(
+            judge=request.match_info["judge"],
+            client=client,
+            sender=f"{client} {request.headers.get('Authorization', '')}",
+            group_size=None if size is None else int(size[:9]),
+            timeout_s=known_s if timeout is None else read_seconds(timeout),
+            tries=wire.tries,
+            gap_s=wire.gap_s,
+        )
+
+
+def read_seconds(text: str) -> float:
+    """The client's own timeout, where it was changed."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= DAY_S:
+        raise ValueError(f"timeout_s: expected seconds above 0 and at most {DAY_S:g}, got {text!r}")
+    return seconds

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from grmpipe.models.types import Message
 from grmpipe.tiny.comparisons import make_comparisons
-from grmpipe.tiny.criteria import IS_RIGHT, PHRASES, says
+from grmpipe.tiny.examples import IS_RIGHT, PHRASES, says
 from grmpipe.tiny.judgements import RankedTexts, make_judgements
 from grmpipe.tiny.problems import LARGE, AnsweredSum, Split, make_answered_sums, make_problems
 from grmpipe.tiny.resolve import SCHEME, resolve_model

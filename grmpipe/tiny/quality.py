@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grmpipe.tiny.criteria import (
+from grmpipe.tiny.examples import (
     PHRASES,
     ask_criterion,
     ask_writer,
@@ -16,10 +16,10 @@ from grmpipe.tiny.criteria import (
     judge_by,
     open_with,
     says,
+    show_critique,
     split_opening,
     write_criteria,
 )
-from grmpipe.tiny.examples import show_critique
 from grmpipe.tiny.problems import PASSING_SCORE, Problem, judgement, make_answered_sums, parse_score
 from grmpipe.tiny.recipes import (
     GRM_CALCULATOR,

@@ -1,5 +1,6 @@
 """Finds the directory behind `tiny://<name>`: shipped, cached or built now. Imports torch only to build."""
 
+import filecmp
 import json
 import logging
 import shutil
@@ -14,6 +15,7 @@ log = logging.getLogger(__name__)
 SCHEME = "tiny://"
 SHIPPED = Path(__file__).parent / "shipped"
 CARD = "recipe.json"
+SHARED_FILES = ("tokenizer.json", "tokenizer_config.json")  # shipped once: the folders of models have links to them
 
 
 def resolve_model(path: str) -> str:
@@ -91,5 +93,9 @@ def ship(recipe: AnyRecipe, directory: Path, measured: dict[str, float]) -> Path
     shipped = SHIPPED / recipe.name
     shutil.rmtree(shipped, ignore_errors=True)
     shutil.copytree(directory, shipped, copy_function=shutil.copyfile)  # without the owner-only mode of weights
+    for name in SHARED_FILES:
+        if (SHIPPED / name).is_file() and filecmp.cmp(shipped / name, SHIPPED / name, shallow=False):
+            (shipped / name).unlink()
+            (shipped / name).symlink_to(Path("..", name))
     write_card(recipe, shipped, measured)
     return shipped

@@ -1,20 +1,125 @@
-"""One rank of any trained model: its device and ranks, its version, its saved state."""
+"""One rank of any trained model: its device and ranks, its version, its saved state; a step on its sharded model."""
 
+import ctypes
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.models.freed_memory import keep_freed_memory
 from grmpipe.models.lm.checkpoint import ShardedSave, load_sharded
+from grmpipe.models.lm.offloaded_memory import OffloadedMemory
 from grmpipe.models.lm.parallel.ranks import choose_device, join_ranks
 from grmpipe.models.stored_files import StoredFile
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.train.optimizer import WaitingMoments, make_optimizer, schedule_lr, update
 from grmpipe.types import Metrics
+
+
+def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters: frozen ones have no moments."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    betas = (train.optimizer.betas[0], train.optimizer.betas[1])
+    return torch.optim.AdamW(learning, lr=train.lr, betas=betas, weight_decay=train.optimizer.weight_decay, fused=True)
+
+
+class WaitingMoments:
+    """The optimizer's moments, which wait on the host between steps if `offload` says so."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
+        self._optimizer = optimizer
+        self._offloads = offload
+        self._waiting = OffloadedMemory()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Context: moments are where the optimizer, a checkpoint or a reset can read and write them."""
+        self._waiting.load_back()
+        try:
+            yield
+        finally:
+            if self._offloads:
+                self._waiting.offload(iterate_moments(self._optimizer))
+
+
+def iterate_moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The tensors of its state but the number of steps."""
+    for state in optimizer.state.values():
+        yield from (value for name, value in state.items() if name != "step")
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, factor: float, rate: float, max_grad_norm: float
+) -> Metrics:
+    """Multiply the gradients by `factor`, clip them, make a step at this learning rate. A collective.
+
+    Raises NonFiniteGradients, on all ranks, without a step.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    norm = _clip(model, max_grad_norm)
+    if not math.isfinite(norm):
+        raise NonFiniteGradients(norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return {"train/grad_norm": norm, "train/lr": rate}
+
+
+def _clip(model: nn.Module, max_norm: float) -> float:
+    """Clip all gradients to this norm; returns what it was. A collective.
+
+    Norms are taken per mesh, because torch can't add up tensors of different meshes: divided experts have their own.
+    """
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if (gradient := parameter.grad) is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = [_whole(get_total_norm([p.grad for p in some if p.grad is not None])) for some in by_mesh.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    for some in by_mesh.values():
+        clip_grads_with_norm_(some, max_norm, total)
+    return total.item()
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """One dimension of the mesh after another: torch would do the same, and warn."""
+    if not isinstance(norm, DTensor):
+        return norm
+    for dimension in range(norm.device_mesh.ndim):
+        placements = [*norm.placements]
+        placements[dimension] = Replicate()
+        norm = norm.redistribute(placements=placements)
+    return norm.to_local()
+
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def schedule_lr(step: float, config: TrainConfig) -> float:
+    """The rate after `step` of num_steps steps: linear warm-up, then the decay over the rest of the run.
+
+    With several optimizer steps per batch each counts as a fraction: the second of four on the first batch is made at
+    0.25. The rate is 0 at neither end: such a step would cost time and learn nothing.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = (step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
+    return config.lr * DECAYS[config.schedule](min(progress, 1.0))
 
 
 class TrainingRank(ABC):
@@ -91,3 +196,18 @@ class TrainingRank(ABC):
         with self._moments.on_device():
             self._version = load_sharded(directory, self._model, self._optimizer)
         return self._version
+
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+KEPT_BYTES = 256 << 20
+LARGEST_BYTES = 32 << 20  # in a tensor; glibc takes no more
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep up to KEPT_BYTES of freed memory. A training step frees all its activations: given back to
+    the system, they cost a page fault for each 4 KiB when the next step needs them. No effect without glibc.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(MMAP_THRESHOLD, LARGEST_BYTES)
+        mallopt(TRIM_THRESHOLD, KEPT_BYTES)

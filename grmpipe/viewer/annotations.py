@@ -25,7 +25,7 @@ import msgspec
 from grmpipe.models.stored_files import sync_directory
 from grmpipe.observe.journal import end_of_last_line
 from grmpipe.observe.plain_json import json_bytes
-from grmpipe.run_dir.run_lock import NO_LOCKS
+from grmpipe.run_dir.directory import NO_LOCKS
 from grmpipe.types import Criterion
 from grmpipe.viewer.details import Sibling
 from grmpipe.viewer.journal_lines import DROPPED

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from grmpipe.observe.records import TEXT
-from grmpipe.viewer.snippets import snippet
+from grmpipe.viewer.queries import snippet
 
 DROPPED = "(text dropped: journals.keep)"
 # Sums over all turns of all lines still fit the 64 bits of an index, and means over them are finite.

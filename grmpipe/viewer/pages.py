@@ -24,13 +24,12 @@ from grmpipe.viewer.annotate_pages import (
     Rater,
     annotations_page,
     describe_desk,
-    diff_page,
     name_scores,
     read_whole_group,
 )
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
-from grmpipe.viewer.ingest import LABELLED
+from grmpipe.viewer.index import LABELLED
 from grmpipe.viewer.queries import COLUMN_SORTS, SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
@@ -210,7 +209,6 @@ PAGES: Mapping[str, Callable[[ViewedRun, Query, Rater], dict[str, object]]] = {
     "rollouts": rollouts_page,
     "group": group_page,
     "failures": failures_page,
-    "diff": diff_page,
     "annotations": annotations_page,
 }
 RUN_SORTS = {  # column of the list of runs -> field of ViewedState

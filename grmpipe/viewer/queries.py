@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from urllib.parse import urlencode
-
-from grmpipe.viewer.snippets import match_expression
 
 PAGE_ROWS = 50
 COUNTED = 1000  # more are not counted
@@ -286,3 +285,35 @@ def find_shared_prompts(a: sqlite3.Connection, b: sqlite3.Connection, limit: int
             for row in b.execute(query) if row["prompt_id"] in of_a]  # fmt: skip
     shown = [id_ for _, id_ in sorted(both, key=lambda one: -one[0])[:limit]]
     return [(row.prompt_id or "", row.question or "") for row in read_rows(b, "", shown)]
+
+
+SNIPPET_CHARS = 160
+PIECE = re.compile(r'(-?)"([^"]*)"|(-?)(\S+)')
+
+
+def snippet(text: str, *, from_end: bool = False) -> str:
+    """The first or the last words of a text, in one line."""
+    part = text[-4 * SNIPPET_CHARS :] if from_end else text[: 4 * SNIPPET_CHARS]
+    line = " ".join(part.split())
+    if len(line) <= SNIPPET_CHARS and len(part) == len(text):
+        return line
+    return f"… {line[-SNIPPET_CHARS:]}" if from_end else f"{line[:SNIPPET_CHARS]} …"
+
+
+def match_expression(words: str) -> str:
+    """The FTS5 expression of what a person types: all words, "phrases in quotes", -without, begin*. Empty: no word.
+
+    Every piece becomes a quoted string, so that nothing typed is taken for an operator.
+    """
+    wanted: list[str] = []
+    unwanted: list[str] = []
+    words = words.replace("\0", " ")  # where SQLite takes an expression to end
+    for minus, phrase, minus_of_word, word in PIECE.findall(words):
+        text = phrase or word.rstrip("*").lstrip('"')
+        if not re.search(r"\w", text):
+            continue
+        quoted = '"{}"{}'.format(text.replace('"', ""), "*" if word.endswith("*") else "")
+        (unwanted if minus or minus_of_word else wanted).append(quoted)
+    if not wanted:
+        return ""
+    return " ".join(wanted) + "".join(f" NOT {one}" for one in unwanted)

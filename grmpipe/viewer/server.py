@@ -5,7 +5,6 @@ GET /<page>/<run>?..     a page of a run, by its name: see PAGES
 GET /compare?a=..&b=..   two runs; with a prompt, their answers to it
 GET /state/<run>         how far its index is, as JSON
 GET /next/<run>?..       to the next answer of the queue
-GET /export/<run>?..     the rollouts that a filter finds, as a file
 POST /annotate/<run>?..  an annotation of what the query names, or the rater's name; then back to the page
 """
 
@@ -13,25 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
+import hmac
+import logging
 import secrets
 import signal
 import sqlite3
+import sys
+import threading
+import time
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote, unquote, urlencode
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from grmpipe.config.task_settings import AnnotateConfig
 from grmpipe.viewer import pages
-from grmpipe.viewer.access import HEADERS, make_guard
 from grmpipe.viewer.annotate_pages import NotThere, Rater, annotate, find_next_link
 from grmpipe.viewer.annotations import parse_rater
-from grmpipe.viewer.export import FORMS, export_rollouts
-from grmpipe.viewer.indexer import Indexer
+from grmpipe.viewer.figures import keep_figures
+from grmpipe.viewer.index import IndexProgress
 from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs, tell_apart
 
 LOOPBACK = "127.0.0.1"
@@ -100,7 +102,6 @@ class Viewer:
         app.router.add_get("/compare", self._compare_page)
         app.router.add_get("/state/{run:.+}", self._state)
         app.router.add_get("/next/{run:.+}", self._next)
-        app.router.add_get("/export/{run:.+}", self._export)
         app.router.add_post("/annotate/{run:.+}", self._annotate)
         app.router.add_get("/{page:" + "|".join(pages.PAGES) + "}/{run:.+}", self._run_page)
         return app
@@ -139,24 +140,6 @@ class Viewer:
         run = self._run(request.match_info["run"])
         found = await asyncio.to_thread(find_next_link, run, request.query, self._rater(request))
         raise web.HTTPSeeOther(pages.link("group", run.name, urlencode(found)))
-
-    async def _export(self, request: web.Request) -> web.StreamResponse:
-        run, form = self._run(request.match_info["run"]), request.query.get("form", "jsonl")
-        if form not in FORMS:
-            raise ValueError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
-        annotations, _ = self._rater(request).read(run)
-        wanted = await asyncio.to_thread(pages.read_filter, run, request.query)
-        pieces = export_rollouts(run, wanted, form, annotations)
-        piece = await asyncio.to_thread(next, pieces, b"")  # before the head is sent: its errors get a page
-        answer = web.StreamResponse(headers=HEADERS)
-        answer.content_type, answer.charset = FORMS[form], "utf-8"
-        name = re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
-        answer.headers["Content-Disposition"] = f'attachment; filename="{name}.{form}"'
-        await answer.prepare(request)
-        while piece:
-            await answer.write(piece)
-            piece = await asyncio.to_thread(next, pieces, b"")
-        return answer
 
     async def _annotate(self, request: web.Request) -> web.StreamResponse:
         """Answers once the annotation is on the disk."""
@@ -244,3 +227,138 @@ class Viewer:
 
     def _message(self, status: int, message: str, note: str = "") -> web.Response:
         return self._page("message", {"message": message, "note": note}, status=status)
+
+
+# -- who may see the pages, and write by them: those on this machine who have the viewer's token -----------------------
+
+
+HOSTS = {"127.0.0.1", "localhost"}  # a page of another name may not ask us, whatever address it resolves to
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",  # with no-referrer a browser hides the origin of our own forms too
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+NO_TOKEN = "This page needs the token: open the address that `grmpipe task=view` printed, then this one again."
+WRONG_HOST = "This address isn't one of the viewer."
+FOREIGN = "This form isn't one of the viewer that runs now: open its page again. Nothing was written."
+
+
+def make_guard(token: str, form_token: str) -> Middleware:
+    """The middleware that admits a request with the token: in the URL, which makes it a cookie, or as that cookie.
+
+    form_token: what a form must send besides: pages of other ports of this machine are sent with the cookie too.
+    """
+    cookie = f"grmpipe_view_{secrets.token_hex(4)}"  # another viewer on this machine has another one
+
+    def is_right(given: object, wanted: str = token) -> bool:
+        return hmac.compare_digest(str(given).encode("utf-8", "replace"), wanted.encode())
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            answer = await admit(request, handler)
+        except web.HTTPException as error:  # a redirection, or no such page
+            error.headers.update(HEADERS)
+            raise
+        answer.headers.update(HEADERS)
+        return answer
+
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.host.rsplit(":", 1)[0] not in HOSTS:
+            raise web.HTTPForbidden(text=WRONG_HOST)
+        if is_right(request.query.get("token", "")):
+            answer = web.Response(status=303, headers={"Location": str(clean(request))})
+            answer.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
+            return answer
+        if not is_right(request.cookies.get(cookie, "")):
+            raise web.HTTPUnauthorized(text=NO_TOKEN)
+        if request.method == "POST":
+            own = f"http://{request.host}"
+            sent = (await request.post()).get("form_token", "")
+            if request.headers.get("Origin", own) != own or not is_right(sent, form_token):
+                raise web.HTTPForbidden(text=FOREIGN)
+        return await handler(request)
+
+    return guard
+
+
+def clean(request: web.Request) -> str:
+    """The path and query without the token. A second slash in front would name another host."""
+    return "/" + str(request.rel_url.without_query_params("token")).lstrip("/")
+
+
+log = logging.getLogger(__name__)
+
+# -- the thread that keeps the indexes up to date ----------------------------------------------------------------------
+
+
+PAUSE_S = 2.0  # between two looks at the journals
+SAY_EVERY_S = 5.0
+
+
+class Indexer:
+    """Follows runs from their first page on, one after the other."""
+
+    def __init__(self) -> None:
+        self.progress: dict[str, IndexProgress] = {}  # by the run's name
+        self.problems: dict[str, str] = {}
+        self._runs: dict[str, ViewedRun] = {}
+        self._kept: dict[str, IndexProgress] = {}  # by the run's name: the state whose figures are in its index
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="viewer-index", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(timeout=10)
+
+    def watch(self, run: ViewedRun) -> None:
+        """Follow this run from now on."""
+        if run.name not in self._runs:
+            self._runs = {run.name: run, **self._runs}  # the newest first: someone waits for it
+            self._wake.set()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.clear()
+            for run in [*self._runs.values()]:
+                try:
+                    self._follow(run)
+                    self.problems.pop(run.name, None)
+                except (OSError, sqlite3.Error) as error:
+                    self.problems[run.name] = f"the index can't be written: {error}"
+                except Exception as error:  # other runs go on, and this one is tried again
+                    problem = f"its index can't be made: {error!r}"
+                    if self.problems.get(run.name) != problem:
+                        log.error("%s: %s", run.name, problem, exc_info=True)
+                    self.problems[run.name] = problem
+            self._wake.wait(PAUSE_S)
+
+    def _follow(self, run: ViewedRun) -> None:
+        began = said = time.monotonic()
+        first = None
+        for progress in run.index.follow():
+            self.progress[run.name] = progress
+            first = first or progress
+            if time.monotonic() - said > SAY_EVERY_S:
+                said = time.monotonic()
+                print(f"grmpipe: index of {run.name}: {progress.share:.0%}", file=sys.stderr, flush=True)
+            if self._stopping.is_set():
+                return
+        if first == self.progress.get(run.name) is not None:  # nothing new: there is time for what the first page shows
+            self._keep_figures(run)
+        if said > began and first is not None:
+            read_mb, took_s = (self.progress[run.name].done - first.done) / 1e6, time.monotonic() - began
+            print(f"grmpipe: index of {run.name}: {read_mb:.0f} MB in {took_s:.1f} s", file=sys.stderr, flush=True)
+
+    def _keep_figures(self, run: ViewedRun) -> None:
+        state = run.index.progress()
+        if self._kept.get(run.name) != state:
+            keep_figures(run.index, state)
+            self._kept[run.name] = state

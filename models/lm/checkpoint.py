@@ -1,21 +1,26 @@
 """Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories.
 
-Frozen weights aren't saved: they never change, and a resumed run loads the same files.
+Frozen weights aren't saved: they never change, and a resumed run loads the same files. A .metadata is a pickle,
+and untrusted: its reader makes only data, and runs nothing.
 """
 
+import pathlib
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from grmpipe.models.lm.checkpoint_metadata import SafeReader
 from grmpipe.models.lm.lora import merge_state, save_adapters
 from grmpipe.models.lm.parallel.ranks import group_for_files
 from grmpipe.models.settings import LoraConfig
@@ -194,3 +198,67 @@ def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: in
     if version > 0:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+RECORDS = {
+    (metadata.__name__, name): found
+    for name, found in vars(metadata).items()
+    if isinstance(found, type) and found.__module__ == metadata.__name__
+}
+KNOWN: dict[tuple[str, str], object] = {
+    **RECORDS,
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "set"): set,
+}
+
+
+class SafeReader(FileSystemReader):
+    """A reader that unpickles .metadata safely. Torch loads tensors with `weights_only`, but not .metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Raises UnpicklingError for objects that no checkpoint needs."""
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            read = _MetadataUnpickler(file).load()
+        if not isinstance(read, metadata.Metadata):
+            raise pickle.UnpicklingError(f".metadata holds {type(read).__name__} instead of metadata")
+        read.storage_meta = read.storage_meta or metadata.StorageMeta()
+        read.storage_meta.load_id = self.load_id
+        return read
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) not in KNOWN:
+            raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
+        return KNOWN[module, name]
+
+
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise pickle.UnpicklingError(f".metadata refers to the layout {name!r}")
+    return layout
+
+
+def average_files(directory: str, other: str, share: float) -> None:
+    """Replace the weights in `directory` by `share` of theirs and the rest of those in `other`, in float32: 16 bits
+    would round a small share away. Raises ValueError if `other` lacks a tensor, or has another shape of it.
+    """
+    with ExitStack() as opened:
+        there = [opened.enter_context(safe_open(file, "pt")) for file in sorted(Path(other).glob("*.safetensors"))]
+        places = {name: file for file in there for name in file.keys()}  # noqa: SIM118  it is no mapping
+        for path in Path(directory).glob("*.safetensors"):
+            tensors = load_file(path)
+            for name, own in tensors.items():
+                before = places[name].get_tensor(name) if name in places else None
+                if before is None or before.shape != own.shape:
+                    raise ValueError(f"{other} has no {name} like that of {directory}: they are different models")
+                tensors[name] = torch.lerp(before.float(), own.float(), share)
+            save_file(tensors, path, metadata={"format": "pt"})

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from grmpipe.models.lm.linear_logprobs import linear_logprobs
-from grmpipe.models.lm.logprobs import Wanted
+from grmpipe.models.lm.logprobs import Wanted, linear_logprobs
 
 
 @dataclass

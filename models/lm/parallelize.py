@@ -1,5 +1,6 @@
-"""One model on several ranks: FSDP2 and its precision."""
+"""One model on several ranks: FSDP2 and its precision; what layers keep from forward to backward."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import varlen  # noqa: F401  registers its operator
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grmpipe.models.lm.activations import checkpoint_layers
 from grmpipe.models.lm.causal_lm import load_causal_lm, outline_causal_lm
 from grmpipe.models.lm.moe.fp32_router import route_in_float32
 from grmpipe.models.lm.parallel.expert_parallel import divide_experts, gather_early
@@ -126,3 +129,41 @@ def without_gradient(model: nn.Module) -> Iterator[None]:
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The repeated blocks of a transformers model, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+# The operators of attention: the only ones of a layer whose cost grows with the square of a sample's length.
+ATTENTION = [
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def checkpoint_layers(
+    model: PreTrainedModel, layers: Sequence[GradientCheckpointingLayer], activations: Activations
+) -> None:
+    """Have these layers of the model keep what `activations` says, in place."""
+    for layer in layers:
+        # transformers recomputes only in training mode. The flag is set only on the block: dropout below it stays off.
+        layer.training = activations.recomputes
+    if not activations.recomputes:
+        return
+    options: dict[str, object] = {"use_reentrant": False}
+    if activations.checkpointing == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, ATTENTION)
+    model.gradient_checkpointing_enable(options)
+    if activations.offload:
+        run = functools.partial(_with_inputs_on_host, functools.partial(checkpoint, **options))  # type: ignore[arg-type]
+        for layer in layers:
+            layer._gradient_checkpointing_func = run  # type: ignore[assignment]  # as transformers sets it
+
+
+def _with_inputs_on_host(run: Callable[..., object], layer: Callable[..., object], *inputs: object) -> object:
+    """A checkpointed layer whose inputs wait in pinned host memory; on a CPU they are copied.
+
+    Both copies run on the stream of the computation: 2 x inputs / bandwidth of the bus is added to each pass.
+    """
+    with save_on_cpu(pin_memory=True):
+        return run(layer, *inputs)

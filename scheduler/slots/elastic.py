@@ -22,7 +22,7 @@ from grmpipe.scheduler.routing.load import NEVER_S
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.slots.balance import Move, Pool, Slot, decide
 from grmpipe.scheduler.slots.engine_replacement import BringCurrent, need_no_weights
-from grmpipe.scheduler.slots.sleep import SleepingEngine, sleep_engine
+from grmpipe.scheduler.slots.time_share import SleepingEngine, sleep_engine
 from grmpipe.scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,14 @@ from grmpipe.scheduler.clock import Standstill
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.routing.router import NO_REQUEST, Router
 from grmpipe.scheduler.slots.replacement_tries import WINDOW_S, ReplacementTries
-from grmpipe.scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
-from grmpipe.scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
+from grmpipe.scheduler.weights.weight_push import (
+    LEARNER,
+    EngineLost,
+    SyncReport,
+    WeightMismatch,
+    WeightsNotFinite,
+    WeightSyncTimeout,
+)
 from grmpipe.scheduler.weights.weight_sync import NoEngines, WeightSync
 
 log = logging.getLogger(__name__)

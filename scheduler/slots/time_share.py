@@ -12,14 +12,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from grmpipe.models.types import Engine, EngineDied, OnDevice
+from grmpipe.models.types import Engine, EngineDied, OnDevice, Sleeper
 from grmpipe.scheduler.clock import Standstill
 from grmpipe.scheduler.events import EventSink, NoEvents
 from grmpipe.scheduler.routing.router import Router
 from grmpipe.scheduler.slots.engine_replacement import BringCurrent, need_no_weights
-from grmpipe.scheduler.slots.sleep import SleepingEngine, sleep_engine
 from grmpipe.scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
@@ -249,3 +248,27 @@ class TimeShare:
             freed = {f"freed_gb_{who}": round(num_bytes / 1e9, 3) for who, num_bytes in self.freed_bytes.items()}
             self._events.span(self.name, "the learner's phase", self._began_s, now_s, **freed)
             self._began_s = None
+
+
+@runtime_checkable
+class SleepingEngine(Engine, Sleeper, Protocol):
+    """An engine that can free its device's memory."""
+
+
+async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
+    """Put an engine to sleep. Returns the bytes freed. `lends`: whether another process relies on them: if so, freeing
+    none is a warning.
+    """
+    await engine.pause()
+    if (num_bytes := await engine.sleep()) == 0 and lends:
+        log.warning("%s sleeps but freed no memory: the other engine of the slot may lack it", name)
+    else:
+        log.info("%s sleeps: %.3g GB were freed", name, num_bytes / 1e9)
+    return num_bytes
+
+
+async def put_to_sleep(router: Router) -> None:
+    """Put the engines of a role that doesn't serve yet to sleep; those of the next role start on the same devices."""
+    for name, engine in router.members.alive.items():
+        if isinstance(engine, SleepingEngine):
+            await sleep_engine(name, engine)

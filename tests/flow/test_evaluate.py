@@ -211,7 +211,7 @@ def test_summary_names_what_broke(small_run: Callable, tmp_path: Path, monkeypat
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 
-    monkeypatch.setattr("grmpipe.run.build.engines.start_engines", broken)
+    monkeypatch.setattr("grmpipe.run.build.start_models.start_engines", broken)
     with pytest.raises(RunFailed, match="out of memory"):
         small_run(*EVALUATE)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

@@ -15,7 +15,7 @@ import pytest
 from forks import Forked
 
 from grmpipe.envs.sandbox.crash_cleanup import read_start
-from grmpipe.envs.sandbox.worker_processes import descendants
+from grmpipe.envs.sandbox.supervisor import descendants
 
 SOURCE = '''
 """A user's tools and agent, which wait for what never comes."""
@@ -59,10 +59,10 @@ POLL_S = 0.05
 # Runs launch.py in a session of its own, and notes the threads that are left after its last line.
 START = """
 import json, os, runpy, threading
-from grmpipe.run import process_end
+from grmpipe.run import signals
 
 os.setsid()
-leave = process_end.leave
+leave = signals.leave
 
 def note_and_leave(code):
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -70,7 +70,7 @@ def note_and_leave(code):
         json.dump(left, file)
     leave(code)
 
-process_end.leave = note_and_leave
+signals.leave = note_and_leave
 runpy.run_path({launch!r}, run_name="__main__")
 """
 

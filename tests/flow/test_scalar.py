@@ -17,7 +17,7 @@ from transformers import AutoConfig, Qwen3ForSequenceClassification
 import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+from grmpipe.models.engines.openai.openai_engine import PoolingScorer
 from grmpipe.observe.budget_gate import BudgetGate, PaidAnswers
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.judge_requests import RequestJournal

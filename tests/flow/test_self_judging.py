@@ -13,7 +13,7 @@ import pytest
 from grmpipe.config.run_config import ConfigError
 from grmpipe.config.task_settings import RejudgeConfig
 from grmpipe.observe.recorder import load_rollouts
-from grmpipe.run_dir.stored_groups import open_stored
+from grmpipe.run.tasks.rejudge import open_stored
 
 # Of twelve groups three are judging tasks.
 SMALL = (

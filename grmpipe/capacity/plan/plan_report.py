@@ -3,27 +3,32 @@
 from dataclasses import dataclass
 
 from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerSpeed, slower_costs
-from grmpipe.capacity.lower_bound import DRIVER, LEARNER, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
+from grmpipe.capacity.lower_bound import DRIVER, LEARNER, RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
-from grmpipe.capacity.plan.disk import journal_line
-from grmpipe.capacity.plan.expected_cost import NOT_COUNTED, expect_requests, warn_of_bounds
-from grmpipe.capacity.plan.gpu_shares import compute_shares, with_shares
 from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, measure_machine
 from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, size, slot_memory
+from grmpipe.capacity.plan.memory_check import compute_shares, with_shares
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import (
+    Lengths,
     assumptions,
     compute_answer_share,
     count_calls,
     count_judgements,
+    judge_lengths,
+    judge_work,
     learner_flops,
+    policy_lengths,
     shares_asked,
     step_work,
+    teacher_work,
+    writer_work,
 )
+from grmpipe.config.journals import ALL
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.engines.engine_kind import EngineOptions
-from grmpipe.models.settings import EngineConfig
+from grmpipe.models.settings import EngineConfig, PriceConfig
 from grmpipe.scheduler.placement import describe
 
 CROWDED = 0.7  # share of the shortest step that the driver may work before it is likely to be waited for
@@ -245,3 +250,177 @@ def describe_requests(name: str, facts: RunFacts) -> str:
 def format_block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
     """A block of text; empty without lines."""
     return ["\n".join([title, *(f"  {line}" for line in lines)])] if lines else []
+
+
+# -- the disk that journals take, at mean lengths of one turn per rollout ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesPerToken:
+    """What a journal's line takes for a token: its id, its log-prob, its text."""
+
+    id: float
+    logprob: float
+    text: float = 4.0
+
+
+# Measured on lines of long answers; numbers of the first one are JSON.
+PLAIN, PACKED = BytesPerToken(id=6.0, logprob=14.0), BytesPerToken(id=3.0, logprob=5.0)
+ONLY_TEXT, NO_TEXT = BytesPerToken(id=0.0, logprob=0.0), BytesPerToken(id=0.0, logprob=0.0, text=0.0)
+LINE_BYTES = 450.0  # a rollout's or a verdict's, without tokens and texts
+JUDGEMENT_BYTES = 150.0
+
+
+def journal_line(facts: RunFacts) -> str:
+    """The journals of the whole run, in words."""
+    key = "journals.compact"
+    config = facts.config.journals
+    now, other = (journal_gb(facts, PACKED if config.compact is own else PLAIN) for own in (True, False))
+    left = estimate_kept_gb(facts, now)
+    outside = (
+        "" if len(list_journalled_judges(facts)) == len(facts.config.judging.generative) else ", without judges outside"
+    )
+    turns = "" if facts.config.env.env_kind.is_single else ", at one turn per rollout"
+    limit = config.max_gb
+    over = f"; journals.max_gb={limit:g} stops the run" if limit is not None and left > limit else ""
+    without = "false" if config.compact else "true"
+    kept = "" if config.keep == ALL else f"; journals.keep={config.keep} leaves {left:.2g} GB, up to twice in between"
+    return f"  journals: about {now:.2g} GB, {other:.2g} GB with {key}={without}{turns}{outside}{kept}{over}"
+
+
+def estimate_kept_gb(facts: RunFacts, whole_gb: float) -> float:
+    """What journals.keep leaves; what a resume may need, and evaluations, stay whole besides."""
+    if (keep := facts.config.journals).keep == ALL:
+        return whole_gb
+    if (share := keep.kept_share) is None:
+        return journal_gb(facts, ONLY_TEXT)
+    return share * whole_gb + (1 - share) * journal_gb(facts, NO_TEXT)
+
+
+def list_journalled_judges(facts: RunFacts) -> list[str]:
+    """Judges whose lengths are known: an endpoint's tokenizer isn't here."""
+    return [name for name, judge in facts.config.judging.generative.items() if judge.model in facts.models]
+
+
+def journal_gb(facts: RunFacts, per_token: BytesPerToken) -> float:
+    """Rollouts and judgements of all steps, and of the held-out evaluations."""
+    config = facts.config
+    train, monitored = config.train, config.judge_monitor
+    per_step = train.groups_per_batch * train.group_size
+    held_out = len(facts.data.held_out)
+    looks = train.num_steps // config.evaluate.every
+    questions = 2 * held_out + looks * min(monitored.anchors, held_out)
+    judged = train.num_steps * per_step + questions * config.evaluate.samples(1)
+    rollout = rollout_bytes(policy_lengths(facts), per_token)
+    found = judged * (rollout + LINE_BYTES) + questions * config.evaluate.greedy * rollout
+    for name in list_journalled_judges(facts):
+        per_rollout = count_judgements(name, facts) / per_step
+        # Judgements of one line pack their prompt once.
+        shared_by = max(1.0, per_rollout) if per_token is PACKED else 1.0
+        found += judged * per_rollout * judgement_bytes(judge_lengths(name, facts), per_token, shared_by)
+    return found / 1e9
+
+
+def rollout_bytes(lengths: Lengths, per_token: BytesPerToken) -> float:
+    prompt = lengths.prompt_tokens * (per_token.id + per_token.text)
+    return LINE_BYTES + prompt + lengths.new_tokens * (per_token.id + per_token.logprob + per_token.text)
+
+
+def judgement_bytes(lengths: Lengths, per_token: BytesPerToken, shared_by: float) -> float:
+    """A judgement keeps the ids of its prompt, not the text."""
+    prompt = lengths.prompt_tokens * per_token.id / shared_by
+    return JUDGEMENT_BYTES + prompt + lengths.new_tokens * (per_token.id + per_token.logprob + per_token.text)
+
+
+# -- what is asked of endpoints, at the mean lengths, with its cost ----------------------------------------------------
+
+
+NOT_COUNTED = "without retries, preflight judgements and checks of the judge"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedRequests:
+    """The requests to a model behind an endpoint. judged: of rollouts in training; held_out: of evaluations."""
+
+    model: str
+    price: PriceConfig
+    judged: float
+    held_out: float
+    prompt_tokens: float
+    sampled_tokens: float
+
+    @property
+    def requests(self) -> float:
+        return self.judged + self.held_out
+
+    @property
+    def cost_usd(self) -> float:
+        return self.price.cost_usd(self.prompt_tokens, 0, self.sampled_tokens)
+
+    @property
+    def text(self) -> str:
+        cost = f"; about {self.cost_usd:,.3g} USD" if self.price.is_known else ""
+        return (
+            f"{self.model}: {self.judged:,.0f} requests of the steps and {self.held_out:,.0f} of evaluations, "
+            f"{self.prompt_tokens:,.0f} prompt tokens, {self.sampled_tokens:,.0f} sampled{cost}"
+        )
+
+
+def expect_requests(facts: RunFacts) -> list[ExpectedRequests]:
+    """For each model behind an endpoint."""
+    config = facts.config
+    per_step = config.train.groups_per_batch * config.train.group_size
+    evaluated = count_evaluated(facts) / per_step
+    found = []
+    for role, price in config.prices.items():
+        works = [judge_work(name, facts) for name in config.asked.select_asking(role)]
+        for name, judge in config.asked.scalar.items():
+            if judge.model == role:
+                played = policy_lengths(facts)
+                read = Lengths(prompt_tokens=played.prompt_tokens + played.new_tokens, new_tokens=0)
+                works.append(read.work(round(per_step * shares_asked(facts)[name]), 1))
+        taught = [teacher_work(role, facts)] if role in config.teachers else []  # an evaluation has no teachers
+        taught += [writer_work(role, facts)] if role in config.writers else []
+        steps = config.train.num_steps
+        found.append(
+            ExpectedRequests(
+                model=role,
+                price=price,
+                judged=steps * sum(work.requests for work in (*works, *taught)),
+                held_out=evaluated * sum(work.requests for work in works),
+                prompt_tokens=(steps + evaluated) * sum_prompts(works) + steps * sum_prompts(taught),
+                sampled_tokens=(steps + evaluated) * sum_sampled(works) + steps * sum_sampled(taught),
+            )
+        )
+    return found
+
+
+def sum_prompts(works: list[RoleWork]) -> float:
+    return sum(work.requests * work.prompt_tokens for work in works)
+
+
+def sum_sampled(works: list[RoleWork]) -> float:
+    return sum(work.requests * work.new_tokens for work in works)
+
+
+def count_evaluated(facts: RunFacts) -> float:
+    """The answers that held-out evaluations let judge: the first and the last all prompts', the others the anchors'."""
+    config, held_out = facts.config, len(facts.data.held_out)
+    between = (config.train.num_steps - 1) // config.evaluate.every
+    return (2 * held_out + between * min(config.judge_monitor.anchors, held_out)) * config.evaluate.samples(1)
+
+
+def warn_of_bounds(facts: RunFacts, expected: list[ExpectedRequests]) -> list[str]:
+    """A warning for each bound of the budget that is below what is expected."""
+    sums = {
+        "max_requests": sum(one.requests for one in expected),
+        "max_tokens": sum(one.prompt_tokens + one.sampled_tokens for one in expected),
+        "max_cost": sum(one.cost_usd for one in expected),
+    }
+    shown = {"max_requests": "{:,.0f} requests", "max_tokens": "{:,.0f} tokens", "max_cost": "{:,.3g} USD"}
+    return [
+        f"budget.{key}={bound:g}: the run is expected to take {shown[key].format(sums[key])} and would stop before its "
+        "end, with a checkpoint; type a higher bound, or fewer train.num_steps"
+        for key, bound in facts.config.budget.bounds.items()
+        if sums[key] > bound
+    ]

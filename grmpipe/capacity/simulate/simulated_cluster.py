@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
+from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY, busiest_slot_s, is_learning, is_on_cpu
 from grmpipe.capacity.plan.work import policy_passes
-from grmpipe.capacity.simulate.shared_devices import find_shared_devices
 from grmpipe.capacity.simulate.simulated_answers import CountingRenderer
-from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
-from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
-from grmpipe.capacity.simulate.step_bound import Bound, compute_bound
+from grmpipe.capacity.simulate.simulated_learner import SimulatedDriver, SimulatedRanks
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.capacity.simulate.workload import Workload, make_flow, make_judge, make_play, make_writer
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.models.engines.simulated.simulated_engine import SimulatedEngine
+from grmpipe.models.engines.simulated.simulated_rate import SharedDevice
 from grmpipe.models.types import Engine
 from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
@@ -42,6 +40,31 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 
 PROBE = (1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The least seconds of a step: the work of the busiest slot. No overlap beats it: what the processes of a slot did,
+    they can't do faster one after the other. `loads_s`: of each process of a role.
+    """
+
+    step_s: float
+    loads_s: Mapping[str, float]
+
+
+def compute_bound(work_s: Mapping[str, float], placement: Placement, costs: Costs) -> Bound:
+    """work_s: role -> seconds of work in a step, of all its engines together with their batches full, of each rank, of
+    the driver. A push also stops the policy's engines.
+    """
+    loads = {
+        role: seconds if is_learning(role) or role == DRIVER else seconds / len(placement.seats[role])
+        for role, seconds in work_s.items()
+    }
+    paused, pushing = placement.seats[POLICY][0], placement.seats[LEARNER][0]
+    on_cores = costs.cores and is_on_cpu(placement, paused)  # a paused process leaves its core to others
+    if paused.pool != pushing.pool and not on_cores:  # on one slot a push counts once
+        loads[POLICY] += costs.sync_s
+    return Bound(step_s=busiest_slot_s(placement, loads, costs.cores), loads_s=loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,3 +309,27 @@ def most_rows(config: RunConfig, role: str, limit: int, num_engines: int) -> int
     judged = sum(judge.judgements_of_group(train.group_size) for judge in config.judging.select_asking(role).values())
     in_flight = (train.max_staleness + 1) * train.groups_per_batch * (played + judged)
     return max(1, min(limit, -(-in_flight // num_engines)))
+
+
+# Share of the work that one further process per core adds: measured with three to five engines on two cores.
+CONTEXT_SWITCH_COST = 0.16
+
+
+def find_shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
+    """Name of a seat, or of the driver -> the device it shares with others. Processes with seats on CPUs run on any
+    free one of `cores` cores; 0: each CPU slot is its own core. A process on several GPUs counts on the first that it
+    shares. Busy processes get equal shares of a device, none more than one core or one GPU.
+    """
+    machine, devices = SharedDevice(cores, CONTEXT_SWITCH_COST), {}
+    by_slot: dict[tuple[str, int], list[str]] = {}
+    for seat in (seat for seats in placement.seats.values() for seat in seats):
+        if cores and is_on_cpu(placement, seat):
+            devices[seat.name] = machine
+            continue
+        for slot in seat.slots:
+            by_slot.setdefault((seat.pool, slot), []).append(seat.name)
+    for names in by_slot.values():
+        if len(names) > 1:
+            device = SharedDevice()
+            devices |= {name: device for name in names if name not in devices}
+    return devices | ({DRIVER: machine} if cores else {})

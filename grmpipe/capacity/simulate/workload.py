@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.simulate.simulated_answers import CountingRenderer, Lengths, ModelWriter, Writer
-from grmpipe.capacity.simulate.simulated_process import AttendedGrm, SimulatedDriver
+from grmpipe.capacity.simulate.simulated_learner import AttendedGrm, SimulatedDriver
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream

@@ -2,16 +2,20 @@
 Hydra.
 """
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import io
 import re
 import shlex
+import textwrap
+import tokenize
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from grmpipe.config.io.field_comments import read_comments
 from grmpipe.config.keys.entry_names import FIRST, ROLES, first_apart
 from grmpipe.config.keys.secrets import may_be_secret
 from grmpipe.config.run_config import ConfigError
@@ -21,6 +25,8 @@ from grmpipe.models.hub import NotHere
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
 # Sections of earlier versions -> those that have their values; a name behind one stays where {} is.
 MOVED = {"grms": "models", "cotrain": "grm.train", "cotrains": "models.{}.train"}
+# Keys of earlier versions that nothing has taken the place of -> what to do instead.
+REMOVED = {"judge.examples": "write examples into a template of your own and type judge.template=<its path>"}
 # What verl, TRL, slime, AReaL and prime-rl call a key: its name, with as much of its sections as tells it from others.
 ELSEWHERE = {
     theirs: ours
@@ -177,6 +183,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that doesn't exist: with the nearest ones, or all of its section, or where to find all."""
     if new := explain_moved_key(key):
         return f"unknown key {key!r}; type {new}"
+    if instead := next((words for old, words in REMOVED.items() if f"{key}.".startswith(f"{old}.")), ""):
+        return f"unknown key {key!r}: it was removed; {instead}"
     if near := nearest(key, known):
         return f"unknown key {key!r}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
@@ -425,3 +433,56 @@ def _keys(cls: type, path: str = "") -> Iterator[tuple[str, object]]:
         yield key, hint
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from _keys(hint, f"{key}.")
+
+
+# -- the comments of a dataclass's fields: what the keys of a configuration mean ---------------------------------------
+
+
+def read_comments(cls: type) -> dict[str, str]:
+    """Field -> its comment, without the #. Raises ValueError for a field with one in both places."""
+    inherited = {
+        name: text
+        for base in cls.__bases__
+        if dataclasses.is_dataclass(base)
+        for name, text in read_comments(base).items()
+    }
+    return inherited | read_own_comments(cls)
+
+
+def read_own_comments(cls: type) -> dict[str, str]:
+    source = textwrap.dedent(inspect.getsource(cls))
+    beside, alone = comment_lines(source)
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field in definition.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            behind = [beside[line] for line in find_lines(field) if line in beside]
+            above = [alone[line] for line in block_above(field.lineno, alone)]
+            if behind and above:
+                raise ValueError(f"{cls.__name__}.{field.target.id}: has a comment behind it and one above; keep one")
+            found[field.target.id] = " ".join(behind or above)
+    return found
+
+
+def comment_lines(source: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Line -> comment: those after code, and those alone in their line."""
+    beside: dict[int, str] = {}
+    alone: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            where = alone if token.line.lstrip().startswith("#") else beside
+            where[token.start[0]] = token.string.removeprefix("#").strip()
+    return beside, alone
+
+
+def find_lines(field: ast.AnnAssign) -> range:
+    return range(field.lineno, (field.end_lineno or field.lineno) + 1)
+
+
+def block_above(line: int, alone: Collection[int]) -> range:
+    """The lines of comment that end right above a line."""
+    first = line
+    while first - 1 in alone:
+        first -= 1
+    return range(first, line)

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from grmpipe.config.io.field_comments import read_comments
-from grmpipe.config.io.key_errors import ELSEWHERE, find_member_class
+from grmpipe.config.io.key_errors import ELSEWHERE, find_member_class, read_comments
 from grmpipe.config.keys.entry_names import FIRST
 from grmpipe.config.run_sections import RunSections
 

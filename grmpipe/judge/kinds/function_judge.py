@@ -1,17 +1,20 @@
-"""Judges by a reward function of the user's own: its number is the reward."""
+"""Judges of the user's own: a reward function, whose number is the reward; a whole judge by its dotted path."""
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Sequence
 from typing import cast
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.keys.dotted_path import find_at
 from grmpipe.config.keys.user_code import UserCodeError, call_guarded, format_value
+from grmpipe.judge.checked_judge import CheckedJudge, CheckedRolloutJudge
 from grmpipe.judge.kinds.reward_function import GivenReward, reward_function
-from grmpipe.judge.pointwise_adapter import HandOver
+from grmpipe.judge.pointwise_adapter import HandOver, PointwiseAdapter, RolloutJudge
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.scheduler.daemon_threads import TooManyStuck, in_own_thread
-from grmpipe.types import Cause, JudgeReport, JudgeSession, Prompt, Rollout
+from grmpipe.types import Cause, Judge, JudgeReport, JudgeSession, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -95,3 +98,33 @@ class FunctionJudge:
         log.log(level, "no verdict: %s", words)
         self._has_failed |= cause != "abstained"
         return report_failures(make_failure(cause, f"prompt {prompt.prompt_id}: {words}"))
+
+
+def load_custom_judge(config: JudgeConfig) -> Judge:
+    """An instance of `judge.custom.target` behind its door: a Judge, which has `open`, or a RolloutJudge, which has
+    `judge`.
+
+    Raises ValueError if the class can't be imported, can't be constructed, or is neither.
+    """
+    made = find_at(config.custom.target, "custom.target")
+    if not inspect.isclass(made):
+        raise ValueError(f"custom.target: {config.custom.target} is not a class")
+    try:
+        judge = made(**config.custom.options)
+    except (Exception, SystemExit) as error:  # importing or constructing the user's class may raise anything
+        raise ValueError(
+            f"custom.options: {config.custom.target} can't be constructed with {config.custom.options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    key = f"{config.key}.custom.target"
+    if isinstance(judge, PointwiseAdapter):
+        return PointwiseAdapter(CheckedRolloutJudge(judge.judge, key))
+    if isinstance(judge, Judge):
+        return CheckedJudge(judge.open, judge.open, key)
+    if isinstance(judge, RolloutJudge):
+        return PointwiseAdapter(CheckedRolloutJudge(judge, key))
+    raise ValueError(
+        f"custom.target: {config.custom.target} is not a judge: it needs `async def judge(self, prompt, "
+        f"rollout, priority=0)` that "
+        "returns a JudgeReport, or `open(self, prompt, group_id, size)` that returns a JudgeSession"
+    )

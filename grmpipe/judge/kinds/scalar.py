@@ -1,4 +1,5 @@
-"""Judges by a scalar reward model, which reads a conversation and gives one number.
+"""Judges by numbers: those that the environment gave for its turns, and those of a scalar reward model, which reads a
+conversation and gives one number.
 
 The conversation is rendered by the reward model's own chat template, in its own tokens: no text of the policy becomes
 markup.
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.raw_scores import EnvRewardConfig, sum_rewards
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.models.chat.chat_template import count_chars, off_loop_if_long
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.request_gates import PrioritySemaphore
 from grmpipe.models.types import EngineDied, EngineRefused, Message, Scorer
 from grmpipe.scheduler.clock import ActiveClock
-from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
+from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout
 
 COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
 
@@ -94,3 +96,39 @@ def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterato
         if number < len(rollout.turns):  # a reward model scores a conversation that ends with the assistant
             # A chat has no place for an assistant's message that the policy didn't write: it would be scored as its.
             yield from (reply for reply in turn.replies if reply.role != "assistant")
+
+
+COMPONENT = "env"  # the name of its reward in a breakdown
+
+
+class EnvRewardJudge:
+    """The sum of the environment's rewards is the score and the reward, on no scale. A rollout without any reward is
+    Failed: the environment didn't say what it is worth, which is not 0, unless `missing` says so.
+    """
+
+    def __init__(self, config: EnvRewardConfig) -> None:
+        self._config = config
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        found = [self._config.sum_rewards(turn.rewards) for turn in rollout.turns]
+        given = {turn: reward for turn, reward in enumerate(found) if reward is not None}
+        if not given and self._config.missing is not None:
+            given = {len(rollout.turns) - 1: self._config.missing}
+        if not given:
+            return report_failures(make_failure("undecided", self._missing(rollout)))
+        total = sum_rewards(given.values())
+        rewards = by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total)
+        return report_score(rewards, total, {COMPONENT: total})
+
+    def _missing(self, rollout: Rollout) -> str:
+        wanted = f" called {' or '.join(self._config.weights)}" if self._config.weights else ""
+        got = ", ".join(rollout.env_rewards) or "none at all"
+        return f"the environment gave no reward{wanted}; it gave {got}"
+
+
+def by_turn(rollout: Rollout, rewards: dict[int, float]) -> tuple[RewardSpan, ...]:
+    """A span over the tokens of each turn that earned a reward."""
+    return tuple(
+        RewardSpan(turn=turn, start=0, end=len(rollout.turns[turn].completion.token_ids), value=reward)
+        for turn, reward in rewards.items()
+    )

@@ -7,22 +7,34 @@ push_weights: to the living engines         <- ends the learner's phase         
 journal:      the run's files               <- a finished rollout asks for its values  (critic)
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+import functools
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import EvaluateConfig
 from grmpipe.data.demonstrations import Demonstrations
-from grmpipe.envs.episode_slots import EpisodeSlots
-from grmpipe.envs.play import Play
+from grmpipe.envs.episode_slots import EpisodeSlots, in_own_slot
+from grmpipe.envs.play import EpisodeLimits, NotAsBefore, Play, Player, RolloutRequest
+from grmpipe.envs.retry_episode import ActingEngine, free_after, with_attempts
+from grmpipe.envs.thinking_budget import ReasoningEngine
+from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.evaluation.sampled_answers import AnswerSampling
+from grmpipe.judge.composition.composed_judge import get_members, get_skill, with_own_bounds
 from grmpipe.judge.teaching import Teacher, TeachingJudge
 from grmpipe.models.request_gates import PrioritySemaphore
+from grmpipe.models.types import SamplingParams
+from grmpipe.observe.progress import Progress
 from grmpipe.pipeline.health import VERDICTS_WINDOW, JudgeHealth, ServiceHealth
 from grmpipe.pipeline.interfaces import GroupJournal, PipelineComponents, Prompts, Trainer
-from grmpipe.run.build.make_play import make_play
 from grmpipe.run.build.start import Running
+from grmpipe.run.build.start_envs import Envs
 from grmpipe.run.features.cotrain.cotraining import CoTrainings
 from grmpipe.run.observers import Observers
 from grmpipe.run.prepare import Prepared
+from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.slots.time_share import TimeShare
 from grmpipe.scheduler.weights.weight_push import SyncReport
@@ -30,7 +42,8 @@ from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
-from grmpipe.types import Judge, Prompt
+from grmpipe.types import Judge, Prompt, Rollout
+from grmpipe.workflows.episode_chat import EpisodeChats
 
 PushWeights = Callable[[int], Awaitable[SyncReport]]
 
@@ -181,3 +194,126 @@ def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:
         return len(policy.renderer.render(prompt.messages)) + max_new_tokens > policy.context_tokens
 
     return check
+
+
+# -- evaluations on held-out prompts -----------------------------------------------------------------------------------
+
+
+def make_evaluator(prepared: Prepared, running: Running, progress: Progress) -> Evaluator:
+    """The evaluations of a run that trains."""
+    config, judge = prepared.config, running.judge
+    sampling = read_sampling(config.evaluate, default=1)
+    return replace(
+        evaluator_on(take_sources_in_turn(prepared.held_out), prepared, running, with_own_bounds(judge), sampling),
+        first=first_of_all_answers(config, judge, prepared.held_out),
+        pass_reward=compute_pass_reward(config),
+        by_model=config.judging.by_model,
+        compares=config.judging.compares,
+        skill=get_skill(judge),
+        progress=progress,
+    )
+
+
+def take_sources_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, one of each source after the other: the first ones, which are the anchors, are of all sources."""
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    return [prompt for turn in itertools.zip_longest(*by_source.values()) for prompt in turn if prompt is not None]
+
+
+def evaluator_on(
+    prompts: Sequence[Prompt], prepared: Prepared, running: Running, judge: Judge, sampling: AnswerSampling
+) -> Evaluator:
+    """The evaluation of the policy on prompts."""
+    config, clock, envs = prepared.config, ActiveClock(), running.envs
+    running.maintenance.stops(clock)
+    play = functools.partial(make_play, prepared, running.policy.router, envs)
+    return Evaluator(
+        prompts=prompts,
+        play_sampled=in_own_slot(play(config.evaluate.temperature), envs.slots),
+        play_greedy=in_own_slot(play(0.0), envs.slots),
+        judge=judge,
+        is_right=prepared.is_right,
+        seed=config.seed,
+        counting=sampling,
+        greedy=config.evaluate.greedy,
+        deadline_s=config.rollout.group_deadline_s,
+        clock=clock,
+        make_health=functools.partial(compose_health, config),
+    )
+
+
+def read_sampling(evaluate: EvaluateConfig, default: int) -> AnswerSampling:
+    """How many answers to a prompt are sampled, and each k of pass@k. default: answers, if neither is set."""
+    num_samples = evaluate.samples(default)
+    return AnswerSampling(num_samples=num_samples, pass_k=evaluate.pass_ks(num_samples))
+
+
+def first_of_all_answers(config: RunConfig, judge: Judge, prompts: Sequence[Prompt]) -> str | None:
+    """The first of several judges, if it judges every answer to the prompts. None if it compares, or if other verdicts
+    decide what it sees: its scores would then be of a part of the answers, which changes as the policy learns.
+    """
+    name, sources = config.judging.main, {prompt.source for prompt in prompts}
+    sees_all = all(name in config.rewards.always_asked(source) for source in sources)
+    compares = name in config.judging.generative and config.main_judge.protocol_kind.compares
+    return name if name in get_members(judge) and sees_all and not compares else None
+
+
+def compute_pass_reward(config: RunConfig) -> float | None:
+    """The lowest reward with which a judge passes an answer, whatever its scale. None if `data.labels.pass_score`
+    isn't on the first judge's, or that has none.
+    """
+    if not config.main_judge.has_scale:
+        return None
+    scale, pass_score = config.main_judge.scale, config.data.labels.pass_score
+    return scale.to_reward(pass_score) if scale.low < pass_score <= scale.high else None
+
+
+log = logging.getLogger(__name__)
+
+
+# -- an episode of the policy, without its request and prompt ----------------------------------------------------------
+
+
+def make_play(prepared: Prepared, engines: ActingEngine, envs: Envs, temperature: float) -> Play:
+    """An episode without its request and prompt."""
+    rollout, env = prepared.config.rollout, prepared.config.env
+    sampler, renderer = ReasoningEngine(engines, prepared.policy.renderer), prepared.policy.renderer
+    params = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=temperature,
+        stop=tuple(rollout.stop),
+        thinking=rollout.make_thinking_budget(),
+    )
+    limits = EpisodeLimits(
+        max_turns=rollout.max_turns,
+        context_tokens=prepared.policy.context_tokens,
+        episode_s=env.episode_s,
+        timed=not env.env_kind.is_single,
+    )
+
+    if (workflow := envs.workflow) is not None:
+        chats = EpisodeChats(sampler, renderer, params, limits, envs.events)
+        asked = free_after(functools.partial(workflow.play, chats), engines)
+        return with_attempts(asked, attempts=env.attempts)
+    make = envs.make
+    assert make is not None, "an episode without a workflow has an environment"
+
+    player = Player(make_env=make, policy=sampler, renderer=renderer, params=params, limits=limits)
+    if env.env_kind.is_single:
+        return player.play
+    return with_attempts(free_after(from_start_if_changed(player.play), engines), attempts=env.attempts)
+
+
+def from_start_if_changed(play: Play) -> Play:
+    """A play from the start, by the same seed, if the environment isn't where it was before a resume."""
+
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        try:
+            return await play(request, prompt, on_first_token)
+        except NotAsBefore as change:
+            log.warning("episode %s/%d is played from its start: %s", request.group_id, request.sibling, change)
+        return await play(replace(request, begun=None), prompt, on_first_token)
+
+    return played

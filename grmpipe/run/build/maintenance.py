@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from grmpipe.models.types import Engine
-from grmpipe.run.build.engines import view_adapter
+from grmpipe.run.build.start_models import view_adapter
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.scheduler.clock import ActiveClock, Standstill

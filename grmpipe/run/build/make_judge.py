@@ -10,18 +10,15 @@ from grmpipe.judge.calibration import CalibratedJudge, CalibrationInUse, read_fo
 from grmpipe.judge.composition.composed_judge import compose_judge
 from grmpipe.judge.evolving_rubric import EvolvingRubric, Version
 from grmpipe.judge.grm import LocalGrm, PromptRenderer
-from grmpipe.judge.kinds.custom_judge import load_custom_judge
-from grmpipe.judge.kinds.env_rewards import EnvRewardJudge
-from grmpipe.judge.kinds.function_judge import FunctionJudge
+from grmpipe.judge.kinds.function_judge import FunctionJudge, load_custom_judge
 from grmpipe.judge.kinds.labels import LabelReward
 from grmpipe.judge.kinds.rule import RuleJudge
-from grmpipe.judge.kinds.scalar import ScalarJudge, ScalarModel
+from grmpipe.judge.kinds.scalar import EnvRewardJudge, ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.prompt import load_rubric
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.judge.teacher_context import TeacherContext
-from grmpipe.judge.teaching import NoReward, Teacher
+from grmpipe.judge.teaching import NoReward, Teacher, TeacherContext
 from grmpipe.judge.tool_grm import ToolGrm
 from grmpipe.models.types import Generates
 from grmpipe.roles.find_models import META_RM

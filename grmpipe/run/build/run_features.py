@@ -11,13 +11,11 @@ from grmpipe.judge.composition.composed_judge import get_members, without_bounds
 from grmpipe.judge.monitor.reward_hacking import RewardHackingDetector
 from grmpipe.pipeline.health import JudgeHealth
 from grmpipe.pipeline.interfaces import PipelineComponents
-from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.make_evaluator import make_evaluator
+from grmpipe.run.build.compose_pipeline import compose_health, make_evaluator
 from grmpipe.run.build.make_judge import find_evolving
 from grmpipe.run.build.start import Running
-from grmpipe.run.features.budget_metrics import BudgetMetrics
 from grmpipe.run.features.cotrain.cotraining import CoTraining, CoTrainings
-from grmpipe.run.features.cpu_seconds import CpuSeconds
+from grmpipe.run.features.cpu_seconds import BudgetMetrics, CpuSeconds
 from grmpipe.run.features.engine_counts import EngineCounts
 from grmpipe.run.features.journal_size import JournalSize
 from grmpipe.run.features.judge_alarms import CascadeAlarm, FailingJudges, RubricAlarm

@@ -7,23 +7,29 @@ An evaluation starts the same models, of which none learns.
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from grmpipe.config.critic import critic_train
 from grmpipe.config.keys.entry_names import POLICY
+from grmpipe.config.model_training import find_training
+from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
-from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.judge.markup import Markup
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.engine_kind import AnyEngine
-from grmpipe.models.types import ChatEngine, Generates, RequestLog
+from grmpipe.models.seeds import derive_seed
+from grmpipe.models.types import ChatEngine, Engine, Generates, RequestLog, Scorer, ServesAdapters, Usage
 from grmpipe.models.weights.transports import transport_kind
 from grmpipe.observe.budget_gate import BudgetGate
 from grmpipe.roles.find_models import CRITIC, META_RM
-from grmpipe.roles.roles import Model, ServedRole, make_option_key, resolve_engine
-from grmpipe.run.build.engines import pick_probe, read_by, start_routers
-from grmpipe.run.build.learning import name_learner, start_critic, start_learner, transport_between
+from grmpipe.roles.role_placement import resolve_transport
+from grmpipe.roles.roles import Model, Roles, ServedRole, make_option_key, resolve_engine
 from grmpipe.run.features.policy_updates import PolicyUpdates, UpdatedModel
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
@@ -31,9 +37,16 @@ from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.processes.actors import Cluster
 from grmpipe.scheduler.routing.rate_limits import RateLimits
+from grmpipe.scheduler.routing.router import Continuation, Router
 from grmpipe.scheduler.routing.scorers import ScorerPool
+from grmpipe.scheduler.slots.time_share import put_to_sleep
+from grmpipe.scheduler.weights.stored_weights import StoredWeights
 from grmpipe.scheduler.weights.weight_sync import WeightSync
+from grmpipe.train.critic.critic_ranks import CriticLearnerRanks
 from grmpipe.train.learner.learner_ranks import LearnerRanks
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
 
@@ -230,3 +243,173 @@ def remote_grm(role: ServedRole, client: ChatEngine, events: EventSink, answerin
     markup = Markup(role.engine.endpoint.chat_markup)
     window, markers = role.resolve_context_limit(0), role.model.thinking_markers
     return RemoteGrm(role.name, client, window, events, markup, markers, answering)
+
+
+class LoggedScorer:
+    """A Scorer."""
+
+    def __init__(self, scorer: Scorer, requests: RequestLog) -> None:
+        self._scorer = scorer
+        self._requests = requests
+
+    async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
+        number = self._requests.begin_request(retry=False)
+        score = await self._scorer.score(token_ids, priority)
+        self._requests.end_request(number, Usage(prompt=len(token_ids)))
+        return score
+
+
+MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
+# -- engines behind their routers --------------------------------------------------------------------------------------
+
+
+MOST_PROBE_TOKENS = 32
+
+
+async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> dict[str, Router]:
+    """Start all engines, by role. Of roles that share a device's memory, one sleeps before the next one starts."""
+    in_turn: dict[str, list[Model]] = {}
+    for role in prepared.roles.hosts:
+        together = f"pool {role.pool}" if role.is_time_shared else role.name
+        in_turn.setdefault(together, []).append(prepared.models[role.name])
+    started = await asyncio.gather(*(start_in_turn(cluster, some, prepared, events) for some in in_turn.values()))
+    routers = {role: router for some in started for role, router in some.items()}
+    for role in (role for role in prepared.roles.seated if role.model.adapter_of):
+        engines = routers[role.model.adapter_of].members.alive
+        views = {name: view_adapter(engine, role.name) for name, engine in engines.items()}
+        routers[role.name] = make_router(prepared.models[role.name], views, prepared, events)
+    return {role.name: routers[role.name] for role in prepared.roles.seated}
+
+
+def view_adapter(engine: Engine, name: str) -> Engine:
+    """One of the models of an engine whose kind applies adapters."""
+    return AdapterView(cast(ServesAdapters, engine), name)
+
+
+async def start_in_turn(
+    cluster: Cluster, models: Sequence[Model], prepared: Prepared, events: EventSink
+) -> dict[str, Router]:
+    """Start the engines of one model, or of several that share a device's memory: only the first one's stay awake."""
+    routers: dict[str, Router] = {}
+    for model in reversed(models):
+        routers[model.name] = await start_engines(cluster, model, prepared, events)
+        if model is not models[0]:
+            await put_to_sleep(routers[model.name])
+    return routers
+
+
+def engine_factory(model: Model, roles: Roles, seed: int) -> MakeEngine:
+    """A function that makes the engine of a seat of the role."""
+    role = roles.served[model.name]
+    return functools.partial(role.engine.make, role.engine_spec(model.path, seed))
+
+
+async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
+    make_engine = engine_factory(model, prepared.roles, prepared.config.seed)
+    return make_router(model, await cluster.start_engines(model.name, make_engine), prepared, events)
+
+
+async def read_by(engine: Engine, model: Model, prepared: Prepared) -> StoredWeights:
+    """The weights of a model that an engine has just loaded."""
+    role = prepared.roles.served[model.name]
+    sync = replace(role.sync, probe_tolerance=role.sync.tolerance({role.dtype}))  # their bucket has no dtype
+    probe_ids = pick_probe(model, prepared)
+    return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
+
+
+def pick_probe(model: Model, prepared: Prepared) -> tuple[int, ...]:
+    """Tokens that show whether two copies of a model are equal: the beginning of a prompt of the data."""
+    return tuple(model.renderer.render(prepared.prompts.at(0).messages)[:MOST_PROBE_TOKENS])
+
+
+def make_router(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:
+    moves = prepared.roles.served[model.name].takes_turns
+    return Router(model.name, engines, events, make_continuation(model, prepared.roles) if moves else None)
+
+
+def make_continuation(model: Model, roles: Roles) -> Continuation:
+    """What a request needs to migrate, by how its engine makes random numbers."""
+    by_position = roles.served[model.name].engine.seeds_by_position
+    return Continuation(decode=model.renderer.decode, seed_after=same_seed if by_position else other_seed)
+
+
+def same_seed(seed: int, num_sampled: int) -> int:
+    return seed
+
+
+def other_seed(seed: int, num_sampled: int) -> int:
+    return derive_seed(seed, f"after {num_sampled}")
+
+
+log = logging.getLogger(__name__)
+
+
+# -- learners: what their ranks are started with -----------------------------------------------------------------------
+
+
+def learner_spec(config: RunConfig, roles: Roles, model: Model, transport: str, run_dir: Path) -> LearnerSpec:
+    """What each rank of the learner of a served model is started with."""
+    role, training, folder = roles.served[model.name], find_training(config, model.name), run_dir.absolute()
+    return LearnerSpec(
+        model_path=model.path,
+        train=training.train,
+        algorithm=training.algorithm,
+        max_new_tokens=training.max_new_tokens,
+        device=roles[name_learner(role)].device,
+        sync_dtype=role.dtype,
+        bucket_bytes=role.sync.bucket_mb << 20,
+        checkpoint_names=role.engine.checkpoint_names,
+        transport=transport,
+        sync_dir=str(folder / f"{training.prefix}weights") if transport_kind(transport).folder else "",
+        temperature=training.temperature,
+        first_version=training.first_version,
+        lora=role.model.lora,
+        adapter_dir=str(folder / f"{training.prefix}adapter"),
+        seed=config.seed,
+    )
+
+
+def name_learner(role: ServedRole) -> str:
+    """The role of the ranks that train it."""
+    assert role.learner is not None, f"{role.name} doesn't learn"
+    return role.learner
+
+
+def transport_between(cluster: Cluster, prepared: Prepared, role: ServedRole) -> str:
+    """The transport of a trained model's weights, now that its machines are known."""
+    same_machine = len(cluster.machines(name_learner(role)) | cluster.machines(role.model.host)) == 1
+    transport = resolve_transport(role, prepared.config, prepared.placement, same_machine=same_machine)
+    log.info("weights are sent to the engines of %s by %s", role.name, transport)
+    return transport
+
+
+async def start_learner(
+    cluster: Cluster, prepared: Prepared, role: ServedRole, transport: str, run_dir: Path
+) -> LearnerRanks:
+    """Start the ranks of a model whose engines get their weights. In a time-shared pool they then free the device."""
+    learner, model = name_learner(role), prepared.models[role.name]
+    spec = learner_spec(prepared.config, prepared.roles, model, transport, run_dir)
+    cp = spec.train.parallel.cp
+    if not prepared.placement.is_time_shared(learner):
+        return LearnerRanks(await cluster.start_members(learner, functools.partial(make_learner, spec)), cp)
+    ranks = await cluster.start_members(learner, functools.partial(make_offloading_learner, spec))
+    sharing = TimeSharedLearnerRanks(ranks, cp)
+    await sharing.keep_on_device("nothing")
+    return sharing
+
+
+async def start_critic(cluster: Cluster, prepared: Prepared, events: EventSink) -> CriticLearnerRanks:
+    """Start the ranks of the critic, which reads the policy's tokens."""
+    from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec  # late: it imports torch
+
+    config = prepared.config
+    spec = CriticSpec(
+        model_path=prepared.models[CRITIC].path,
+        tokenizer_path=prepared.policy.path,
+        train=critic_train(config.critic, config.train),
+        device=prepared.roles[CRITIC].device,
+        value_clip=config.critic.value_clip,
+        updates_per_batch=config.critic.updates(config.algorithm, config.train),
+    )
+    actors = await cluster.start_members(CRITIC, functools.partial(CriticLearner, spec))
+    return CriticLearnerRanks(actors, events, config.critic.parallel.cp)

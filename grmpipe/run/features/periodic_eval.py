@@ -14,8 +14,8 @@ from grmpipe.judge.composition.composed_judge import get_members
 from grmpipe.judge.monitor.reward_hacking import REWARD, AnchorReading, RewardHackingDetector
 from grmpipe.models.types import EngineDenied
 from grmpipe.observe.all_trackers import AllTrackers
-from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import read_records, replace_journal
+from grmpipe.observe.recorder import EvalRecorder
 from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import EnvCounts

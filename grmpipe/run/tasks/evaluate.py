@@ -4,9 +4,9 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.evaluation.evaluation_files import JUDGE_RESULTS
 from grmpipe.evaluation.judge_accuracy import JudgeEvaluation
 from grmpipe.evaluation.judged_items import JudgedItem
+from grmpipe.evaluation.policy_evaluation import RESULTS as POLICY_RESULTS
 from grmpipe.evaluation.policy_evaluation import PolicyEvaluation
-from grmpipe.evaluation.policy_files import RESULTS as POLICY_RESULTS
-from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
+from grmpipe.observe.recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters

@@ -5,12 +5,17 @@ from dataclasses import dataclass, replace
 
 from grmpipe.config.task_settings import ITEMS_AT_ONCE, NUM_SAMPLES
 from grmpipe.evaluation.held_out import AnswerJournal, Evaluator, HeldOutEvaluation
-from grmpipe.evaluation.policy_evaluation import PolicyEvaluation, Scoring, evaluate_answers
-from grmpipe.evaluation.policy_files import show_policies, write_policies
+from grmpipe.evaluation.policy_evaluation import (
+    PolicyEvaluation,
+    Scoring,
+    evaluate_answers,
+    show_policies,
+    write_policies,
+)
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.observe.sample_rows import sample_row
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.make_evaluator import compute_pass_reward, evaluator_on, read_sampling
+from grmpipe.run.build.compose_pipeline import compute_pass_reward, evaluator_on, read_sampling
 from grmpipe.run.build.start import Running
 from grmpipe.run.run_context import RunContext
 from grmpipe.run.tasks.prepare_evaluation import PreparedEvaluation, PromptSet

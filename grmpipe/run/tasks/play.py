@@ -35,7 +35,7 @@ from grmpipe.observe.console import RunConsole
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
-from grmpipe.run.build.make_play import make_play
+from grmpipe.run.build.compose_pipeline import make_play
 from grmpipe.run.build.start import Running, refuse_denied, start
 from grmpipe.run.prepare import Prepared, check_env, check_fit
 from grmpipe.run.run_context import Run, RunContext

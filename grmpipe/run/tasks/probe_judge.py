@@ -29,13 +29,12 @@ from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.monitor.adversarial import apply_trick, keeps_answer
 from grmpipe.judge.verdict import get_reward
-from grmpipe.observe.eval_recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.plain_json import plain
+from grmpipe.observe.recorder import EVAL_JUDGEMENTS, EVAL_ROLLOUTS
 from grmpipe.observe.run_files import FIGURES, JUDGED
 from grmpipe.observe.summary import Status
 from grmpipe.pipeline.health import OutageBreaker
-from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.make_evaluator import compute_pass_reward
+from grmpipe.run.build.compose_pipeline import compose_health, compute_pass_reward
 from grmpipe.run.build.start import Running
 from grmpipe.run.run_prompts import rulable
 from grmpipe.run.tasks.evaluate import EvaluationRun

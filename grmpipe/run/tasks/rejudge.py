@@ -4,27 +4,44 @@ another trainer (rejudge.path) become the journals of a run first.
 rollouts.jsonl of the run -> judge -> judgements.jsonl here -> compare: groups of both -> comparison.json, a table
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grmpipe.config.data import RolloutConfig
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.task_settings import RejudgeConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.data.prompts import Data
-from grmpipe.evaluation.comparison_files import list_metrics, show_comparison, write_comparison
-from grmpipe.evaluation.verdict_comparison import VerdictComparison, compare
+from grmpipe.evaluation.verdict_comparison import (
+    ComparedGroup,
+    ComparedRollout,
+    VerdictComparison,
+    compare,
+    list_metrics,
+    show_comparison,
+    write_comparison,
+)
 from grmpipe.judge.composition.composed_judge import without_bounds
 from grmpipe.judge.context_limits import check_template
 from grmpipe.judge.evolving_rubric import find_folder, load_version
 from grmpipe.judge.grm import set_purpose
 from grmpipe.judge.judge_in_time import judge_in_time
-from grmpipe.observe.records import decode_report
+from grmpipe.judge.kinds.labels import find_rule
+from grmpipe.judge.verdict import get_reward
+from grmpipe.models.seeds import is_drawn
+from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded, load_group_ends
+from grmpipe.observe.records import TEXT, decode_report
 from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.health import OutageBreaker
+from grmpipe.pipeline.interfaces import RolloutKey
+from grmpipe.pipeline.step_metrics import check_truth
 from grmpipe.run.build.compose_pipeline import compose_health
 from grmpipe.run.build.make_judge import find_evolving
 from grmpipe.run.build.start import Running, start
@@ -33,12 +50,67 @@ from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import select_reaching
 from grmpipe.run.tasks.import_rollouts import check_all_references, import_rollouts
 from grmpipe.run.tasks.prepare_evaluation import check_measurable, find_judges
-from grmpipe.run.tasks.rejudged_groups import read_compared
 from grmpipe.run.tasks.stats import summarize_judging
-from grmpipe.run_dir.stored_groups import StoredGroups, open_stored
+from grmpipe.run_dir.recorded_run import JournalLines, RecordedGroups
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.run_together import raise_first_failure, run_until
-from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics
+from grmpipe.train.batching.samples import mean_advantages, select_judged, to_samples
+from grmpipe.types import Failed, Judge, JudgedGroup, JudgeReport, Metrics, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroups:
+    """Groups of a run that are to be judged again, those of the first steps first.
+
+    steps:   group_id -> the step that trained it; None: none did.
+    prompts: those of these groups, each once.
+    num_without_text: further groups, whose text was dropped: they can't be judged again.
+    run:     the groups with the run's own verdicts.
+    """
+
+    steps: Mapping[str, int | None]
+    prompts: tuple[Prompt, ...]
+    run: RecordedGroups
+    num_without_text: int = 0
+
+    @property
+    def num_rollouts(self) -> int:
+        return sum(len(self.run.rollouts.places[group_id]) for group_id in self.steps)
+
+    def read_new_verdicts(self, run_dir: Path) -> RecordedGroups:
+        """The same groups with the new verdicts in a directory."""
+        return replace(self.run, judgements=JournalLines(run_dir / JUDGEMENTS, self.steps.keys()))
+
+
+def open_stored(run_dir: Path, chosen: RejudgeConfig, seed: int) -> StoredGroups:
+    """Open a run's journals, also of a run that goes on: a torn last line is ignored. ValueError says what is
+    missing.
+    """
+    rollouts, judgements, groups = (run_dir / name for name in (ROLLOUTS, JUDGEMENTS, GROUPS))
+    if not rollouts.exists():
+        raise ValueError(f"there is no {rollouts}; give the directory of a run that has stored rollouts")
+    trained = {} if not groups.exists() else {end.group_id: end.step for end in load_group_ends(groups)}
+    lines = JournalLines(rollouts)
+    steps = {
+        group_id: trained.get(group_id)
+        for group_id in lines.places
+        if chosen.wants(trained.get(group_id)) and is_drawn(seed, f"rejudge/{group_id}", chosen.sample)
+    }
+    if not steps:
+        raise ValueError(f"{rollouts} has no group for rejudge.steps={chosen.steps} and rejudge.sample={chosen.sample}")
+    first = {group_id: min((at, sibling) for sibling, at in lines.places[group_id].items()) for group_id in steps}
+    in_order = sorted(steps, key=lambda group_id: (steps[group_id] is None, steps[group_id] or 0, first[group_id]))
+    firsts = ((group_id, lines.read(group_id, first[group_id][1], decode_recorded)) for group_id in in_order)
+    texts = {group_id: line.prompt for group_id, line in firsts if line.thinned != TEXT}
+    found = {group_id: prompt for group_id, prompt in texts.items() if not prompt.self_judging}  # which labels judge
+    if not found:
+        raise ValueError(f"{rollouts} holds no text of these groups: journals.keep dropped it; choose other steps")
+    return StoredGroups(
+        steps={group_id: steps[group_id] for group_id in found},
+        prompts=tuple({prompt.prompt_id: prompt for prompt in found.values()}.values()),
+        num_without_text=len(in_order) - len(texts),
+        run=RecordedGroups(rollouts=lines, judgements=JournalLines(judgements)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,3 +311,59 @@ class RejudgeRun(Run[PreparedRejudging]):
             judging=summarize_judging(self._counters),
             engines_replaced=self._running.maintenance.count_replaced() if self._running is not None else {},
         )
+
+
+Advantages = Mapping[RolloutKey, float]  # mean over the trained tokens
+
+
+def read_compared(stored: StoredGroups, again: RecordedGroups, config: RunConfig) -> Iterator[ComparedGroup]:
+    """The groups that were judged again, step by step: a batch is in memory at a time."""
+    judged = [group_id for group_id in stored.steps if group_id in again.judgements.places]
+    for step, group_ids in itertools.groupby(judged, key=stored.steps.__getitem__):
+        if step is not None:
+            yield from compare_batch(step, stored.run, again, list(group_ids), config)
+            continue
+        for group_id in group_ids:
+            yield from compare_batch(None, stored.run, again, [group_id], config)
+
+
+def compare_batch(
+    step: int | None, run: RecordedGroups, again: RecordedGroups, group_ids: Sequence[str], config: RunConfig
+) -> Iterator[ComparedGroup]:
+    """The groups of a step. Those that no step trained have no advantages."""
+    old, new = [run.group(group_id) for group_id in group_ids], [again.group(group_id) for group_id in group_ids]
+    before: Advantages = {}
+    after: Advantages = {}
+    if step is not None:
+        before, after = (
+            estimate_advantages(groups, config.algorithm, config.train, config.rollout) for groups in (old, new)
+        )
+    right = check_truth(old, find_rule(config.truth))
+    for one, other in zip(old, new, strict=True):
+        rollouts = tuple(
+            ComparedRollout(
+                old=get_reward(old_verdict),
+                new=get_reward(new_verdict),
+                right=right.get(key := (one.group_id, rollout.sibling)),
+                old_advantage=before.get(key),
+                new_advantage=after.get(key),
+            )
+            for rollout, old_verdict, new_verdict in zip(one.rollouts, one.verdicts, other.verdicts, strict=True)
+        )
+        yield ComparedGroup(group_id=one.group_id, step=step, rollouts=rollouts)
+
+
+def estimate_advantages(
+    groups: Sequence[JudgedGroup], algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig
+) -> Advantages:
+    """The advantages of a batch, without a KL in the reward, which needs the learner. None with too few verdicts, and
+    with an estimator that needs a critic.
+    """
+    kind, least = algorithm.estimator_kind, max(2, train.min_valid_siblings)
+    whole = [group for group in groups if len(select_judged(group)) >= least]
+    if kind.needs_critic or not whole:
+        return {}
+    batches = [whole] if kind.need == "batch" else [[group] for group in whole]
+    mask = rollout.truncated == "mask"
+    by_batch = [to_samples(batch, algorithm, rollout.max_new_tokens, mask_truncated=mask) for batch in batches]
+    return mean_advantages([sample for samples in by_batch for sample in samples])

@@ -29,8 +29,8 @@ from grmpipe.roles.learners import check_divides, check_learns
 from grmpipe.roles.machines import check_machine, check_shared
 from grmpipe.roles.role_placement import check_slots
 from grmpipe.roles.roles import Model, Roles, resolve_roles
-from grmpipe.run.build.learning import learner_spec, name_learner
 from grmpipe.run.build.start_cluster import start_cluster
+from grmpipe.run.build.start_models import learner_spec, name_learner
 from grmpipe.run.export import export
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import read_demonstrations

@@ -27,9 +27,7 @@ from grmpipe.models.types import EngineRefused, ignore_first_token
 from grmpipe.observe.journal import Journal, read_records
 from grmpipe.observe.records import Record, decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary
-from grmpipe.run.build.compose_pipeline import compose_push, too_long
-from grmpipe.run.build.make_evaluator import make_evaluator
-from grmpipe.run.build.make_play import make_play
+from grmpipe.run.build.compose_pipeline import compose_push, make_evaluator, make_play, too_long
 from grmpipe.run.build.start import Running, start
 from grmpipe.run.export import export
 from grmpipe.run.features.periodic_eval import prefix_names

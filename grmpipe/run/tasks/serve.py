@@ -21,8 +21,8 @@ from grmpipe.run_dir.identity import read_run_id
 from grmpipe.scheduler.gc_tuning import infrequent_gc
 from grmpipe.scheduler.run_together import describe_failure, run_until
 from grmpipe.serve.call_log import CallLog
+from grmpipe.serve.held_groups import ServedJudges
 from grmpipe.serve.judge_changes import JudgeChange, JudgeChanges
-from grmpipe.serve.served_judges import ServedJudges
 from grmpipe.serve.service import JudgeService
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from grmpipe.observe.summary import (
     TeachingSummary,
     VoidedWork,
 )
-from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.counters import Counters, EnvCounts, JudgeCounts
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.stall_times import Setup, bottleneck
 from grmpipe.roles.roles import resolve_engine
 from grmpipe.run.build.start import Running
 from grmpipe.run.features.cotrain.cotraining import CoTrainings

@@ -8,10 +8,11 @@ First the GRM uses its slots, then the learner its own: never both at the same t
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 import numpy as np
@@ -30,9 +31,10 @@ from grmpipe.evaluation.labelled_judgements import (
     sample,
     write_examples,
 )
-from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.context_limits import check_thinking_budget
 from grmpipe.judge.grm import GrmClient
+from grmpipe.judge.kinds.labels import judged_right
+from grmpipe.judge.votes import average_weighted, best_indices, mean
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.packed_check import check_packable
 from grmpipe.models.lm.scalar_head import outline_scalar_head
@@ -45,18 +47,17 @@ from grmpipe.roles.learners import check_experts
 from grmpipe.roles.machines import check_machine, check_shared
 from grmpipe.roles.roles import LearnerRole, Model, Roles, resolve_roles
 from grmpipe.run.build.compose_pipeline import compose_health
-from grmpipe.run.build.engines import engine_factory
 from grmpipe.run.build.start_cluster import start_cluster
-from grmpipe.run.build.start_models import local_grm
+from grmpipe.run.build.start_models import engine_factory, local_grm
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.run_context import Run, RunContext
 from grmpipe.run.run_prompts import HELD_OUT_OF, load_judging_tasks
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.scheduler.processes.actors import ActorRanks, Cluster
 from grmpipe.scheduler.routing.router import Router
+from grmpipe.train.scalar.classification import quality
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
-from grmpipe.train.scalar.scalar_learner import ScalarLearner
-from grmpipe.train.scalar.scalar_rank import ScalarSpec
+from grmpipe.train.scalar.scalar_rank import ScalarLearner, ScalarSpec
 from grmpipe.types import Metrics, Prompt
 
 
@@ -277,3 +278,36 @@ class MetaRmRun(Run[MetaRmTraining]):
 
 def to_classified(example: LabelledJudgement) -> Classified:
     return Classified(token_ids=example.token_ids, right=example.right)
+
+
+Weighed = tuple[LabelledJudgement, float]  # a judgement, and the probability that the meta-RM gives it
+VoteOf = Callable[[Sequence[float], Sequence[float]], float]  # (scores of a response, probabilities) -> its score
+
+
+def measure(examples: Sequence[LabelledJudgement], probabilities: Sequence[float], k_meta: int) -> Metrics:
+    """Metrics of single judgements, then of votes over all judgements of an item: unweighted, best `k_meta` (0: half),
+    weighted.
+
+    accuracy, auc, brier, calibration_error, base_rate: of `right` under the probabilities.
+    vote_*: share of items whose voted scores agree with the label.
+    """
+    weighed = list(zip(examples, probabilities, strict=True))
+    items = [[one for one in weighed if one[0].item_id == item_id] for item_id in {e.item_id: None for e in examples}]
+
+    def best(scores: Sequence[float], weights: Sequence[float]) -> float:
+        return mean([scores[index] for index in best_indices(weights, k_meta or max(1, len(scores) // 2))])
+
+    votes: dict[str, VoteOf] = {
+        "mean": lambda scores, weights: mean(scores),
+        "best": best,
+        "weighted": average_weighted,
+    }
+    agreed = {f"vote_{name}": fmean(agrees(item, vote) for item in items) for name, vote in votes.items()}
+    return quality(probabilities, [example.right for example in examples]) | agreed
+
+
+def agrees(item: Iterable[Weighed], vote: VoteOf) -> bool:
+    """Whether the voted scores of an item agree with its label."""
+    judgements, weights = zip(*item, strict=True)
+    by_response = zip(*(judgement.scores for judgement in judgements), strict=True)
+    return judged_right([vote(scores, weights) for scores in by_response], judgements[0].label)

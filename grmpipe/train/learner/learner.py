@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from grmpipe.algorithm.corrections import TokenLogprobs
 from grmpipe.algorithm.objective import Objective
 from grmpipe.models.hub import find_files
-from grmpipe.models.lm.average import average_files
 from grmpipe.models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
-from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.checkpoint import average_files, export_hf
 from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.models.lm.lora import with_adapters, without_adapters
 from grmpipe.models.lm.packed_check import probe_logprobs

@@ -1,10 +1,11 @@
-"""One rank of a model with a scalar head: the model, its optimizer, its files."""
+"""One rank of a model with a scalar head: the model, its optimizer, its files; and one that trains it to classify."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
@@ -15,7 +16,7 @@ from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 from grmpipe.models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
 from grmpipe.models.lm.scalar_head import compute_packed_scores
 from grmpipe.models.settings import AUTO
-from grmpipe.train.scalar.scalar_batch import PackedSequences
+from grmpipe.train.scalar.scalar_batch import PackedSequences, ScalarBatch
 from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
 
@@ -107,3 +108,24 @@ class ScalarRank(TrainingRank):
 
     def _here(self, array: np.ndarray) -> Tensor:
         return torch.tensor(array, device=self._device)  # copies: arrays out of an object store are read-only
+
+
+class ScalarLearner(ScalarRank):
+    """One rank of a scalar learner. Its methods are collectives: all ranks call the same ones in the same order."""
+
+    def accumulate(self, batch: ScalarBatch) -> None:
+        """Add the gradient of this batch's summed loss: binary cross-entropy of the targets (0 or 1) under
+        sigmoid(score).
+        """
+        targets_T, weights_T = self._here(batch.targets_T), self._here(batch.weights_T)
+        loss = F.binary_cross_entropy_with_logits(self._forward(batch), targets_T, weights_T, reduction="sum")
+        loss.backward()
+        self._count(loss=loss, weight=weights_T.sum())
+
+    def step(self) -> Metrics:
+        """Divide the accumulated gradients by the weight of all ranks, clip, update.
+
+        Raises NonFiniteGradients, on all ranks, with the batch discarded.
+        """
+        means, update_metrics = self._update()
+        return {"train/loss": means["loss"], **update_metrics}

@@ -21,12 +21,12 @@ class OpenAIEndpoint(Endpoint):
         return OpenAIEngine(model.path, role, request_options(self.options, model), use=use)
 
     def connect_scorer(self, model: ModelConfig, use: EndpointUse) -> RemoteScorer:
-        from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
+        from grmpipe.models.engines.openai.openai_engine import PoolingScorer
 
         return PoolingScorer(model.path, self.options, use=use)
 
     def connect_teacher(self, role: str, model: ModelConfig, use: EndpointUse) -> RemoteTeacher:
-        from grmpipe.models.engines.openai.prompt_scorer import PromptScorer
+        from grmpipe.models.engines.openai.openai_engine import PromptScorer
 
         return PromptScorer(model.path, role, self.options, use=use)
 

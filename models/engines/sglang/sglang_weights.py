@@ -3,24 +3,29 @@
 begin:  close what an earlier push left open; join the group, open a session (broadcasts only)
 load:   /update_weights_from_distributed or /update_weights_from_disk, one call per bucket
 commit: close the session, set the version, read it back
+
+What arrived is told by the server's checksums of its parameters. It merges some tensors of a checkpoint into one and
+doesn't report which: the names tell. Nothing is said about a tensor whose parameter isn't found.
 """
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from safetensors.torch import save_file
 
 from grmpipe.models.engines.sglang.http_client import SglangHttp, within
-from grmpipe.models.engines.sglang.sglang_applied import find_unapplied, read_digests
 from grmpipe.models.engines.taken_tensors import Taken
+from grmpipe.models.engines.typed_json import read_as
 from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from grmpipe.models.weights.broadcast import read_checksums
-from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
-from grmpipe.models.weights.transport_ends import num_bytes
+from grmpipe.models.weights.transport_ends import compute_checksums, num_bytes, receive_tensors
 from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_folder
 
 log = logging.getLogger(__name__)
@@ -225,3 +230,50 @@ def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> 
             folder.chmod(0o755)  # the server may belong to another user
             inside.symlink_to(Path(file).absolute())
     return checksums
+
+
+# (the end of a checkpoint's name, the end of SGLang's).
+MERGED = (
+    (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", ".experts.w13_weight"),
+    (r"\.experts\.\d+\.(down_proj|w2)\.weight$", ".experts.w2_weight"),
+    (r"\.(q|k|v)_proj\.(weight|bias)$", r".qkv_proj.\2"),
+    (r"\.(gate|up)_proj\.weight$", ".gate_up_proj.weight"),
+)
+
+
+class Rank(msgspec.Struct):
+    checksums: dict[str, str | int]
+
+
+class CheckedWeights(msgspec.Struct):
+    ranks: list[Rank] | None = None
+
+
+def read_digests(reply: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Parameter -> its checksum on every rank, from an answer of /weights_checker. Raises NoAnswer."""
+    ranks = [rank.checksums for rank in read_as(CheckedWeights, reply).ranks or ()]
+    return {name: tuple(str(rank[name]) for rank in ranks if name in rank) for name in (ranks[0] if ranks else ())}
+
+
+def find_unapplied(
+    sent: Mapping[str, str],
+    last_sent: Mapping[str, str],
+    before: Mapping[str, tuple[str, ...]],
+    after: Mapping[str, tuple[str, ...]],
+) -> tuple[str, ...]:
+    """Tensors (name -> checksum) that changed since the last push while their parameter changed on no rank."""
+    changed = [name for name, checksum in sent.items() if checksum and last_sent.get(name, checksum) != checksum]
+    return tuple(
+        sorted(
+            name
+            for name in changed
+            if (held := _parameter(name, after)) and held in before and before[held] == after[held]
+        )
+    )
+
+
+def _parameter(name: str, known: Mapping[str, tuple[str, ...]]) -> str | None:
+    if name in known:
+        return name
+    merged = (re.sub(end, own, name) for end, own in MERGED if re.search(end, name))
+    return next((parameter for parameter in merged if parameter in known), None)

@@ -13,7 +13,7 @@ from scripted_judge import scripted_judge
 
 from grmpipe.clients import judge_client
 from grmpipe.clients.judge_client import JudgeClient, NotJudgedError, write_plain
-from grmpipe.serve.access import read_credentials
+from grmpipe.serve.service import read_credentials
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,7 +16,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
 from grmpipe.roles.find_models import find_model
 from grmpipe.roles.role_placement import seat_roles
-from grmpipe.run.build.engines import engine_factory
+from grmpipe.run.build.start_models import engine_factory
 
 ROOT = Path(__file__).parents[3]
 MINE = """

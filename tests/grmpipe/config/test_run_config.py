@@ -82,6 +82,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
          "there is no model 'models.s'; type one of policy, grm, or add it by +grm@models.s=path"),
         (["+grm@grms.s=tiny_weak"], "unknown key 'grms'; type models"),
         (["grm@grms.s=tiny_weak"], "unknown key 'grm@grms.s'; type grm@models.s"),
+        (["judge.examples.path=x"], "unknown key 'judge.examples.path': it was removed; write examples into"),
         (["grms.s.path=x"], "unknown key 'grms.s.path'; type models.s.path"),
         (["cotrain.enabled=true"], "unknown key 'cotrain.enabled'; type grm.train.enabled"),
         (["cotrains.s.lr=1"], "unknown key 'cotrains.s.lr'; type models.s.train.lr"),

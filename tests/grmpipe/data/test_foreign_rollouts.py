@@ -23,7 +23,6 @@ from foreign_files import (
     QUESTION,
     STRIPPED,
     episode,
-    result,
     sample,
     verl_rows,
     write_lines,
@@ -127,15 +126,6 @@ def test_traces_of_verifiers_and_prime_rl_are_followed_to_their_last_leaf(tmp_pa
         Message(role="assistant", content="42"),
     )
     assert [len(files) for files in list_files(tmp_path)] == [1, 2]
-
-
-def test_a_zero_with_an_error_in_results_of_verifiers_is_a_failure(tmp_path: Path) -> None:
-    rows = [result(0, "42", 1.0, error=None), result(0, "41", 0.0, error={"error": "ModelError"}), result(0, "", 0.0)]
-    found = read(write_lines(tmp_path / "results.jsonl", rows))
-    assert rewards(found) == [1.0, "error: {'error': 'ModelError'}", 0.0]
-    assert {(one.group, one.prompt.reference, one.prompt.source, one.step) for one in found} == {
-        ("0", "42", "arithmetic", None)
-    }
 
 
 def test_samples_of_slime_lose_their_end_tokens_and_failed_ones_their_reward(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from grmpipe.evaluation.labelled_judgements import (
     sample,
     write_examples,
 )
-from grmpipe.evaluation.meta_rm_quality import measure
 from grmpipe.judge.grm import GrmClient, GrmPrompt
 from grmpipe.models.types import Completion, EngineRefused, Message, RequestContext, SamplingParams, VersionSpan
 from grmpipe.pipeline.health import OutageBreaker, ServiceHealth, Unfit
+from grmpipe.run.tasks.train_meta_rm import measure
 from grmpipe.types import Prompt
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.held_out import HeldOutEvaluation, JudgedRollout
-from grmpipe.evaluation.policy_evaluation import Scoring, evaluate_answers
-from grmpipe.evaluation.policy_files import RESULTS, show_policies, write_policies
+from grmpipe.evaluation.policy_evaluation import RESULTS, Scoring, evaluate_answers, show_policies, write_policies
 from grmpipe.evaluation.sampled_answers import AnswerSampling
 from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.votes import mean, voted

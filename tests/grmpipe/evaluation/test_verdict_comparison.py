@@ -8,8 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from grmpipe.evaluation.comparison_files import list_metrics
-from grmpipe.evaluation.verdict_comparison import ComparedGroup, ComparedRollout, compare, find_parting_step
+from grmpipe.evaluation.verdict_comparison import (
+    ComparedGroup,
+    ComparedRollout,
+    compare,
+    find_parting_step,
+    list_metrics,
+)
 
 
 def group(name: str, *rollouts: tuple[float | None, ...], step: int | None = 1) -> ComparedGroup:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from grmpipe.judge.grm import set_purpose
-from grmpipe.judge.logged_scorer import LoggedScorer
 from grmpipe.models.types import EngineDied, Usage
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestCounts, RequestJournal, read_totals
+from grmpipe.run.build.start_models import LoggedScorer
 
 
 def test_requests_in_flight_at_a_kill_stay_counted_with_unknown_tokens(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from grmpipe import read_run
 from grmpipe.capacity.simulate.simulated_answers import lengths_in
 from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.observe import run_files
-from grmpipe.observe.eval_recorder import EvalRecorder
-from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder
+from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, EvalRecorder, Recorder
 from grmpipe.observe.records import pack_numbers, unpack_numbers
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.recorded_run import open_recorded

@@ -47,8 +47,7 @@ from grmpipe.scheduler.slots.balance import Pool, Slot
 from grmpipe.scheduler.slots.elastic import CHECK_EVERY_S, ElasticPool, ElasticRole, spare
 from grmpipe.scheduler.slots.engine_replacement import HealthConfig, RoleHealth, need_no_weights, push_to_living
 from grmpipe.scheduler.slots.time_share import SharedRole, TimeShare
-from grmpipe.scheduler.weights.weight_checks import WeightMismatch
-from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport
+from grmpipe.scheduler.weights.weight_push import SyncConfig, SyncReport, WeightMismatch
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Verdict

@@ -26,7 +26,7 @@ from grmpipe.models.types import Message, RequestContext, SamplingParams
 from grmpipe.roles.find_models import find_model
 from grmpipe.roles.role_placement import check_options, seat_roles
 from grmpipe.roles.roles import Model, Roles, ServedRole, resolve_roles
-from grmpipe.run.build.engines import engine_factory
+from grmpipe.run.build.start_models import engine_factory
 from grmpipe.run.prepare import prepare
 from grmpipe.scheduler.placement import Placement, place
 from grmpipe.tiny.resolve import SHIPPED

@@ -20,9 +20,8 @@ from grmpipe.config.train import TrainConfig
 from grmpipe.observe.changes import read_changes
 from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
-from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest
+from grmpipe.run_dir.directory import RunLocation, RunLock, locate_run, point_latest
 from grmpipe.run_dir.identity import check_is_there, read_identity, read_run_id
-from grmpipe.run_dir.run_lock import RunLock
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
 

@@ -14,10 +14,10 @@ from journal_mutations import collect_records, mutate_line
 from grmpipe.config.task_settings import RejudgeConfig
 from grmpipe.observe.recorder import GROUPS, JUDGEMENTS, ROLLOUTS, decode_recorded
 from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.run.tasks.rejudge import open_stored
 from grmpipe.run_dir.begun_rollouts import BegunRollouts
 from grmpipe.run_dir.recorded_run import open_recorded
 from grmpipe.run_dir.recovery import find_kept, void_group_ends, void_steps_after
-from grmpipe.run_dir.stored_groups import open_stored
 from grmpipe.types import Prompt
 
 STATE = PipelineState(version=1, next_prompt_index=0, in_flight={0: "g1", 1: "g2"})

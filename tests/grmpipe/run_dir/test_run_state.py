@@ -10,9 +10,8 @@ import pytest
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.models.types import Completion, Message, VersionSpan
-from grmpipe.observe.eval_recorder import EvalRecorder
 from grmpipe.observe.journal import Mark, read_journal
-from grmpipe.observe.recorder import Recorder, load_group_ends
+from grmpipe.observe.recorder import EvalRecorder, Recorder, load_group_ends
 from grmpipe.pipeline.interfaces import PipelineState, UncountedWork
 from grmpipe.run_dir.recovery import BEGINNING, find_kept, void_group_ends, void_steps_after
 from grmpipe.run_dir.run_state import RunState

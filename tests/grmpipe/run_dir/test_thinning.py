@@ -14,11 +14,11 @@ from grmpipe.observe.journal import Mark, locate, mark_holds, read_journal, read
 from grmpipe.observe.recorder import JUDGEMENTS, ROLLOUTS, Recorder, load_rollouts, load_verdicts
 from grmpipe.observe.run_files import pick_rollouts
 from grmpipe.pipeline.interfaces import PipelineState
+from grmpipe.run.tasks.rejudge import open_stored
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.recorded_run import open_recorded
 from grmpipe.run_dir.recovery import find_kept
 from grmpipe.run_dir.run_state import RunState
-from grmpipe.run_dir.stored_groups import open_stored
 from grmpipe.run_dir.thinning import DRAFT, ThinningJob, plan_thinning, thin_journal, thin_line
 from grmpipe.types import (
     Failed,

@@ -25,10 +25,10 @@ from grmpipe.observe.journal import read_journal
 from grmpipe.observe.recorder import JudgedSibling
 from grmpipe.run.tasks.serve import find_served_judges
 from grmpipe.serve.admission import Refused
+from grmpipe.serve.call_log import Imputations
 from grmpipe.serve.held_groups import Call, HeldGroups
-from grmpipe.serve.imputations import Imputations
-from grmpipe.serve.wires.table import WIRES
-from grmpipe.serve.wires.wire import Asked, Reward
+from grmpipe.serve.wire import Asked, Reward
+from grmpipe.serve.wires import WIRES
 
 ROW: Row = {"prompt": "6 x 7?", "reference": "42"}
 FUNCTION = ("judge=function", "judge.function=own.reward")

@@ -10,7 +10,7 @@ from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.offload import OffloadingLearner
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
-from grmpipe.train.scalar.scalar_learner import ScalarLearner
+from grmpipe.train.scalar.scalar_rank import ScalarLearner
 
 RANKS = (Learner, OffloadingLearner, CriticLearner, ScalarLearner, ScalarScorer)
 

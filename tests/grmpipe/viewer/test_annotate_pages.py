@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from viewed_run import answer, completion, judge_labelled_work, judgement, report, write_run
+from viewed_run import answer, completion, judge_labelled_work, report, write_run
 
 from grmpipe.config.task_settings import AnnotateConfig
 from grmpipe.data.labelled import load_labelled
@@ -311,14 +311,3 @@ def test_a_judgement_of_some_criteria_shows_theirs(tmp_path: Path) -> None:
     (page,) = fetch(run_dir, "/group/run?group=g9")
     assert "the judge: 9 9 It is short. C" in visible(page)
     assert "version 2 of the rubric, criteria: It rhymes failed; It is short 0.9" in visible(page)
-
-
-def test_two_answers_or_critiques_are_compared_word_by_word(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
-    recorder = Recorder(run_dir)
-    recorder.record_verdict(answer("g1", 1, ""), report(3.0, judgement("g1", (1,), (3.0,), "Convincing, no")))
-    recorder.close()
-    answers, critiques = fetch(run_dir, "/diff/run?group=g1", "/diff/run?group=g1&a=0.1&b=1.1")
-    assert "<ins> 42</ins>" in answers and "answer 1" in visible(answers)
-    assert "<del>Convincing &lt;script&gt;" in critiques and "<ins>Convincing, no</ins>" in critiques
-    assert "no text &#39;7&#39; in this group" in fetch(run_dir, "/diff/run?group=g1&a=7", status=404)[0]

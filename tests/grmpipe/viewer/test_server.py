@@ -30,7 +30,7 @@ from viewed_run import SCRIPT, answer, evaluate, judge_jointly, judge_labelled_w
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.types import Message
 from grmpipe.observe.recorder import Recorder
-from grmpipe.run.tasks.view_task import view_runs
+from grmpipe.run.tasks.list_runs import view_runs
 from grmpipe.types import Prompt
 from grmpipe.viewer.index import RunIndex
 from grmpipe.viewer.pages import link
@@ -328,22 +328,6 @@ def test_filters_are_folded_until_one_is_used(tmp_path: Path) -> None:
     assert ['<details class="wide" open>' in page for page in fetch(run_dir, *paths)] == [False, False, True]
 
 
-def test_what_a_filter_finds_is_sent_as_a_file(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
-
-    async def run() -> None:
-        async with opened(run_dir) as (client, _):
-            table = await (await client.get("/rollouts/run?truth=fooled")).text()
-            assert 'href="/export/run?truth=fooled&amp;form=csv"' in table
-            answer = await client.get("/export/run?truth=fooled&form=csv")
-            assert answer.headers["Content-Disposition"] == 'attachment; filename="run.csv"'
-            assert answer.headers["X-Content-Type-Options"] == "nosniff"
-            assert (await answer.text()).count("g1,0,") == 1
-            assert "form: expected one of jsonl, csv" in await (await client.get("/export/run?form=xlsx")).text()
-
-    asyncio.run(run())
-
-
 def test_the_list_of_runs_says_what_a_sweep_varied(tmp_path: Path) -> None:
     for name, lr in (("one", 1e-4), ("two", 3e-4)):
         write_run(tmp_path / "runs" / "mine" / name, lr=lr)
@@ -403,8 +387,8 @@ ASKED = (
     "(((", "x:y", "NEAR(a b)", "a " * 1300, '"a" ' * 450, "; DROP TABLE words", "é😀", "2", str(2**63 - 1), str(2**63),
 )  # fmt: skip
 ASKED_PAGES = (
-    "/", "/run/run", "/rollouts/run", "/group/run", "/failures/run", "/compare", "/state/run", "/run/%00", "/diff/run",
-    "/annotations/run", "/next/run", "/export/run",
+    "/", "/run/run", "/rollouts/run", "/group/run", "/failures/run", "/compare", "/state/run", "/run/%00",
+    "/annotations/run", "/next/run",
 )  # fmt: skip
 
 
@@ -414,7 +398,7 @@ def ask(rng: random.Random) -> URL:
     names = (*(field.name for field in fields(Filter)), "group", "round", "sibling", "since", "metrics", "other")
     names = (*names, "queue", "in", "a", "b", "select", "form")
     asked = [(name, rng.choice(ASKED)) for name in rng.choices(names, k=rng.randint(0, 3))]
-    asked += [("group", rng.choice(("g1", "g2", "i1")))] if page in ("/group/run", "/diff/run") else []
+    asked += [("group", rng.choice(("g1", "g2", "i1")))] if page == "/group/run" else []
     asked += [("a", "run"), ("b", "run")] if page == "/compare" else []
     query = "&".join(f"{name}={quote(value.encode('utf-8', 'surrogatepass'))}" for name, value in asked)
     return URL(f"{page}?{query}", encoded=True)
@@ -493,7 +477,6 @@ EVERY_PAGE = (
     "/group/{0}?group=g2",
     "/failures/{0}",
     "/annotations/{0}",
-    "/diff/{0}?group=g1&a=0&b=0.1",
     "/compare?a={0}&b={0}",
     "/compare?a={0}&b={0}&prompt=p1",
 )

@@ -27,7 +27,6 @@ PAGES = (
     "group/run?group=g2",
     "failures/run?cause=unparseable",
     "annotations/run",
-    "diff/run?group=g1",
     "compare?a=run&b=run",
 )
 

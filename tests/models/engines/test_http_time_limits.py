@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
-from grmpipe.models.engines.sglang import joined_server
+from grmpipe.models.engines.sglang import http_client as sglang_client
 from grmpipe.models.engines.sglang import server as sglang_server
 from grmpipe.models.engines.sglang.http_client import SglangHttp
 from grmpipe.models.settings import OpenAIConfig
@@ -21,8 +21,7 @@ from grmpipe.models.types import EngineDied, Message, RequestContext, SamplingPa
 ROOT = Path(__file__).parents[3]
 LIMITS = {"connect", "read", "write", "pool"}
 WALKED = {
-    "endpoint_client.py", "http_chat.py", "http_client.py", "joined_server.py", "judge_client.py", "server.py",
-    "webhook_tracker.py",
+    "endpoint_client.py", "http_client.py", "judge_client.py", "server.py", "webhook_tracker.py", "worker_process.py",
 }  # fmt: skip
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -72,7 +71,7 @@ def test_a_limit_that_is_reached_is_a_death_with_its_name(call: Callable, error:
         asyncio.run(call(hang))
 
 
-@pytest.mark.parametrize("seconds", [joined_server.ANSWER_S, sglang_server.ANSWER_S])
+@pytest.mark.parametrize("seconds", [sglang_client.ANSWER_S, sglang_server.ANSWER_S])
 def test_probes_of_servers_share_one_time_limit(seconds: float) -> None:
     assert 0 < seconds <= 60
 

@@ -23,13 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from grmpipe.models.lm.activations import checkpoint_layers
 from grmpipe.models.lm.causal_lm import ONE_LOAD_AT_A_TIME, compute_packed_logprobs, load_causal_lm
 from grmpipe.models.lm.footprint import footprint_of_shape, measure_outline, read_footprint, read_plain_footprint
 from grmpipe.models.lm.lora import add_adapters
 from grmpipe.models.lm.packed_attention import PACKED_ATTENTION
 from grmpipe.models.lm.parallel.ranks import choose_device, join_ranks
-from grmpipe.models.lm.parallelize import decoder_layers, load_parallel
+from grmpipe.models.lm.parallelize import checkpoint_layers, decoder_layers, load_parallel
 from grmpipe.models.model_files import PlainConfig
 from grmpipe.models.settings import KEEP_ALL, Activations, LoraConfig, ModelShape
 from grmpipe.tiny.resolve import SHIPPED

@@ -25,7 +25,7 @@ import torch
 from ray._private.services import ProcessInfo
 from ray.actor import ActorHandle
 
-from grmpipe.envs.sandbox.worker_processes import descendants
+from grmpipe.envs.sandbox.supervisor import descendants
 from grmpipe.models.checksum import checksum as checksum_of
 from grmpipe.models.types import (
     Completion,

@@ -38,7 +38,7 @@ from grmpipe.scheduler.slots.engine_replacement import (
     need_no_weights,
     push_to_living,
 )
-from grmpipe.scheduler.slots.sleep import put_to_sleep
+from grmpipe.scheduler.slots.time_share import put_to_sleep
 from grmpipe.scheduler.weights.weight_push import SyncConfig
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 from grmpipe.tiny.resolve import resolve_model

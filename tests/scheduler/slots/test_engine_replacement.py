@@ -34,8 +34,7 @@ from grmpipe.scheduler.slots.engine_replacement import (
     need_no_weights,
     push_to_living,
 )
-from grmpipe.scheduler.weights.weight_checks import WeightMismatch
-from grmpipe.scheduler.weights.weight_push import SyncConfig, WeightSyncTimeout
+from grmpipe.scheduler.weights.weight_push import SyncConfig, WeightMismatch, WeightSyncTimeout
 from grmpipe.scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2, 3)

@@ -25,8 +25,15 @@ from grmpipe.models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from grmpipe.scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, describe_tensors
-from grmpipe.scheduler.weights.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
+from grmpipe.scheduler.weights.weight_push import (
+    EngineLost,
+    SyncConfig,
+    SyncReport,
+    WeightMismatch,
+    WeightsNotFinite,
+    WeightSyncTimeout,
+    describe_tensors,
+)
 from grmpipe.scheduler.weights.weight_sync import NoEngines, WeightSync
 
 PROBE = (5, 6, 7, 8)

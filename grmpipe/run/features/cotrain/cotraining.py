@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,8 @@ from grmpipe.pipeline.consumer import Interrupted
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, TrainedBatch, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.step_metrics import batch_metrics, describe_trained, with_pace
-from grmpipe.run.features.cotrain.grm_settings import grm_flow, grm_play, grm_too_long
-from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream, grm_flow, grm_play, grm_too_long
 from grmpipe.run.features.cotrain.label_source import LabelSource
-from grmpipe.run.features.cotrain.pacing import StepPacer
 from grmpipe.run.features.run_feature import RunFeature, StepEnd
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
@@ -50,6 +49,70 @@ from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 FOLDER = "cotrain"  # for the judging tasks' journals
 ROLLOUT_WINDOW = 256  # latest right and latest wrong rollouts to sample from, this many of each
 T = TypeVar("T")
+
+
+class StepPacer:
+    """The pace of two learners. The GRM makes `warmup_steps` alone; then `grm_steps_per_policy_step` of its steps
+    belong to each step of the policy.
+
+    While the policy makes its step v + 1, the GRM may make the steps that belong to it; the policy waits for those that
+    belong to v. So they overlap, and neither runs ahead of the other.
+    """
+
+    def __init__(self, *, warmup_steps: int, grm_steps_per_policy_step: float) -> None:
+        self.policy_version = 0
+        self.grm_version = 0
+        self._warmup_steps = warmup_steps
+        self._rate = grm_steps_per_policy_step
+        self._skipped = 0
+        self._moved = asyncio.Event()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the warm-up is over, so that the GRM may judge for the policy."""
+        return self.grm_version >= self._warmup_steps
+
+    @property
+    def policy_may_step(self) -> bool:
+        """Whether the GRM has made the steps that the policy's next one waits for."""
+        return self.grm_version + self._skipped >= self.grm_steps_with(self.policy_version)
+
+    def grm_steps_with(self, policy_version: int) -> int:
+        """The number of GRM steps that belong to the first `policy_version` steps of the policy."""
+        return self._warmup_steps + math.floor(self._rate * policy_version + 1e-9)
+
+    def skip_due(self) -> None:
+        """Let the policy go on without the steps that are due: the GRM had nothing to learn from. They aren't made up
+        for.
+        """
+        self._skipped = max(self._skipped, self.grm_steps_with(self.policy_version) - self.grm_version)
+
+    def policy_stepped(self, version: int) -> None:
+        self.policy_version = version
+        self._moved.set()
+
+    def grm_stepped(self, version: int) -> None:
+        self.grm_version = version
+        self._moved.set()
+
+    async def until_policy_may_step(self) -> None:
+        while not self.policy_may_step:
+            await self._until_moved()
+
+    async def until_grm_may_step(self) -> None:
+        while self.grm_version + self._skipped >= self.grm_steps_with(self.policy_version + 1):
+            await self._until_moved()
+
+    async def until_warm(self) -> None:
+        while not self.is_warm:
+            await self._until_moved()
+
+    async def _until_moved(self) -> None:
+        """Wait for a step of either learner. All waiters check their condition again."""
+        moved = self._moved
+        await moved.wait()
+        if self._moved is moved:
+            self._moved = asyncio.Event()
 
 
 class CoTraining:

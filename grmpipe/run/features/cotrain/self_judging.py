@@ -18,8 +18,7 @@ from grmpipe.judge.kinds.labels import LabelReward
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import PipelineComponents
 from grmpipe.run.features.cotrain.cotraining import make_judging_tasks
-from grmpipe.run.features.cotrain.grm_settings import grm_play, grm_too_long
-from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream, grm_play, grm_too_long
 from grmpipe.run.prepare import Prepared
 from grmpipe.run.run_model import RunModel
 from grmpipe.types import Judge, JudgeSession, Prompt, Rollout

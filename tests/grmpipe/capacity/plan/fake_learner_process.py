@@ -28,8 +28,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from grmpipe.config.io.yaml_io import from_values
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.models.lm import activations as activations_module
 from grmpipe.models.lm import packed_attention
+from grmpipe.models.lm import parallelize as parallelize_module
 from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.parallel.ranks import RankMeshes
 from grmpipe.models.lm.parallelize import parallelize
@@ -185,7 +185,7 @@ def measure(
     learner_module.find_files = lambda path, weights: path  # type: ignore[assignment]
     learner_module.BatchMetrics = NoMeter  # type: ignore[assignment, misc]
     learner_module.load_parallel = load  # type: ignore[assignment]
-    activations_module.save_on_cpu = NowhereHooks  # type: ignore[assignment, misc]
+    parallelize_module.save_on_cpu = NowhereHooks  # type: ignore[assignment, misc]
     train = {"dtype": "bfloat16", **train}
     with tempfile.TemporaryDirectory() as path:
         AutoConfig.for_model(**model).save_pretrained(path)

@@ -12,7 +12,7 @@ from simulated_workload import COSTS, seats, workload
 
 import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
-from grmpipe.capacity.learner_passes import count_passes
+from grmpipe.capacity.plan.work import count_passes
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.virtual_loop import run_virtually

@@ -43,8 +43,8 @@ from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.settings import ModelConfig
 from grmpipe.models.types import EngineSpeed, Message, RequestContext, SamplingParams
-from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.pipeline.health import Unfit
+from grmpipe.pipeline.stall_times import Setup, bottleneck
 from grmpipe.scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from grmpipe.tasks import show_simulation
 from grmpipe.train.batching.packer import MicroBatchRound, idle

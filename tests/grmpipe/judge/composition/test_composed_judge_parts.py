@@ -14,7 +14,7 @@ from grmpipe.config.judge import EarlyStopConfig, JudgeConfig, JudgeEntry
 from grmpipe.config.reward import RewardConfig, RewardTree
 from grmpipe.judge.composition.combine_verdicts import by_group
 from grmpipe.judge.composition.composed_judge import compares, compose_judge
-from grmpipe.judge.kinds.custom_judge import load_custom_judge
+from grmpipe.judge.kinds.function_judge import load_custom_judge
 from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone, judge_together
 from grmpipe.judge.protocols.generative import GenerativeJudge

@@ -23,8 +23,8 @@ from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.models.types import Completion, EngineRefused, Message, VersionSpan
 from grmpipe.observe.all_trackers import AllTrackers
-from grmpipe.observe.eval_recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
 from grmpipe.observe.journal import Mark
+from grmpipe.observe.recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
 from grmpipe.pipeline.health import ServiceHealth, Unfit
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.features.periodic_eval import PeriodicEval

@@ -15,7 +15,7 @@ from simulated_workload import COSTS, seats, workload
 
 from grmpipe.capacity.simulate.simulated_answers import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation
-from grmpipe.capacity.simulate.simulated_process import SimulatedDriver
+from grmpipe.capacity.simulate.simulated_learner import SimulatedDriver
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.capacity.simulate.workload import make_judge, make_writer
 from grmpipe.judge.pointwise_adapter import HandOver, rollout_of_text

@@ -23,10 +23,10 @@ from grmpipe.algorithm.distill import DistillConfig
 from grmpipe.algorithm.distillation import divergence
 from grmpipe.algorithm.settings import Cap, SftConfig, Truncation
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.models.lm import activations
-from grmpipe.models.lm.activations import ATTENTION
+from grmpipe.models.lm import parallelize
 from grmpipe.models.lm.causal_lm import compute_packed_logprobs
 from grmpipe.models.lm.footprint import read_footprint
+from grmpipe.models.lm.parallelize import ATTENTION
 from grmpipe.models.lm.score import ScoredText, score_sequences
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.stored_files import first_difference
@@ -375,7 +375,7 @@ def test_offload_takes_the_inputs_of_layers_and_nothing_else(
             pack_hook = self.pack_hook
             self.pack_hook = lambda tensor: (copied.append(tensor.shape), pack_hook(tensor))[1]
 
-    monkeypatch.setattr(activations, "save_on_cpu", Recorded)
+    monkeypatch.setattr(parallelize, "save_on_cpu", Recorded)
     learner = make_learner(qwen_path, master="float32", activation_checkpointing="full", activation_offload=offload)
     learner.accumulate(batch := pack(make_samples()))
     assert copied == [(1, len(batch.token_ids_T), 32)] * num_copies

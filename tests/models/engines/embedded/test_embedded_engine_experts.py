@@ -16,11 +16,11 @@ from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.moe.expert_routing import Routers
 from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
-from grmpipe.models.weights import receive_tensors as weight_loading
+from grmpipe.models.weights import transport_ends as weight_loading
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.scheduler.routing.router import Continuation, PartialRequest
-from grmpipe.scheduler.weights.weight_checks import WeightMismatch, check_receipt
+from grmpipe.scheduler.weights.weight_push import WeightMismatch, check_receipt
 
 SHAPE = {
     "vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -15,9 +15,7 @@ from hostile_json import hostile_answers
 
 from grmpipe.models.engines.openai.chat_answer import read_usage
 from grmpipe.models.engines.openai.endpoint_client import BusyError, Reply, count_used_tokens
-from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
-from grmpipe.models.engines.openai.pooling_scorer import PoolingScorer
-from grmpipe.models.engines.openai.prompt_scorer import PromptScorer
+from grmpipe.models.engines.openai.openai_engine import OpenAIEngine, PoolingScorer, PromptScorer
 from grmpipe.models.engines.typed_json import read_object
 from grmpipe.models.settings import OpenAIConfig
 from grmpipe.models.types import Completion, EngineDenied, EngineRefused, PromptScoring

@@ -214,7 +214,7 @@ def test_an_abort_that_the_server_does_not_answer_returns_what_there_is(
             return one_token_and_nothing_more()
 
     async def go() -> Any:
-        monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_generation.ABORT_GRACE_S", 0.05)
+        monkeypatch.setattr("grmpipe.models.engines.sglang.sglang_engine.ABORT_GRACE_S", 0.05)
         engine = engine_of(model_path, Script(generate=lambda body: httpx.Response(200, stream=Stream())))
         asked = asyncio.create_task(ask(engine))
         await asyncio.sleep(0.02)

@@ -15,8 +15,13 @@ from grmpipe.models.settings import VllmConfig
 from grmpipe.models.types import WeightReceipt
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.weight_stream import WeightStream
-from grmpipe.scheduler.weights.weight_checks import WeightMismatch, check_probe, probe_error
-from grmpipe.scheduler.weights.weight_push import TOLERANCE, TOLERANCE_QUANTIZED
+from grmpipe.scheduler.weights.weight_push import (
+    TOLERANCE,
+    TOLERANCE_QUANTIZED,
+    WeightMismatch,
+    check_probe,
+    probe_error,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
