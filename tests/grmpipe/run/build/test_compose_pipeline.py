@@ -30,7 +30,7 @@ class CoTraining(Part):
         return "recorded", play
 
     def in_lockstep(self, trainer: Any) -> LockstepTrainer:
-        return LockstepTrainer(trainer, cast(Any, None))
+        return LockstepTrainer(trainer, cast(Any, None), cast(Any, None))
 
 
 PLAY, JOURNAL = Part(), Part()
