@@ -166,7 +166,7 @@ class ToolResults:
     start, end: tokens [start, end) that weren't sampled: the end of the turn if it has none, the results, and the start
         of the next turn.
     text_start, text_end: where they stand in the text.
-    calls: the turn's.
+    calls: the tools that the turn called, by name; their arguments stand in the text.
     faults: what was wrong with them, by kind.
     took_s: [seconds] of the tools.
     """
@@ -175,7 +175,7 @@ class ToolResults:
     end: int
     text_start: int
     text_end: int
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     took_s: float = 0.0
 

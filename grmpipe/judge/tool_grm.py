@@ -159,7 +159,7 @@ def place_results(
         end=end,
         text_start=len(decode(ids[:start])) if at is None else at,
         text_end=len(decode(ids[:end])) if at is None else at,
-        calls=turn.tool_calls,
+        calls=tuple(call.name for call in turn.tool_calls),
         faults=turn.faults,
         took_s=turn.env_s,
     )

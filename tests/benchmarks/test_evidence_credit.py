@@ -45,5 +45,4 @@ def test_the_rule_meets_what_is_right_and_quotes_it(problem: Problem) -> None:
 def test_rollouts_are_counted_to_the_middle_of_a_window() -> None:
     counted = count_rollouts([0.5] * WINDOW + [0.9] * WINDOW)
     assert counted == pytest.approx((WINDOW / 2 + (WINDOW + 1) / 2) * GROUPS * SIBLINGS)
-    with pytest.raises(SystemExit, match=r"never has 0\.7"):
-        count_rollouts([0.6] * (WINDOW + 4))
+    assert count_rollouts([0.6] * (WINDOW + 4)) is None

@@ -56,7 +56,7 @@ def test_a_judge_is_calibrated_and_its_file_used(
     verdicts = json.loads((scoring.run_dir / "verdicts.jsonl").read_text())["verdicts"]
     assert [(one["score"], one["reward"]) for one in verdicts] == [(10, right), (1, wrong)]
     first = scoring.lines("judgements")[0]["verdict"]
-    assert (first["score"], first["breakdown"]) == (10, {"rule": 1.0, "calibrated": right})
+    assert (first["score"], first["breakdown"]) == (10, {"rule": 1.0, "calibrated": right, "uncalibrated": 1.0})
 
     with pytest.raises(
         ConfigError,

@@ -22,7 +22,7 @@ from grmpipe.models.types import EngineDied, EngineRefused, Message, Scorer
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout
 
-COMPONENT, RAW_SCORE = "scalar", "raw_score"  # names in a verdict's breakdown
+SCALAR, ENV, RAW_SCORE = "scalar", "env", "raw_score"  # names in a verdict's breakdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class ScalarJudge:
     def _report(self, rollout: Rollout, raw_score: float) -> JudgeReport:
         """The reward, its place on the judge's scale as the score, and the raw score for people to read."""
         reward = self._config.scalar.to_reward(raw_score)
-        breakdown = {COMPONENT: reward, RAW_SCORE: raw_score}
+        breakdown = {SCALAR: reward, RAW_SCORE: raw_score}
         return report_score(outcome(rollout, reward), self._config.scale.to_score(reward), breakdown)
 
 
@@ -96,9 +96,6 @@ def conversation(prompt: Prompt, rollout: Rollout, *, thoughts: bool) -> Iterato
         if number < len(rollout.turns):  # a reward model scores a conversation that ends with the assistant
             # A chat has no place for an assistant's message that the policy didn't write: it would be scored as its.
             yield from (reply for reply in turn.replies if reply.role != "assistant")
-
-
-COMPONENT = "env"  # the name of its reward in a breakdown
 
 
 class EnvRewardJudge:
@@ -118,7 +115,7 @@ class EnvRewardJudge:
             return report_failures(make_failure("undecided", self._missing(rollout)))
         total = sum_rewards(given.values())
         rewards = by_turn(rollout, given) if self._config.by_turn else outcome(rollout, total)
-        return report_score(rewards, total, {COMPONENT: total})
+        return report_score(rewards, total, {ENV: total})
 
     def _missing(self, rollout: Rollout) -> str:
         wanted = f" called {' or '.join(self._config.weights)}" if self._config.weights else ""

@@ -43,6 +43,7 @@ from grmpipe.models.urls import join_path
 
 BYTES_PER_TOKEN = 4  # rough value for English prose: expected size of a prompt until the endpoint counts it
 MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # limit of an answer, plus a part per allowed or likely token
+BYTES_PER_SCORE = 512  # the same, for each score
 FIELDS_OF_OURS = frozenset({"model", "messages", "n", "stream", "max_tokens", "max_completion_tokens"})
 # Besides OpenAI's own: text-generation-inference, Together, Anthropic, Cohere, Gemini, Mistral. In any case of letters.
 FINISH_REASONS: dict[str, FinishReason] = {
@@ -210,7 +211,6 @@ def _wants_newer_name(reply: Reply) -> bool:
     return reply.status == 400 and "max_completion_tokens" in reply.words
 
 
-BYTES_PER_SCORE, MIN_ANSWER_BYTES = 512, 2**20
 # -- teachers ----------------------------------------------------------------------------------------------------------
 
 

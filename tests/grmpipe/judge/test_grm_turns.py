@@ -18,7 +18,6 @@ from grmpipe.judge.pointwise_adapter import judge_group
 from grmpipe.judge.prompt import PROBE, JudgePrompt
 from grmpipe.models.engines.openai.openai_engine import OpenAIEngine
 from grmpipe.models.settings import OpenAIConfig
-from grmpipe.models.types import Message
 from grmpipe.pipeline.counters import JudgeCounts
 from grmpipe.scheduler.events import NoEvents
 from grmpipe.types import Failed, FailedJudgement, Judgement
@@ -107,16 +106,6 @@ def test_a_judgement_begins_with_the_prefill_which_is_parsed_and_not_sampled(ben
 def test_a_prefill_is_never_a_verdict_by_itself(bench: Any) -> None:
     judge, _ = bench.generative(lambda *_: bench.answer("fine"), continues=True, prefill="Score: 9\n", max_retries=0)
     assert bench.run(judge.judge(bench.prompt(), bench.rollout("12"))).verdict.cause == "unparseable"
-
-
-def test_the_prefill_follows_the_examples_and_is_in_none_of_them(bench: Any, tmp_path: Any) -> None:
-    path = tmp_path / "labels.jsonl"
-    path.write_text(json.dumps({"prompt": "What is 1 + 1?", "response": "2", "score": 10}) + "\n")
-    config = judge_config(template="short", parser="score", prefill="I say", examples={"path": str(path), "count": 1})
-    *before, last = JudgePrompt.of(config).render(bench.prompt(), "12")
-    assert last == Message(role="assistant", content="I say")
-    assert [message.role for message in before] == ["user", "assistant", "user"]
-    assert "I say" not in "".join(message.content for message in before)
 
 
 # -- two turns --------------------------------------------------------------------------------------------------------

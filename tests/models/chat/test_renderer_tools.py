@@ -290,7 +290,7 @@ def test_every_family_takes_tools(family: str) -> None:
     assert renderer_of(family).takes_tools
 
 
-@pytest.mark.parametrize("name", [path.name for path in SHIPPED.iterdir()])
+@pytest.mark.parametrize("name", [path.name for path in SHIPPED.iterdir() if path.is_dir()])
 def test_every_shipped_model_takes_tools_and_calls_them_in_lines(name: str) -> None:
     renderer = Renderer.load(str(SHIPPED / name))
     assert renderer.takes_tools and renderer.tool_parser_name == "pythonic"

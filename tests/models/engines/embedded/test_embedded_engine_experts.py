@@ -220,8 +220,8 @@ def test_unapplied_experts_fail_their_own_push_even_if_no_probe_moved(
             parameter.copy_(parameter.float() + 1e-6 * torch.randn(parameter.shape).sign())
     stream, store, held = WeightStream(model, "bfloat16", 1 << 20), ObjectStore("bfloat16"), weight_loading._held_tensor
 
-    def held_tensor(state: dict[str, torch.Tensor], tensor: WeightTensor) -> torch.Tensor:
-        target = held(state, tensor)
+    def held_tensor(state: dict[str, torch.Tensor], tensor: WeightTensor, own_name: str) -> torch.Tensor:
+        target = held(state, tensor, own_name)
         return target.as_subclass(Dropping) if drops and ".experts." in tensor.name else target
 
     monkeypatch.setattr(weight_loading, "_held_tensor", held_tensor)

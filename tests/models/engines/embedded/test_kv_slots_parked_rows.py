@@ -177,9 +177,9 @@ def test_rows_that_wait_for_their_next_turn_are_no_part_of_the_batch(
     played(ask, prompt_of, engine, 20, 1, True)
     verify, sizes = engine._worker._batch._decoder.verify, set()
 
-    def seen(token_ids_BQ: Any, positions_BQ: Any, num_attended: int) -> Any:
+    def seen(token_ids_BQ: Any, positions_BQ: Any, num_attended: int, adapters: Any) -> Any:
         sizes.add(len(token_ids_BQ))
-        return verify(token_ids_BQ, positions_BQ, num_attended)
+        return verify(token_ids_BQ, positions_BQ, num_attended, adapters)
 
     engine._worker._batch._decoder.verify = seen  # type: ignore[method-assign]
     asyncio.run(ask(engine, prompt_of(9)))

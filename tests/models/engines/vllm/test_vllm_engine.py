@@ -28,7 +28,7 @@ class RecordedLlm:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         await asyncio.sleep(0)
-        self.resets.append((reset_running_requests, reset_connector, self.engine._generation._prefix_salt))
+        self.resets.append((reset_running_requests, reset_connector, self.engine._generation._prefix_salts["policy"]))
         return self.drops
 
 
@@ -48,13 +48,13 @@ def test_a_push_drops_keys_and_values_that_a_connector_stores_before_the_salt_ch
 ) -> None:
     llm = RecordedLlm(drops=True)
     engine = engine_with(llm, monkeypatch)
-    salt = engine._generation._prefix_salt
-    asyncio.run(engine._generation.forget_cached_prompts(recompute=True))
+    salt = engine._generation._prefix_salts["policy"]
+    asyncio.run(engine._generation.forget_cached_prompts(recompute=True, model="policy"))
     assert llm.resets == [(True, True, salt)], "running requests and the connector, under the old salt"
-    assert engine._generation._prefix_salt == salt + 1, "what a transfer in flight stores later isn't found"
+    assert engine._generation._prefix_salts["policy"] == salt + 1, "what a transfer in flight stores later isn't found"
 
 
 def test_a_connector_that_keeps_old_keys_and_values_stops_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with(RecordedLlm(drops=False), monkeypatch)
     with pytest.raises(RuntimeError, match=r"kv_transfer_config.*recompute_kv_on_sync=false"):
-        asyncio.run(engine._generation.forget_cached_prompts(recompute=True))
+        asyncio.run(engine._generation.forget_cached_prompts(recompute=True, model="policy"))
