@@ -64,13 +64,13 @@ class Receiver:
     """The engine's end, with weights only."""
 
     def __init__(self, num_parameters: int, hashing: bool) -> None:
-        from grmpipe.models.weights.transport_ends import WeightInbox
+        from grmpipe.models.weights.receive_tensors import WeightInbox
 
         torch.set_num_threads(1)
         self._model = RandomModel(num_parameters)
         self._inbox = WeightInbox(self._model, CPU)
         self._hashes = (
-            nullcontext() if hashing else patch("grmpipe.models.weights.transport_ends.tensor_checksums", no_checksums)
+            nullcontext() if hashing else patch("grmpipe.models.weights.receive_tensors.tensor_checksums", no_checksums)
         )
 
     @torch.no_grad()
@@ -155,7 +155,9 @@ class Copy:
 def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hashing: bool) -> Row:
     receiver = Receiver.remote(num_parameters, hashing)
     stream = WeightStream(model, "float32", BUCKET_BYTES)
-    hashes = nullcontext() if hashing else patch("grmpipe.models.weights.transport_ends.tensor_checksums", no_checksums)
+    hashes = (
+        nullcontext() if hashing else patch("grmpipe.models.weights.receive_tensors.tensor_checksums", no_checksums)
+    )
     with tempfile.TemporaryDirectory() as folder, hashes:
         sender = open_transport(way, "float32", CPU, folder)
         mine, engines = two_links() if way == "gloo" else (None, None)

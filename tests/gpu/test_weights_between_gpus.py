@@ -14,7 +14,8 @@ from torch import nn
 from grmpipe.models.types import GroupLink, WeightBucket
 from grmpipe.models.weights.checksums import ON_DEVICE
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.transport_ends import compute_checksums, open_transport, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

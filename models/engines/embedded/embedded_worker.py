@@ -35,7 +35,7 @@ from grmpipe.models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from grmpipe.models.weights.transport_ends import WeightInbox
+from grmpipe.models.weights.receive_tensors import WeightInbox
 
 T = TypeVar("T")
 

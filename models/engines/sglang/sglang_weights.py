@@ -25,7 +25,8 @@ from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from grmpipe.models.weights.broadcast import read_checksums
-from grmpipe.models.weights.transport_ends import compute_checksums, num_bytes, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import num_bytes
 from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_folder
 
 log = logging.getLogger(__name__)

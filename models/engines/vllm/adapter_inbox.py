@@ -30,7 +30,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors
 from grmpipe.models.engines.vllm.worker_inbox import WorkerInbox
 from grmpipe.models.types import ModelFiles, WeightTensor
-from grmpipe.models.weights.transport_ends import compute_checksums, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 SENT_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])\.[^.]+\.weight")  # peft's, with the adapter's own name
 

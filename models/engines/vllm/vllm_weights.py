@@ -10,7 +10,7 @@ import msgspec
 
 from grmpipe.models.bucket_memory import room_for, views
 from grmpipe.models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
-from grmpipe.models.weights.transport_ends import receive_tensors
+from grmpipe.models.weights.receive_tensors import receive_tensors
 from grmpipe.models.weights.weight_files import SharedArena
 
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}

@@ -44,7 +44,7 @@ from grmpipe.models.engines.vllm.vllm_requests import adapter_request
 from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
 from grmpipe.models.engines.vllm.worker_inbox import WorkerInbox
 from grmpipe.models.types import ModelFiles
-from grmpipe.models.weights.transport_ends import compute_checksums, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 if TYPE_CHECKING:
     from grmpipe.models.engines.vllm.adapter_inbox import AdapterInbox

@@ -18,7 +18,7 @@ from grmpipe.models.lm.lora import ADAPTER, add_adapters, list_outgoing
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.weights.bucket_size import choose_bucket_bytes
 from grmpipe.models.weights.object_store import ObjectStore
-from grmpipe.models.weights.transport_ends import receive_tensors
+from grmpipe.models.weights.receive_tensors import receive_tensors
 from grmpipe.models.weights.weight_stream import WeightStream
 
 SMALL = {

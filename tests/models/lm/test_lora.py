@@ -25,7 +25,7 @@ from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, check_target
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.types import WeightBucket
 from grmpipe.models.weights.object_store import ObjectStore
-from grmpipe.models.weights.transport_ends import WeightInbox
+from grmpipe.models.weights.receive_tensors import WeightInbox
 from grmpipe.models.weights.weight_stream import WeightStream
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from grmpipe.models.types import GroupLink, WeightBucket
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.transport_ends import compute_checksums, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 
 group = BroadcastLink()
 native: list[dist.ProcessGroup] = []

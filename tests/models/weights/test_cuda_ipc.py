@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from grmpipe.models.types import CudaHandle
 from grmpipe.models.weights import cuda_ipc
 from grmpipe.models.weights.cuda_ipc import CudaMemory, SharedMemoryOfGpu
-from grmpipe.models.weights.transport_ends import CPU, WeightTransport, compute_checksums, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import CPU, WeightTransport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 

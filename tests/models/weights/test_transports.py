@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from grmpipe.models.weights.transport_ends import compute_checksums, open_transport, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import open_transport
 from grmpipe.models.weights.weight_stream import WeightStream
 
 SOURCE = """

@@ -15,7 +15,8 @@ from grmpipe.models.checksum import checksum
 from grmpipe.models.types import InlineBytes, WeightBucket
 from grmpipe.models.weights.checksums import tensor_checksums
 from grmpipe.models.weights.object_store import ObjectStore
-from grmpipe.models.weights.transport_ends import compute_checksums, num_bytes, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import num_bytes
 from grmpipe.models.weights.weight_stream import WeightStream
 
 

@@ -122,7 +122,7 @@ def test_messages_to_an_engine_and_from_it_cross_as_themselves() -> None:
     assert came == notices
     assert np.array_equal(came[1].completion.experts_TLK, completion.experts_TLK)
     link = GroupLink(name="w", backend="gloo", address="::1", port=1, rank=0, world_size=2, timeout_s=3.0)
-    (came_link,) = msgspec.structs.astuple(crossed((link,), args_type(calls["begin_weights"])))
+    came_link, _ = msgspec.structs.astuple(crossed((link,), args_type(calls["begin_weights"])))
     assert came_link == link
 
 

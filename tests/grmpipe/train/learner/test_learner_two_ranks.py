@@ -23,7 +23,7 @@ from grmpipe.models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from grmpipe.models.stored_files import first_difference
 from grmpipe.models.types import CudaHandle, InlineBytes, WeightBucket
 from grmpipe.models.weights import cuda_ipc
-from grmpipe.models.weights.transport_ends import receive_tensors
+from grmpipe.models.weights.receive_tensors import receive_tensors
 from grmpipe.models.weights.weight_files import SharedArena
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count

@@ -22,7 +22,8 @@ from grmpipe.models.types import Broadcast, GroupLink, WeightBucket
 from grmpipe.models.weights import process_group
 from grmpipe.models.weights.broadcast import read_checksums
 from grmpipe.models.weights.process_group import BroadcastLink
-from grmpipe.models.weights.transport_ends import WeightTransport, compute_checksums, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
+from grmpipe.models.weights.transport_ends import WeightTransport
 from grmpipe.scheduler.placement import Seat
 from grmpipe.scheduler.processes.actors import InProcessRanks
 from grmpipe.tiny.resolve import resolve_model

@@ -16,7 +16,7 @@ from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.moe.expert_routing import Routers
 from grmpipe.models.settings import EmbeddedConfig
 from grmpipe.models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
-from grmpipe.models.weights import transport_ends as weight_loading
+from grmpipe.models.weights import receive_tensors as weight_loading
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.scheduler.routing.router import Continuation, PartialRequest

@@ -37,7 +37,7 @@ def engine_with(llm: RecordedLlm, monkeypatch: pytest.MonkeyPatch) -> VllmEngine
         return await asked
 
     process = SimpleNamespace(llm=llm, call=call, ask_workers=None, refuse_the_dead=lambda: None)
-    monkeypatch.setattr(vllm_engine, "VllmProcess", lambda start: process)
+    monkeypatch.setattr(vllm_engine, "VllmProcess", lambda start, version: process)
     path = resolve_model("tiny://policy")
     llm.engine = VllmEngine(EngineSpec(path=path, role="policy"), VllmConfig(recompute_kv_on_sync=True))
     return llm.engine

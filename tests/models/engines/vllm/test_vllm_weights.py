@@ -29,7 +29,7 @@ from grmpipe.models.types import (
     WeightBucket,
     WeightTensor,
 )
-from grmpipe.models.weights.transport_ends import compute_checksums, receive_tensors
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 from grmpipe.models.weights.weight_files import SharedArena
 
 HANDLE = CudaHandle(

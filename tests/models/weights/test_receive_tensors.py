@@ -27,9 +27,10 @@ from grmpipe.models.types import Broadcast, GroupLink, SafetensorsFile, SharedMe
 from grmpipe.models.weights import weight_files
 from grmpipe.models.weights.broadcast import GlooBroadcasts
 from grmpipe.models.weights.process_group import BroadcastLink
+from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 from grmpipe.models.weights.safetensors_files import SafetensorsFiles
 from grmpipe.models.weights.shared_memory import SharedMemoryFiles
-from grmpipe.models.weights.transport_ends import WeightTransport, compute_checksums, open_transport, receive_tensors
+from grmpipe.models.weights.transport_ends import WeightTransport, open_transport
 from grmpipe.models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, hold_folder, sweep
 from grmpipe.models.weights.weight_stream import WeightStream
 
@@ -462,7 +463,7 @@ def test_disk_needs_a_folder() -> None:
 
 def test_an_engines_worker_needs_no_transformers_to_receive() -> None:
     program = (
-        "import sys\nimport grmpipe.models.weights.transport_ends\n"
+        "import sys\nimport grmpipe.models.weights.receive_tensors\n"
         "parts = [name.split('.') for name in sys.modules]\n"
         "print(sorted({'.'.join(one[:2]) for one in parts if one[0] in {'transformers', 'grmpipe', 'ray'}}))"
     )
