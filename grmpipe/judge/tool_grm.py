@@ -4,8 +4,8 @@
               sampled  inserted   sampled  inserted    sampled
 
 All turns are one completion, as the journal, votes and training know judgements. Only the last turn is read for a
-verdict, so that no tool can write it. Peers call such judges agentic (verifiers' JudgeRubric has none; inspect-ai's
-agents as scorers end by the same limits: messages, tokens, time).
+verdict, so that no tool can write it. Others call such judges agentic; inspect-ai's agents that score end by the same
+limits: messages, tokens, time.
 """
 
 from collections.abc import Callable, Sequence

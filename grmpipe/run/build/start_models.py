@@ -48,6 +48,10 @@ from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.make_learner import make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerRanks
 
+log = logging.getLogger(__name__)
+
+MOST_PROBE_TOKENS = 32
+MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
 Stops = Callable[[ActiveClock, str], None]  # lets a clock stand still while the engines of a role can't answer
 
 
@@ -259,11 +263,7 @@ class LoggedScorer:
         return score
 
 
-MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
 # -- engines behind their routers --------------------------------------------------------------------------------------
-
-
-MOST_PROBE_TOKENS = 32
 
 
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> dict[str, Router]:
@@ -339,9 +339,6 @@ def same_seed(seed: int, num_sampled: int) -> int:
 
 def other_seed(seed: int, num_sampled: int) -> int:
     return derive_seed(seed, f"after {num_sampled}")
-
-
-log = logging.getLogger(__name__)
 
 
 # -- learners: what their ranks are started with -----------------------------------------------------------------------
