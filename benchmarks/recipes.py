@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from hydra import compose, initialize_config_dir  # noqa: E402
 
-import launch  # noqa: E402, F401  registers the schema
+import grmpipe.cli  # noqa: E402, F401  registers the schema
 from grmpipe.capacity.plan.plan_report import plan  # noqa: E402
 from grmpipe.capacity.simulate.simulation import run_simulation  # noqa: E402
 from grmpipe.config.io.yaml_io import build  # noqa: E402

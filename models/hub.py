@@ -10,6 +10,8 @@ import xxhash
 from grmpipe.models.model_files import PlainConfig, read_json
 from grmpipe.models.stored_files import find_cache_folder
 
+log = logging.getLogger(__name__)
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -147,8 +149,6 @@ def find_missing_files(path: str) -> str:
 def how(path: str) -> str:
     return f"; on a machine with network access type `hf download {path}`, or give the model's directory"
 
-
-log = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 # Half the size of float32, and finer than any quantization; engine and learner cast it to their own dtype.

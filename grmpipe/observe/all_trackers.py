@@ -15,6 +15,8 @@ from grmpipe.observe.plain_json import finite
 from grmpipe.trackers.tracker import SampleRow, Tracker
 from grmpipe.types import Metrics
 
+log = logging.getLogger(__name__)
+
 
 class AllTrackers:
     """Passes results to every tracker. An error is counted in `failures`, and the tracker is called again at the next
@@ -86,9 +88,6 @@ class AllTrackers:
     def _masked(self, row: SampleRow) -> SampleRow:
         question, answer, critique = (mask(text, self._secrets) for text in (row.question, row.answer, row.critique))
         return replace(row, question=question, answer=answer, critique=critique)
-
-
-log = logging.getLogger(__name__)
 
 
 class JsonlSink(Tracker):

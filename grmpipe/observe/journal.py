@@ -20,6 +20,8 @@ import msgspec
 from grmpipe.models.checksum import checksum
 from grmpipe.observe.plain_json import json_bytes
 
+log = logging.getLogger(__name__)
+
 
 class AppendFile:
     """A file to append to. Each append is one write to the operating system (no fsync). Pieces end with a newline.
@@ -100,8 +102,6 @@ def end_of_last_line(file: BinaryIO, block_bytes: int = 65536) -> int:
         stop = start
     return 0
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RUN, CHECKSUM = "run", "xxh3"

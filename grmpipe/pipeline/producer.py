@@ -26,6 +26,8 @@ from grmpipe.scheduler.routing.router import RequestKillsEngines
 from grmpipe.scheduler.work_queue import BusyMeter, Stage
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict, judge_tasks_of_turn
 
+log = logging.getLogger(__name__)
+
 WEIGHT_OF_LATEST = 1 / 8  # in a running mean, from the 8th rollout on: a policy in training changes
 
 
@@ -64,7 +66,6 @@ class RunningMean:
         self.mean += max(1 / self.count, WEIGHT_OF_LATEST) * (value - self.mean)
 
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNBOUNDED = 1 << 30

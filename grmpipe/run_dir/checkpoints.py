@@ -18,6 +18,8 @@ from grmpipe.models.stored_files import StoredFile, describe_files, first_differ
 from grmpipe.run_dir.identity import check_is_there
 from grmpipe.run_dir.run_state import RunState
 
+log = logging.getLogger(__name__)
+
 STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
@@ -165,9 +167,6 @@ def _difference(checkpoint: Path) -> str | None:
     if STATE_FILE not in {file.name for file in files}:
         return f"{MANIFEST_FILE} lists no {STATE_FILE}"
     return first_difference(checkpoint, files)
-
-
-log = logging.getLogger(__name__)
 
 
 class Saving(Protocol):

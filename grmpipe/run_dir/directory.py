@@ -22,6 +22,8 @@ from grmpipe.observe.spending import Spending, explain_nothing_left
 from grmpipe.run_dir.checkpoints import Checkpoints, load_state
 from grmpipe.run_dir.identity import RunIdentity, check_inputs, input_files, read_identity, read_run_id
 
+log = logging.getLogger(__name__)
+
 HOME = Path("runs")
 
 
@@ -176,8 +178,6 @@ def point_latest(run_dir: Path, config: RunConfig) -> None:
     draft.symlink_to(run_dir.name)
     draft.replace(home / "latest")
 
-
-log = logging.getLogger(__name__)
 
 # -- a claimed directory -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from grmpipe.observe.recorder import JUDGEMENTS, JudgedSibling, load_verdicts
 from grmpipe.observe.summary import ServingSummary
 from grmpipe.types import JudgeReport, Verdict
 
+log = logging.getLogger(__name__)
+
 CALLS = "calls.jsonl"
 LATEST = 10_000  # calls that percentiles of seconds are of
 
@@ -94,8 +96,6 @@ class CallLog:
             while len(self._answers) > self._cache_size:
                 self._answers.popitem(last=False)
 
-
-log = logging.getLogger(__name__)
 
 # -- responses without a verdict whose trainer got the mean of their siblings ------------------------------------------
 

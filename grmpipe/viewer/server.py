@@ -36,6 +36,8 @@ from grmpipe.viewer.figures import keep_figures
 from grmpipe.viewer.index import IndexProgress
 from grmpipe.viewer.runs import ViewedRun, check_readable, find_runs, tell_apart
 
+log = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 PORT = 8707  # if it is free: a tunnel to it keeps working
 STATIC = {"style.css": "text/css", "follow.js": "text/javascript", "keys.js": "text/javascript"}
@@ -289,8 +291,6 @@ def clean(request: web.Request) -> str:
     """The path and query without the token. A second slash in front would name another host."""
     return "/" + str(request.rel_url.without_query_params("token")).lstrip("/")
 
-
-log = logging.getLogger(__name__)
 
 # -- the thread that keeps the indexes up to date ----------------------------------------------------------------------
 

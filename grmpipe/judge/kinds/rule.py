@@ -23,6 +23,8 @@ from grmpipe.judge.kinds.math_rule import means_the_same as means_the_same
 from grmpipe.judge.verdict import make_failure, outcome, report_failures, report_score
 from grmpipe.types import JudgeReport, Prompt, Rollout
 
+log = logging.getLogger(__name__)
+
 MAX_LENGTH = 1000  # characters of a number; longer ones are no real answers, and slow to parse
 NEARBY = 12  # characters before a number that say whether it is part of an expression
 
@@ -147,8 +149,6 @@ def parse_number(number: re.Match[str]) -> Fraction | None:
 def exact(digits: str) -> Fraction:
     return Fraction(SEPARATORS.sub("", digits))
 
-
-log = logging.getLogger(__name__)
 
 Rule = Callable[[str, str], float]  # text, reference -> how right the text is, from 0 to 1
 

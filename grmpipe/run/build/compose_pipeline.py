@@ -45,6 +45,8 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_l
 from grmpipe.types import Judge, Prompt, Rollout
 from grmpipe.workflows.episode_chat import EpisodeChats
 
+log = logging.getLogger(__name__)
+
 PushWeights = Callable[[int], Awaitable[SyncReport]]
 
 
@@ -268,9 +270,6 @@ def compute_pass_reward(config: RunConfig) -> float | None:
         return None
     scale, pass_score = config.main_judge.scale, config.data.labels.pass_score
     return scale.to_reward(pass_score) if scale.low < pass_score <= scale.high else None
-
-
-log = logging.getLogger(__name__)
 
 
 # -- an episode of the policy, without its request and prompt ----------------------------------------------------------

@@ -46,6 +46,8 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.learner.make_learner import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRetraining:
@@ -116,9 +118,6 @@ def check_tokens(policy: Model, policy_path: str, recorded: RecordedRun) -> None
                 f"{recorded.rollouts}: the ids of prompt {group.prompt.prompt_id} differ; give the policy that "
                 "the recorded run started from"
             )
-
-
-log = logging.getLogger(__name__)
 
 
 class RecordedRunTraining(Run[PreparedRetraining]):

@@ -14,6 +14,8 @@ from grmpipe.scheduler.devices import DEVICES, GB, device_called
 from grmpipe.train.ranks import FLOPS, OF_RANK, PEAK_FLOPS
 from grmpipe.types import BatchTotals, Metrics, MicroBatch
 
+log = logging.getLogger(__name__)
+
 # torch 2.11 has only the older name.
 ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
@@ -71,9 +73,6 @@ def _gather(rows_NC: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     everyone = padded.new_empty(dist.get_world_size(group) * len(padded), rows_NC.shape[1])
     ALL_GATHER(everyone, padded, group=group)
     return everyone[~everyone.isnan().any(dim=1)]
-
-
-log = logging.getLogger(__name__)
 
 
 class DeviceUsage:

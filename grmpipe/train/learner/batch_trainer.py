@@ -27,6 +27,8 @@ from grmpipe.train.learner.learner_ranks import LearnerRanks
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import BatchTotals, JudgedGroup, Metrics, OldPass, TrainingSample
 
+log = logging.getLogger(__name__)
+
 
 class ReplayBuffer:
     """Replays at most `groups_per_batch` groups per batch, the youngest first, and each once: a group that is trained
@@ -51,8 +53,6 @@ class ReplayBuffer:
         self._kept = young[self._groups_per_batch :]
         return young[: self._groups_per_batch]
 
-
-log = logging.getLogger(__name__)
 
 SKIPPED = "train/skipped_updates"
 # Metrics that are summed over the updates of a batch.
