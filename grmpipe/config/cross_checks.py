@@ -430,10 +430,11 @@ def check_cotrain(config: RunConfig) -> None:
         judge = config.judging.find_training_judge(role)
         if cotrain.labeller is not None:
             check_labeller(config, role, cotrain.labeller, f"{key}.labels_from")
-        if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0 and cotrain.labels_file is None:
+        if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0 and cotrain.labels_from is None:
             raise ValueError(
-                f"{key}.rollout_share: a judge of pairs can't learn from single rollouts; type {key}.rollout_share=0, "
-                f"and give rankings as {key}.data_path"
+                f"{key}.rollout_share: the rule labels single rollouts, and a judge of pairs learns from pairs; type "
+                f"{key}.labels_from=<another judge of the run>, or {key}.rollout_share=0 with rankings as "
+                f"{key}.data_path"
             )
         if not judge.temperature > 0:
             raise ValueError(f"{key}.enabled: greedy judgements are all alike; type judge.temperature=1")

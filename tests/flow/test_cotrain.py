@@ -145,7 +145,7 @@ def test_resumed_run_continues_both_learners(small_run: Callable, cotrained: Any
         ("placement=elastic", r"grm_learner|elastic=false"),
         ("grm.train.data_path=tiny://nothing", r"grm\.train\.data_path"),
         ("data.labels.pass_score=11", r"data\.labels\.pass_score"),
-        ("judge=pairwise", r"grm\.train\.rollout_share=0"),
+        ("judge=pairwise", r"grm\.train\.labels_from=.*rollout_share=0"),
         ("task=simulate", r"grm\.train\.enabled=false"),
     ],
 )

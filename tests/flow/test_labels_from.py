@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,40 @@ def test_a_judge_learns_from_a_file_of_labels(small_run: Callable, tmp_path: Pat
     assert files.summary["status"] == "completed", files.summary["failure"]
     tasks = {line["prompt"]["prompt_id"]: line["prompt"] for line in files.lines("cotrain/cheap/rollouts")}
     assert tasks and tasks.keys() <= {row["item_id"] for row in rows}
+
+
+FORM = """from grmpipe.judge.parse import Form
+
+first = Form(
+    line=lambda number, scale, num_scores: f"Score: {number}",
+    scores_of=lambda found, scale: (float(found[0]), 5.5),
+)
+"""
+
+
+@pytest.mark.long
+def test_a_judge_of_pairs_learns_from_pairs_that_another_judge_ranks(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first_form.py").write_text(FORM)
+    (tmp_path / "first.jinja").write_text(
+        "Q: {{ question }}\nA:\n{% for response in responses %}{{ response }}{% endfor %}"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pairs = (
+        "judges.cheap.protocol=pairwise", f"judges.cheap.template={tmp_path / 'first.jinja'}",
+        "judges.cheap.parser=first_form.first", "judges.cheap.vote=mean",
+    )  # fmt: skip
+    files = small_run(*SMALL, *pairs, experiment="cascade_learning")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    labels = find_labels(files, "judge")
+    tasks = [line["prompt"] for line in files.lines("cotrain/cheap/rollouts")]
+    assert tasks
+    for task in tasks:
+        group_id = re.split("[/#]", task["prompt_id"])[0]
+        known = [f"{reward:g}" for key, reward in labels.items() if key.startswith(f"{group_id}/")]
+        one, other = task["reference"].removeprefix("graded ").split()
+        assert one != other and {one, other} <= set(known) and max(known, key=float) in (one, other)
 
 
 @pytest.mark.long

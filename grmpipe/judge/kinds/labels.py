@@ -25,7 +25,7 @@ from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import outcome, report_score
 from grmpipe.models.types import Message
-from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse
+from grmpipe.types import JudgeReport, Labelled, Prompt, Rollout, ScoredResponse
 
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
 GRADED_LABEL = re.compile(r"graded((?: -?[0-9.]+)+)")  # a score, or the grades of several responses in the order shown
@@ -108,17 +108,37 @@ class JudgingTasks:
     def _of(self, item: Labelled) -> list[Prompt]:
         if isinstance(item, ScoredResponse):
             return [] if self._about == "pair" else [self._scored(item)]
-        highest = max(item.grades)
-        tops = [index for index, grade in enumerate(item.grades) if grade == highest]
-        others = [index for index, grade in enumerate(item.grades) if grade < highest]
+        return self.rank(item.item_id, item.prompt, item.responses, item.grades, item.subset)
+
+    def rank(
+        self,
+        item_id: str,
+        prompt: Prompt,
+        responses: Sequence[Trajectory | str],
+        grades: Sequence[float],
+        source: str = "",
+    ) -> list[Prompt]:
+        """The tasks to compare responses whose true order is known: none for a judge of one response, or of ties."""
+        highest = max(grades)
+        tops = [index for index, grade in enumerate(grades) if grade == highest]
+        others = [index for index, grade in enumerate(grades) if grade < highest]
         if self._about == "response" or not others:  # nothing is best among ties
             return []
-        names = {top: item.item_id if len(tops) == 1 else f"{item.item_id}#{top}" for top in tops}
+
+        def ask_among(task_id: str, shown: Sequence[int]) -> Prompt:
+            """In an order derived from the id: the same in every run. shown: the best one first."""
+            order = random.Random(task_id).sample(shown, len(shown))
+            label = f"best {order.index(shown[0]) + 1} of {len(order)}"
+            if self.labels.rule == "graded":
+                label = " ".join(("graded", *(f"{grades[index]:g}" for index in order)))
+            return self._asked(task_id, prompt, [responses[index] for index in order], label, source)
+
+        names = {top: item_id if len(tops) == 1 else f"{item_id}#{top}" for top in tops}
         if self._about == "group" and self.labels.rule == "graded":
-            return [self._ranked(item.item_id, item, [*tops, *others])]
+            return [ask_among(item_id, [*tops, *others])]
         if self._about == "group":
-            return [self._ranked(names[top], item, [top, *others]) for top in tops]
-        return [self._ranked(f"{names[top]}/{other}", item, [top, other]) for top in tops for other in others]
+            return [ask_among(names[top], [top, *others]) for top in tops]
+        return [ask_among(f"{names[top]}/{other}", [top, other]) for top in tops for other in others]
 
     def _scored(self, item: ScoredResponse) -> Prompt:
         # Right or wrong says nothing of the score but its side.
@@ -126,14 +146,6 @@ class JudgingTasks:
         right = item.score >= self.labels.pass_score
         label = self.label_side(right) if only_side else self.label_score(item.score)
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
-
-    def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
-        """The task of a ranking, in an order derived from its id: the same in every run. shown: the best one first."""
-        order = random.Random(task_id).sample(shown, len(shown))
-        label = f"best {order.index(shown[0]) + 1} of {len(order)}"
-        if self.labels.rule == "graded":
-            label = " ".join(("graded", *(f"{item.grades[index]:g}" for index in order)))
-        return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
 
     def _asked(
         self, task_id: str, prompt: Prompt, responses: Sequence[Trajectory | str], label: str, source: str = ""

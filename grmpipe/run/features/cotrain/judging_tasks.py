@@ -60,7 +60,8 @@ class JudgingTaskStream:
     """A stream of judging tasks. A share of `rollout_share` are the run's rollouts, right and wrong ones alternately,
     or what people have labelled so far; the others are stored judging tasks.
 
-    They alternate because a judge that sees more wrong than right ones learns to reject. Until there are rollouts of
+    They alternate because a judge that sees more wrong than right ones learns to reject; a judge that compares gets
+    siblings of different labels instead. Until there are rollouts of
     both kinds, stored judging tasks take their place; without stored ones, one kind is used only after the warm-up, if
     no rollouts of the other kind can come.
     """
@@ -88,6 +89,7 @@ class JudgingTaskStream:
         self._stored = stored
         self._share = rollout_share if stored is not None else 1.0
         self._recent = Recent(window)
+        self._compared: deque[Prompt] = deque(maxlen=window)
         self._annotated: PromptStream | None = None
         self._seed = seed
         self._usable = asyncio.Event()
@@ -122,6 +124,14 @@ class JudgingTaskStream:
     def add_judged(self, prompt: Prompt, rollout: Rollout, reward: float, score: float) -> None:
         """Add a rollout that another judge has judged. score: the reward on the scale of the judge that learns."""
         self._take(self.passes(reward), (prompt, rollout, self._judging_tasks.label_score(score)))
+
+    def add_ranked(self, group_id: str, prompt: Prompt, rewards: Sequence[tuple[Rollout, float]]) -> None:
+        """Add siblings that another judge has judged, for a judge that compares them."""
+        thoughts = self._judging_tasks.show_thoughts
+        shown = [make_trajectory(prompt, rollout, thoughts=thoughts) for rollout, _ in rewards]
+        self._compared += self._judging_tasks.rank(group_id, prompt, shown, [reward for _, reward in rewards])
+        if self._compared:
+            self._usable.set()
 
     def replace_annotated(self, judging_tasks: Sequence[Prompt]) -> None:
         """Take these in place of the run's rollouts: all that people have labelled so far."""
@@ -161,13 +171,15 @@ class JudgingTaskStream:
         )
         if own and self._annotated is not None:
             return self._annotated.at(before)
-        if self._stored is not None and not (own and self._recent.has_both):
+        if self._stored is not None and not (own and (self._recent.has_both or self._compared)):
             return self._stored.at(prompt_index - before)
+        seed = derive_seed(self._seed, f"{NAME_IN_SEEDS} {prompt_index}")
+        if self._compared:
+            return self._compared[seed % len(self._compared)]
         right = before % 2 == 0 if self._recent.has_both else bool(self._recent.right)
         candidates = self._recent.of(right)
         assert candidates, "until_usable was waited for"
-        drawn = derive_seed(self._seed, f"{NAME_IN_SEEDS} {prompt_index}") % len(candidates)
-        prompt, rollout, label = candidates[drawn]
+        prompt, rollout, label = candidates[seed % len(candidates)]
         task_id = f"{rollout.group_id}/{rollout.sibling}"
         shown = make_trajectory(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
         return self._judging_tasks.ask(task_id, prompt, shown, label)

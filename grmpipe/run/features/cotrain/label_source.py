@@ -3,6 +3,7 @@ grows. What nobody labels, because its verdict failed or wasn't asked for, teach
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from grmpipe.observe.guard import Guard
@@ -48,23 +49,32 @@ class LabelSource:
         """Take the labels of a judged group; for people, write down what the judges don't agree on."""
         for refit in self._refits:
             refit.take(group)
-        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
-            if isinstance(verdict, Failed) or group.prompt.self_judging:
-                continue
-            if self._file is not None:
+        if group.prompt.self_judging:
+            return
+        judged = [
+            (rollout, verdict)
+            for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
+            if isinstance(verdict, Verdict)
+        ]
+        if self._file is not None:
+            for rollout, verdict in judged:
                 self._want(group.prompt, rollout, verdict)
-            else:
-                self._add(group.prompt, rollout, verdict)
+        elif self._labeller is not None:
+            name = self._labeller
+            self._add(group, [(one, verdict.breakdown[name]) for one, verdict in judged if name in verdict.breakdown])
 
     def refit(self) -> None:
         """Refit the calibrations, for the next version of the weights."""
         for refit in self._refits:
             refit.fit()
 
-    def _add(self, prompt: Prompt, rollout: Rollout, verdict: Verdict) -> None:
-        reward = None if self._labeller is None else verdict.breakdown.get(self._labeller)
-        if reward is not None:
-            self._judging_tasks.add_judged(prompt, rollout, reward, self._judge.scale.to_score(reward))
+    def _add(self, group: JudgedGroup, rewards: Sequence[tuple[Rollout, float]]) -> None:
+        if self._judge.protocol_kind.compares:
+            if len(rewards) > 1:
+                self._judging_tasks.add_ranked(group.group_id, group.prompt, rewards)
+            return
+        for rollout, reward in rewards:
+            self._judging_tasks.add_judged(group.prompt, rollout, reward, self._judge.scale.to_score(reward))
 
     def restore(self, run_dir: Path, run_id: str) -> None:
         """Take the latest groups of the run's journals again, before a resume continues."""

@@ -1,11 +1,15 @@
-"""Labels by people: a file that grows, and what the run wants labelled."""
+"""Labels by another judge, and by people: a file that grows, and what the run wants labelled."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+
+import pytest
 
 from grmpipe.config.data import DataConfig
 from grmpipe.config.grm import GrmTrainConfig
@@ -23,12 +27,15 @@ from grmpipe.types import Failed, JudgedGroup, Prompt, Verdict
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 
 
-def open_source(tmp_path: Path) -> tuple[LabelSource, JudgingTaskStream]:
-    judge = JudgeConfig()
+def open_source(
+    tmp_path: Path, judge: JudgeConfig | None = None, labels_from: str = ""
+) -> tuple[LabelSource, JudgingTaskStream]:
+    judge = judge or JudgeConfig()
     tasks = JudgingTaskStream(
         JudgingTasks.under(judge, LabelConfig()), None, None, rollout_share=1, window=8, seed=0, pass_reward=0.7
     )
-    own = GrmTrainConfig(enabled=True, labels_from=str(tmp_path / "labels.jsonl"), warmup_steps=0, rollout_share=1)
+    labels = labels_from or str(tmp_path / "labels.jsonl")
+    own = GrmTrainConfig(enabled=True, labels_from=labels, warmup_steps=0, rollout_share=1)
     judging = SimpleNamespace(
         find_training_judge=lambda role: judge, select_asking=lambda role: {}, judges={"cheap": judge, "good": judge}
     )
@@ -39,6 +46,46 @@ def open_source(tmp_path: Path) -> tuple[LabelSource, JudgingTaskStream]:
     prepared = cast(Prepared, SimpleNamespace(config=config, held_out=()))
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "r", "inputs": {}}))
     return LabelSource(prepared, "cheap", tmp_path, tasks, Guard()), tasks
+
+
+def judged_group(group_id: str, by_good: Sequence[float | None]) -> JudgedGroup:
+    """A group whose siblings have these rewards by `good`; None: its verdict failed."""
+    rollouts = tuple(rollout_of_text(group_id, sibling, f"number {sibling}") for sibling in range(len(by_good)))
+    verdicts: list[Verdict | Failed] = [
+        make_failure("died", "it did")
+        if good is None
+        else Verdict(
+            rewards=outcome(one, good),
+            score=good,
+            breakdown={"cheap": 0.9, "good": good},
+            score_std=0,
+            num_judgements=1,
+        )
+        for one, good in zip(rollouts, by_good, strict=True)
+    ]
+    return JudgedGroup(group_id=group_id, prompt=PROMPT, rollouts=rollouts, verdicts=tuple(verdicts))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tasks"),
+    [("pairwise", {"g/0": {"0", "1"}, "g/2": {"1", "3"}}), ("listwise", {"g": {"0", "1", "3"}})],
+)
+def test_a_judge_that_compares_learns_from_siblings_that_another_judge_ranks(
+    tmp_path: Path, protocol: str, tasks: dict[str, set[str]]
+) -> None:
+    judge = JudgeConfig(protocol=protocol, template=protocol, parser="boxed", num_judgements=2)
+    source, stream = open_source(tmp_path, judge, "good")
+    source.take(judged_group("ties", (0.5, 0.5, None)))
+    source.take(judged_group("alone", (0.5, None)))
+    assert source.are_missing, "no sibling is known to be better"
+    source.take(judged_group("g", (0.2, 0.8, None, 0.6)))
+    assert not source.are_missing
+    asked = {task.prompt_id: task for task in map(stream.at, range(16))}
+    assert asked.keys() == tasks.keys()
+    for name, task in asked.items():
+        shown = re.findall(r"number (\d)", task.messages[-1].content)
+        assert set(shown) == tasks[name], "the failed sibling is in no task"
+        assert task.reference == f"best {shown.index('1') + 1} of {len(shown)}"
 
 
 def test_a_file_is_read_again_when_it_grows_and_one_that_cant_be_read_changes_nothing(tmp_path: Path) -> None:
@@ -59,20 +106,8 @@ def test_a_file_is_read_again_when_it_grows_and_one_that_cant_be_read_changes_no
 
 def test_what_the_judges_dont_agree_on_is_written_as_rows_that_lack_their_label(tmp_path: Path) -> None:
     source, _ = open_source(tmp_path)
-    rollouts = tuple(rollout_of_text("g", sibling, str(sibling)) for sibling in range(3))
-    verdicts: list[Verdict | Failed] = [
-        Verdict(
-            rewards=outcome(one, good),
-            score=good,
-            breakdown={"cheap": 0.9, "good": good},
-            score_std=0,
-            num_judgements=1,
-        )
-        for one, good in zip(rollouts, (0.2, 0.8), strict=False)
-    ]
-    verdicts.append(make_failure("died", "it did"))
-    source.take(JudgedGroup(group_id="g", prompt=PROMPT, rollouts=rollouts, verdicts=tuple(verdicts)))
+    source.take(judged_group("g", (0.2, 0.8, None)))
     source.close()
     (row,) = [json.loads(line) for line in (tmp_path / "to_label.jsonl").read_text().splitlines()]
-    assert (row["item_id"], row["response"], row["reference"]) == ("g/0", "0", "42")
+    assert (row["item_id"], row["response"], row["reference"]) == ("g/0", "number 0", "42")
     assert row["rewards"] == {"cheap": 0.9, "good": 0.2} and "score" not in row
