@@ -122,9 +122,15 @@ def objective_of_complete(run_dir: Path) -> float | None:
 
 
 def prepare_training(config: RunConfig) -> Prepared:
-    from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus  # late: a judge alone starts without it
+    from grmpipe.capacity.plan.memory_check import divide_gpus  # late: a judge alone starts without it
 
-    prepared = divide_gpus(prepare(config))
+    return with_room(divide_gpus(prepare(config)))
+
+
+def with_room(prepared: Prepared) -> Prepared:
+    """The same; what may not fit into this machine's memory is said. Raises ConfigError for what can't."""
+    from grmpipe.capacity.plan.memory_check import check_memory  # late, as above
+
     for warning in check_memory(prepared):
         print(f"grmpipe: note: {warning}", file=sys.stderr)
     return prepared
@@ -182,7 +188,7 @@ def make_evaluation(
 
     def prepare_with_shares(config: RunConfig) -> PreparedEvaluation:
         ready = prepare_work(config)
-        return replace(ready, prepared=divide_gpus(ready.prepared)) if config.plays else ready
+        return replace(ready, prepared=with_room(divide_gpus(ready.prepared) if config.plays else ready.prepared))
 
     return RunTask(
         prepare=prepare_with_shares,
@@ -221,7 +227,11 @@ def make_serving() -> RunTask[PreparedScoring]:
 def rejudge() -> RunTask[PreparedRejudging]:
     from grmpipe.run.tasks.rejudge import PreparedRejudging, RejudgeRun, prepare_rejudging
 
-    return RunTask(prepare=prepare_rejudging, make_run=RejudgeRun, notes=PreparedRejudging.notes, continued=AS_BEFORE)
+    def prepare_with_room(config: RunConfig) -> PreparedRejudging:
+        ready = prepare_rejudging(config)
+        return replace(ready, prepared=with_room(ready.prepared))
+
+    return RunTask(prepare=prepare_with_room, make_run=RejudgeRun, notes=PreparedRejudging.notes, continued=AS_BEFORE)
 
 
 # -- tasks that show -------------------------------------------------------------------------------------------------

@@ -58,6 +58,12 @@ def test_a_run_whose_weights_do_not_fit_is_refused_before_it_starts_and_after_it
     assert re.match(words, describe_run_memory(composed()))
 
 
+def test_an_evaluation_is_refused_too(machine_with, tmp_path: Path) -> None:
+    machine_with(1e6)
+    with pytest.raises(ConfigError, match=r"^this machine has 1 MB of memory, and the run holds \d\.\d+ MB in weights"):
+        run_task(composed("task=evaluate", "evaluate.what=policy", f"run_dir={tmp_path / 'run'}"))
+
+
 def test_a_run_that_may_not_fit_starts_with_a_warning(machine_with) -> None:
     machine_with(1.1 * CERTAIN_MB * 1e6)
     config = composed()
