@@ -1,11 +1,11 @@
 """Credit at the evidence: a policy learns to use a calculator, its rubric's points on the whole answer or on turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/evidence_credit.py runs/evidence_credit [--only whole episode] [--seeds 21 22]
+    OMP_NUM_THREADS=1 python benchmarks/evidence_credit.py runs/evidence_credit [--only whole turns] [--seeds 21 22]
 
 The judge is a rule behind an endpoint: it knows the call of each sentence, and quotes the call that it means, so that
-only the credit is measured. Both runs of a seed have the same start, prompts and rule for their verdicts. Each goes
-into runs/evidence_credit/<variant>_<seed>; finished runs are reused, interrupted ones continued. Writes
-benchmarks/evidence_credit.md.
+only the credit is measured. Problems are of any length, or long. Runs of a seed and a length have the same start,
+prompts and rule for their verdicts. Each goes into runs/evidence_credit/<variant>_<seed>; finished runs are reused,
+interrupted ones continued. Writes benchmarks/evidence_credit.md.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import statistics
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from math import exp, log, sqrt
 from pathlib import Path
 
-import numpy as np
 from several_judges import T_QUANTILES, launch
 
-from grmpipe.algorithm.advantages import standardize
 from grmpipe.observe.journal import read_journal
 from grmpipe.tiny.calculator import NAMES
 from grmpipe.tiny.problems import Problem
@@ -35,29 +34,62 @@ ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "evidence_credit.md"
 PORT = 8741
 GOAL = 0.70
-BAR = 0.85
-GROUPS, SIBLINGS, STEPS = 4, 8, 56
+GROUPS, SIBLINGS = 4, 8
 WINDOW = 16  # steps over which the true accuracy is averaged
 NUM_PROMPTS = 4096
-NUM_GROUPS = 100  # whose advantages are compared
 COMMON = (
-    "+experiment=tools", f"train.groups_per_batch={GROUPS}", f"train.num_steps={STEPS}", "cluster=inprocess",
+    "+experiment=tools", f"train.groups_per_batch={GROUPS}", "cluster=inprocess",
     "judge=rubric", "judge.num_judgements=1",
     "judge.limits.max_concurrency=32", "data=file", "data.eval_path=null", "grm=path", "grm.path=rule",
     "grm.engine=openai", f"engine.openai.base_url=http://127.0.0.1:{PORT}/v1", "engine.openai.api_key_env=''",
 )  # fmt: skip
 EVIDENCE = ("judge.rubric.credit=evidence", "algorithm=mt_grpo")
+EPISODE = (*EVIDENCE, "algorithm.mt_grpo.outcome=episode")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """Problems of at least so many sentences, each of which asks for a call, and the steps of their runs."""
+
+    name: str
+    min_calls: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A run. base: the variant that it is compared with."""
+
+    points: str
+    overrides: tuple[str, ...] = ()
+    length: Length
+    base: str = ""
+
+
+ANY = Length(name="any", min_calls=1, num_steps=56)
+LONG = Length(name="long", min_calls=4, num_steps=88)
+WHOLE = "the whole answer (GRPO)"
+TURN = "the turn of the evidence (MT-GRPO, `outcome={}`, coefficient {})"
 VARIANTS = {
-    "whole": ("the whole answer (GRPO)", ()),
-    "episode": (
-        "the turn of the evidence (MT-GRPO, `outcome=episode`, coefficient 2)",
-        (*EVIDENCE, "algorithm.mt_grpo.outcome=episode", "algorithm.mt_grpo.turn_advantage_coef=2"),
+    "whole": Variant(points=WHOLE, length=ANY),
+    "turns": Variant(
+        points=TURN.format("episode", 2),
+        overrides=(*EPISODE, "algorithm.mt_grpo.turn_advantage_coef=2"),
+        length=ANY,
+        base="whole",
     ),
-    "last_turn": (
-        "the turn of the evidence (MT-GRPO, `outcome=last_turn`, coefficient 4)",
-        (*EVIDENCE, "algorithm.mt_grpo.turn_advantage_coef=4"),
+    "whole_long": Variant(points=WHOLE, length=LONG),
+    "turns_long": Variant(
+        points=TURN.format("episode", 4),
+        overrides=(*EPISODE, "algorithm.mt_grpo.turn_advantage_coef=4"),
+        length=LONG,
+        base="whole_long",
+    ),
+    "last_turn": Variant(
+        points=TURN.format("last_turn", 4),
+        overrides=(*EVIDENCE, "algorithm.mt_grpo.turn_advantage_coef=4"),
+        length=ANY,
+        base="whole",
     ),
 }
 
@@ -163,11 +195,11 @@ def serve_judge() -> Iterator[None]:
 
 def measure(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> list[float]:
     """The true accuracy of a run's rollouts by step: each problem is drawn once, so the policy hasn't seen it."""
-    run_dir = folder / f"{name}_{seed}"
+    run_dir, variant = folder / f"{name}_{seed}", VARIANTS[name]
     if not (run_dir / "policy").exists():
-        prompts = f"data.path={folder / 'prompts.jsonl'}"
-        own = (prompts, f"seed={seed}")
-        launch(run_dir, [*COMMON, *VARIANTS[name][1], *own, *overrides])
+        prompts = f"data.path={folder / variant.length.name}.jsonl"
+        own = (prompts, f"train.num_steps={variant.length.num_steps}", f"seed={seed}")
+        launch(run_dir, [*COMMON, *variant.overrides, *own, *overrides])
     records = read_journal(run_dir / "metrics.jsonl")
     return [one["train/true_accuracy"] for one in records if "train/true_accuracy" in one]
 
@@ -187,7 +219,7 @@ def count_rollouts(curve: Sequence[float]) -> float | None:
     return None
 
 
-def report(folder: Path, curves: Mapping[str, Mapping[int, Sequence[float]]]) -> str:
+def report(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> str:
     seeds = sorted({seed for some in curves.values() for seed in some})
     needed = {name: {seed: count_rollouts(curve) for seed, curve in some.items()} for name, some in curves.items()}
     lines = [
@@ -195,19 +227,23 @@ def report(folder: Path, curves: Mapping[str, Mapping[int, Sequence[float]]]) ->
         "",
         "Written by `benchmarks/evidence_credit.py`.",
         f"Rollouts until a true accuracy of {GOAL:.2f}: the mean over {WINDOW} steps of {GROUPS} groups of {SIBLINGS},",
-        "on problems that the policy hasn't seen. Runs of a seed have the same problems. Ratio to the whole answer:",
-        "the geometric mean over the pairs, with its 95 % interval (t). The rubric has a criterion for each call, one",
-        "for the answer, which is essential (a wrong answer earns nothing), and the fault of any other call.",
+        f"on problems that the policy hasn't seen: of one to six calls, or long ones, of {LONG.min_calls} to six. Runs",
+        "of a seed and a length have the same problems. Ratio to the whole answer: the geometric mean over the pairs,",
+        "with its 95 % interval (t). The rubric has a criterion for each call, one for the answer, which is essential",
+        "(a wrong answer earns nothing), and the fault of any other call. Coefficients were chosen on runs of other",
+        "seeds. Batches are smaller than the 16 groups of `+experiment=tools`, so that rollouts limit the runs more",
+        "than steps do.",
         "",
-        f"| points go to | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | ratio |",
-        "|---" * (len(seeds) + 3) + "|",
+        f"| problems | points go to | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | ratio |",
+        "|---" * (len(seeds) + 4) + "|",
     ]
     for name, counts in needed.items():
         reached = [count for count in counts.values() if count is not None]
         mean = f"{statistics.fmean(reached):.0f}" if len(reached) == len(counts) else ""
-        ratio = describe_ratio(counts, needed["whole"]) if name != "whole" and "whole" in needed else ""
+        variant = VARIANTS[name]
+        ratio = describe_ratio(counts, needed[variant.base]) if variant.base in needed else ""
         cells = ["never" if counts[seed] is None else f"{counts[seed]:.0f}" for seed in seeds]
-        lines.append(f"| {' | '.join([VARIANTS[name][0], *cells, mean, ratio])} |")
+        lines.append(f"| {' | '.join([variant.length.name, variant.points, *cells, mean, ratio])} |")
     lines += [
         "",
         f"True accuracy over {WINDOW} steps, means over the seeds, by the rollouts until the last of them:",
@@ -216,52 +252,9 @@ def report(folder: Path, curves: Mapping[str, Mapping[int, Sequence[float]]]) ->
     for name, some in curves.items():
         columns = enumerate(zip(*map(smooth, some.values()), strict=True), WINDOW)
         means = [f"{step * GROUPS * SIBLINGS}: {statistics.fmean(column):.2f}" for step, column in columns]
-        lines.append(f"- {VARIANTS[name][0]}: {', '.join(means[:: WINDOW // 2])}")
-    if "episode" in curves:
-        found = [separate(folder / f"episode_{seed}") for seed in seeds]
-        shown = [f"{name} {statistics.fmean(one[name] for one in found):.2f}" for name in found[0]]
-        lines += [
-            "",
-            "How far the advantage of right calls is above that of others, in standard deviations, in the first",
-            f"{NUM_GROUPS} groups of the second row: by {'; '.join(shown)}.",
-            "The settings of the second row were chosen by that on runs of other seeds.",
-            "Batches are smaller than the 16 groups of `+experiment=tools`, so that rollouts limit the runs more than",
-            "steps do.",
-        ]
+        variant = VARIANTS[name]
+        lines.append(f"- {variant.length.name}, {variant.points}: {', '.join(means[:: WINDOW // 2])}")
     return "\n".join(lines) + "\n"
-
-
-def separate(run_dir: Path) -> dict[str, float]:
-    """How well an advantage tells right calls from others, in the first groups of a run with credit at the evidence:
-    the difference of both means, in standard deviations over the calls.
-    """
-    groups: dict[str, list[np.ndarray]] = {}
-    for line in read_journal(run_dir / "judgements.jsonl"):
-        if (spans := line["verdict"].get("rewards")) and (len(groups) < NUM_GROUPS or line["group_id"] in groups):
-            earned_U = np.zeros(1 + max(span["turn"] for span in spans))
-            np.add.at(earned_U, [span["turn"] for span in spans], [span["value"] for span in spans])
-            groups.setdefault(line["group_id"], []).append(earned_U)
-    rows: list[tuple[bool, float, float, float]] = []  # of each call: whether it is right, and three advantages
-    for siblings in groups.values():
-        whole_G, last_G = (
-            standardize(np.array([of(one) for one in siblings]), "sample") for of in (np.sum, lambda u: u[-1])
-        )
-        for turn in range(max(map(len, siblings)) - 1):
-            there = [place for place, one in enumerate(siblings) if len(one) > turn + 1]
-            own = np.array([siblings[place][turn] for place in there])
-            turn_G = standardize(own, "sample") if len(there) > 1 else np.zeros(1)
-            rows += [
-                (value > 0, whole_G[place], last_G[place], advantage)
-                for place, value, advantage in zip(there, own, turn_G, strict=True)
-            ]
-    right, whole, last, turn_own = (np.array(column) for column in zip(*rows, strict=True))
-    tried = {"the whole answer": whole, "the last turn": last, "the turn": turn_own} | {
-        "MT-GRPO, episode, 1": whole + turn_own,
-        "MT-GRPO, episode, 2": whole + 2 * turn_own,
-        "MT-GRPO, last turn, 1": last + turn_own,
-        "MT-GRPO, last turn, 4": last + 4 * turn_own,
-    }
-    return {name: float((one[right].mean() - one[~right].mean()) / one.std()) for name, one in tried.items()}
 
 
 def describe_ratio(counts: Mapping[int, float | None], base: Mapping[int, float | None]) -> str:
@@ -279,19 +272,22 @@ def describe_ratio(counts: Mapping[int, float | None], base: Mapping[int, float 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[21, 22, 23, 24, 25])
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    write_prompts(folder / "prompts.jsonl", CALLS.draw("train", NUM_PROMPTS, 0))
+    problems = CALLS.draw("train", 3 * NUM_PROMPTS, 0)
+    for length in (ANY, LONG):
+        some = [one for one in problems if len(one.steps) >= length.min_calls]
+        write_prompts(folder / f"{length.name}.jsonl", some[:NUM_PROMPTS])
     with serve_judge():
         curves = {name: dict[int, list[float]]() for name in given.only}
         for seed in given.seeds:
             for name in given.only:
                 curves[name][seed] = measure(folder, name, seed, given.overrides)
-    REPORT.write_text(report(folder, curves), encoding="utf-8")
+    REPORT.write_text(report(curves), encoding="utf-8")
     print(REPORT.read_text(encoding="utf-8"))
 
 
