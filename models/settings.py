@@ -97,7 +97,7 @@ class LoraConfig(Bounded):
     alpha: float = above(0, 32.0)  # The adapters' change of a weight is multiplied by alpha / rank.
     # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
     target_modules: list[str] = field(default_factory=list)
-    # What a push sends: the weights with the adapters' change merged in, or the adapters alone (not for SGLang).
+    # What a push sends: the weights with the adapters' change merged in, or the adapters alone.
     sync: str = one_of(LORA_SYNCS, "merged")
     path: str | None = None  # Directory of an adapter in peft's format, with which it begins; null: a new adapter.
 

@@ -82,6 +82,7 @@ def check_options(roles: Roles, asked: Judging, placement: Placement) -> None:
     """Check that engines can use their places, and that limits leave time to answer. The same on every machine."""
     for role in roles.served.values():
         role.check_joined()
+        role.check_adapters()
         role.check_speculation()
         if role.model.adapter_of and role.takes_turns:
             kind = "elastic" if role.is_elastic else "time_shared"
@@ -175,7 +176,8 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     """
     name = config.sync.transport
     wanted = find_wanted_transport(name)
-    taken = list_supported(role.engine, *([] if wanted is None else [wanted]))
+    others = [] if wanted is None else [wanted]
+    taken = list_supported(role.engine, *others, adapters=role.model.lora.in_engines)
     assert role.learner is not None, f"{role.name} doesn't learn"
     learner, engines = placement.seats[role.learner], placement.seats[role.model.host]
     ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
@@ -191,8 +193,7 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     if chosen.group == "nccl" and (differ := different_nccl(role.engine)):
         if wanted is not None:
             raise ValueError(f"sync.transport: nccl: {differ}, or set sync.transport to auto")
-        others = [kind for kind in taken if kind.group != "nccl"]
-        chosen = choose_transport(None, role.model.engine, others, path)
+        chosen = choose_transport(None, role.model.engine, [kind for kind in taken if kind.group != "nccl"], path)
         log.warning("weights can't be sent by nccl but by %s: %s", chosen.name, differ)
     return chosen.name if wanted is None else name
 
@@ -213,7 +214,9 @@ def find_wanted_transport(name: str) -> TransportKind | None:
     return None if name == "auto" else transport_kind(name)
 
 
-def list_supported(engine: AnyEngine, *others: TransportKind) -> tuple[TransportKind, ...]:
-    """The transports that an engine supports, the best first: those of the table, and `others`."""
-    best = [transport_kind(name) for name in engine.transports]
+def list_supported(engine: AnyEngine, *others: TransportKind, adapters: bool = False) -> tuple[TransportKind, ...]:
+    """The transports that an engine supports, the best first: those of the table, and `others`. adapters: for pushes of
+    adapters alone.
+    """
+    best = [transport_kind(name) for name in (adapters and engine.adapter_transports) or engine.transports]
     return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))

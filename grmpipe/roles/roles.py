@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+from grmpipe.config.engine_kinds import engines_that
 from grmpipe.config.grm import ModelEntry
 from grmpipe.config.io.key_errors import section
 from grmpipe.config.io.yaml_io import overlaid
@@ -155,6 +156,16 @@ class ServedRole(ResolvedRole):
             raise ConfigError(
                 f"{self.option_key('urls')}: {joined} servers for {replicas} replicas of {self.name}; give one per "
                 f"replica, or type placement.roles.{self.name}.replicas={joined}"
+            )
+
+    def check_adapters(self) -> None:
+        """Check that its engines can apply adapters here, if they have some."""
+        if self.adapters and (why := self.engine.why_no_adapters(self.device)):
+            able = " or ".join(engines_that(lambda kind: kind.applies_adapters and kind is not type(self.engine)))
+            models = ", ".join(self.adapters)
+            raise ConfigError(
+                f"{self.key}.engine: {why}, and it has those of {models}; type {self.key}.engine={able}, or "
+                "lora.sync=merged and no adapter_of for each"
             )
 
     def check_limits(self, endpoint: Endpoint, judge: JudgeConfig) -> None:

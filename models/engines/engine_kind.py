@@ -110,6 +110,7 @@ class EngineKind(ABC, Generic[Options]):
     tensor_parallel:   it can shard one model over several GPUs.
     grammar:           it can restrict a text to a regular expression.
     applies_adapters:  it can receive LoRA adapters alone, and apply them, up to `max_adapter_rank`.
+    adapter_transports: transports of adapters alone, if they aren't those of weights.
     reads_model_files: it takes the weights of a model's folder (ModelFiles).
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
@@ -127,6 +128,7 @@ class EngineKind(ABC, Generic[Options]):
     grammar: ClassVar[bool] = False
     applies_adapters: ClassVar[bool] = False
     max_adapter_rank: ClassVar[int] = UNBOUNDED_RANK
+    adapter_transports: ClassVar[tuple[str, ...]] = ()
     reads_model_files: ClassVar[bool] = False
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
@@ -200,7 +202,11 @@ class EngineKind(ABC, Generic[Options]):
     def memory(self) -> EngineMemory:
         return EngineMemory()
 
-    # -- routed experts, drafts -------------------------------------------------------------
+    # -- adapters, routed experts, drafts -------------------------------------------------------------
+
+    def why_no_adapters(self, device: str) -> str:
+        """Why it can't apply adapters with these options; empty: it can, if its kind does."""
+        return ""
 
     def why_no_experts(self, device: str) -> str:
         """Why it can't return the experts of a token; empty: it can."""

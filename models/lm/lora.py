@@ -222,6 +222,23 @@ def rename_adapter(sent: str, name: str) -> str:
     return sent.replace(f".{ADAPTER}.", f".{name}.")
 
 
+def name_in_file(sent: str) -> str:
+    """The name in an adapter's file of a learner's tensor."""
+    return f"base_model.model.{sent.replace(f'.{ADAPTER}.', '.')}"
+
+
+def outline_adapter(model: PreTrainedModel, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """The tensors of a file of such an adapter: name -> shape."""
+    targets = find_targets(model, lora)
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer, module in model.named_modules():
+        if isinstance(module, nn.Linear) and layer.rpartition(".")[2] in targets:
+            prefix = f"base_model.model.{layer}.lora_"
+            shapes |= {f"{prefix}A.weight": (lora.rank, module.in_features)}
+            shapes |= {f"{prefix}B.weight": (module.out_features, lora.rank)}
+    return shapes
+
+
 def plain_name(name: str) -> str:
     """The name of a tensor in the model without adapters."""
     return name.replace(".base_layer.", ".")
@@ -260,7 +277,7 @@ def merge_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 def save_adapters(directory: str, model: PreTrainedModel, state: Mapping[str, Tensor], lora: LoraConfig) -> None:
     """Write adapters in peft's format, from a whole state dict of the model."""
     kept = {
-        f"base_model.model.{key.replace(f'.{ADAPTER}.', '.')}": state[key].contiguous()
+        name_in_file(key): state[key].contiguous()
         for name, _ in adapters(model)
         for key in (f"{name}.lora_A.{ADAPTER}.weight", f"{name}.lora_B.{ADAPTER}.weight")
     }

@@ -123,7 +123,7 @@ def as_json(response: httpx.Response) -> Json:
 
 
 def read_error(response: httpx.Response) -> str:
-    """The server's message, in any of its four forms, on one line."""
+    """The server's message, in any of its five forms, on one line."""
     words = parse_error(as_json(response)) or replace_controls(" ".join(response.text.split())[:500])
     return words or f"HTTP {response.status_code}"
 
@@ -131,7 +131,7 @@ def read_error(response: httpx.Response) -> str:
 def parse_error(body: Json) -> str:
     error = body.get("error", body)
     if isinstance(error, dict):
-        error = error.get("message") or error.get("detail") or ""
+        error = error.get("message") or error.get("detail") or error.get("error_message") or ""
     return replace_controls(" ".join(str(error).split())[:1000])
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.sglang_adapters import make_lora_flags
 from grmpipe.models.settings import SglangConfig
 
 LAST_LINES = 15
@@ -48,6 +49,8 @@ FLAGS_OF_OURS = {
     **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr"), "the placement: a server is on one machine"),
     "device": "the placement",
     "base-gpu-id": "the placement",
+    **dict.fromkeys(("enable-lora", "max-lora-rank", "lora-target-modules"), "the models' lora blocks"),
+    **dict.fromkeys(("lora-paths", "max-loaded-loras", "lora-strict-loading"), "the models' lora blocks"),
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config", "weight-version", "skip-tokenizer-init")),
 }
 
@@ -198,7 +201,7 @@ def make_arguments(start: SglangStart) -> list[str]:
         "weight-version": FIRST_VERSION,
         "enable-memory-saver": spec.sleeps,
         "enable-weights-cpu-backup": spec.sleeps,  # without it they are lost after a sleep
-    }
+    } | make_lora_flags(spec.path, spec.adapters)
     return [part for name, value in flags.items() for part in _argument(name, value)]
 
 
@@ -227,6 +230,8 @@ def _defaults(start: SglangStart) -> dict[str, Any]:
     }
     if start.spec.speculation == "ngram":
         flags |= {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": DRAFT_TOKENS}
+    if start.spec.adapters:  # the last version and the next one of each, and the base: more wait for a free place
+        flags["max-loras-per-batch"] = 2 * len(start.spec.adapters) + 1
     if start.spec.device == "cpu":
         rows = start.config.max_batch_rows * (start.context_tokens + SPARE_TOKENS)
         flags |= {

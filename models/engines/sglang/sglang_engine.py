@@ -7,12 +7,16 @@
 New weights during requests: with `recompute_kv_on_sync` the server retracts its requests and drops all cached keys and
 values. Without it kept requests continue with theirs, and a new namespace of the prefix cache keeps new requests from
 using them; requests that have not begun are withdrawn and sent again in the new namespace.
+
+With adapters (sglang_adapters.py) a push carries one alone, and a request keeps to its end the version that it was sent
+with. Of several models one is paused here: no request to it is sent, and the server goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,6 +29,7 @@ from grmpipe.models.engines.context_limit import ContextLimit
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.sglang.http_client import SglangHttp, check_joined, parse_error, read_api_key
 from grmpipe.models.engines.sglang.server import FIRST_VERSION, SglangServer, SglangStart
+from grmpipe.models.engines.sglang.sglang_adapters import SglangAdapters
 from grmpipe.models.engines.sglang.sglang_requests import (
     SglangRequest,
     make_body,
@@ -52,6 +57,7 @@ from grmpipe.models.types import (
     ignore_first_token,
 )
 
+log = logging.getLogger(__name__)
 CONFIRM_EVERY_S = 30.0
 
 
@@ -86,9 +92,8 @@ class SglangEngine:
         # A quantized parameter may not change after a small step, and a CPU has no checksums.
         tells_parameters = spec.device != "cpu" and not config.options.get("quantization")
         self._weights = SglangWeights(http, spec.path, same_machine, tells_parameters)
-        self._generation = SglangGeneration(
-            http, spec.role, renderer, seed=spec.seed, incremental=incremental, first_version=server_version
-        )
+        self._generation = SglangGeneration(http, spec, renderer, incremental=incremental, first_version=server_version)
+        self._adapters = self._generation.adapters
         self._served_path, self._confirmed_at = served_path, -CONFIRM_EVERY_S
 
     @classmethod
@@ -147,36 +152,49 @@ class SglangEngine:
         self._window.check_request(ids, params)
         await self._confirm_model()
         if params.scoring is not None:
-            return await self._generation.score(ids, params.scoring, context.priority)
+            return await self._generation.score(ids, params.scoring, context)
         return await self._generation.generate(ids, params, context, on_first_token)
 
     async def abort(self, request_id: str) -> None:
         await self._generation.abort(request_id)
 
-    async def pause(self) -> None:
-        self._generation.going.close()
-        mode = "retract" if self._config.recompute_kv_on_sync else "in_place"
+    async def pause(self, adapter: str = "") -> None:
+        self._generation.gates[adapter or self.model_name].close()
+        if self._generation.is_shared:
+            self._http.refuse_the_dead()
+            return
+        # A request keeps its adapter: there is nothing to compute again.
+        mode = "retract" if self._config.recompute_kv_on_sync and not self._adapters.loras else "in_place"
         await self._http.post("/pause_generation", {"mode": mode})
         # The answer came before the scheduler had the abort; the scheduler's answer comes later.
         await self._http.get("/server_info")
 
-    async def resume(self) -> None:
-        """Resume. After an uncommitted push the weights are mixed."""
-        await self._http.post("/continue_generation", {})
-        self._generation.going.open()
+    async def resume(self, adapter: str = "") -> None:
+        """Resume. After an uncommitted push the weights are mixed; an adapter is the last one."""
+        if not self._generation.is_shared:
+            await self._http.post("/continue_generation", {})
+        self._generation.gates[adapter or self.model_name].open()
 
-    async def begin_weights(self, link: GroupLink | None = None) -> None:
+    async def begin_weights(self, link: GroupLink | None = None, adapter: str = "") -> None:
         """Raises RuntimeError if not paused, ConnectionError if the group doesn't form."""
-        self._refuse_the_unpaused()
-        await self._weights.begin(link)
+        self._refuse_the_unpaused(model := adapter or self.model_name)
+        if self._adapters.loras:
+            self._adapters.begin(model, link)
+        else:
+            await self._weights.begin(link)
 
-    async def load_bucket(self, bucket: WeightBucket) -> None:
+    async def load_bucket(self, bucket: WeightBucket, adapter: str = "") -> None:
         """Raises ValueError that names a tensor that doesn't fit, ConnectionError if a broadcast broke off."""
-        self._refuse_the_unpaused()
-        await self._weights.load(bucket)
+        self._refuse_the_unpaused(model := adapter or self.model_name)
+        if self._adapters.loras:
+            await self._adapters.load(model, bucket)
+        else:
+            await self._weights.load(bucket)
 
-    async def commit_weights(self, version: int) -> WeightReceipt:
+    async def commit_weights(self, version: int, adapter: str = "") -> WeightReceipt:
         """Raises RuntimeError if the server then reports another version."""
+        if self._adapters.loras:
+            return await self._adapters.commit(adapter or self.model_name, version)
         receipt = await self._weights.commit(version)
         self.version = version
         self._served_path = None  # now a file's folder; from here on the version identifies it
@@ -186,16 +204,17 @@ class SglangEngine:
             await self._http.post("/flush_cache", {})
         return receipt
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]:
         ids = tuple(token_ids)
         self._window.check_text(ids)
-        answer = await self._http.post("/generate", make_scoring_body(ids))
+        with self._adapters.use(adapter or self.model_name) as version:
+            answer = await self._http.post("/generate", make_scoring_body(ids, adapter=version.name))
         with self._http.die_if_unreadable():
             return read_scores(answer, len(ids))
 
     async def sleep(self) -> int:
         """Raises RuntimeError if not paused, or with requests in flight: the server would crash."""
-        if not (self._generation.paused and not self._generation.requests):
+        if self._generation.gates[self.model_name].is_open or self._generation.requests:
             raise RuntimeError("only a paused engine without requests can sleep")
         before = await measure_gpu_bytes() if self._device == "cuda" else 0
         await self._http.post("/release_memory_occupation", {})
@@ -223,8 +242,8 @@ class SglangEngine:
             )
         self._confirmed_at = now
 
-    def _refuse_the_unpaused(self) -> None:
-        if not self._generation.paused:
+    def _refuse_the_unpaused(self, model: str) -> None:
+        if self._generation.gates[model].is_open:
             raise RuntimeError("weights may only be sent to a paused engine")
 
 
@@ -257,7 +276,7 @@ ABORT_GRACE_S = 2.0  # for the server's answer to an abort: it has all tokens
 
 
 class SglangGeneration:
-    """The requests of one server. going: closed, it sends nothing.
+    """The requests of one server. gates: of each model; while one is closed, no request to it is sent.
 
     first_version: the server's name of our version 0. incremental: the server's events hold only new tokens.
     """
@@ -265,29 +284,39 @@ class SglangGeneration:
     def __init__(
         self,
         http: SglangHttp,
-        model_name: str,
+        spec: EngineSpec,
         renderer: Renderer,
         *,
-        seed: int,
         incremental: bool,
         first_version: str,
     ) -> None:
         self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
-        self._http, self._model_name = http, model_name
+        self._http, self._model_name = http, spec.role
         self._endings = StopConditions(renderer.decode, renderer.stop_token_ids, renderer.special)
         self._vocab_size = renderer.vocab_size
-        self._seed, self._incremental = seed, incremental
+        self._seed, self._incremental = spec.seed, incremental
         self._versions = {first_version: 0}  # server's name of a version -> ours, the newest last
         self._namespace = uuid.uuid4().hex  # the prefix cache's; under a new one no earlier prompt is found
         self.requests: SharedRequests[SglangRequest] = SharedRequests()
-        self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token came
+        self._prefilling: dict[tuple[str, tuple[int, ...]], asyncio.Event] = {}  # set once the first token came
         self._errands: set[asyncio.Task[None]] = set()
-        self.going = AdmissionGate()
-        http.on_death = self.going.open  # wakes those who wait for the end of a pause
+        self.gates = {model: AdmissionGate() for model in (spec.role, *spec.adapters)}
+        self.is_shared = len(self.gates) > 1
+        self.adapters = SglangAdapters(http, spec, self._unload)
+        http.on_death = self._wake  # those who wait for the end of a pause
 
-    @property
-    def paused(self) -> bool:
-        return not self.going.is_open
+    def _wake(self) -> None:
+        for gate in self.gates.values():
+            gate.open()
+
+    def _unload(self, adapter: str) -> None:
+        async def unload() -> None:
+            try:
+                await self._http.post("/unload_lora_adapter", {"lora_name": adapter})
+            except EngineRefused as error:
+                log.warning("the adapter %s stays in the server's memory: %s", adapter, error)
+
+        self._run_errand(unload())
 
     def adopt(self, version: int, forget_prompts: bool) -> None:
         """Adopt new weights under the name of `version`. forget_prompts: new requests must not use the server's cache;
@@ -309,20 +338,26 @@ class SglangGeneration:
         on_first_token: Callable[[], None],
     ) -> Completion:
         """Sample one completion. A request_id that is already in flight gets that request's answer."""
+        model = context.adapter or self._model_name
         return await self.requests.join(
             context.request_id,
-            lambda: SglangRequest(prompt_ids, params, context.priority),
+            lambda: SglangRequest(
+                prompt_ids, params, context.priority, model=model, version=self.adapters.find(model).number
+            ),
             self._answer,
             on_first_token,
         )
 
-    async def score(self, prompt_ids: tuple[int, ...], scoring: PromptScoring, priority: int) -> Completion:
+    async def score(self, prompt_ids: tuple[int, ...], scoring: PromptScoring, context: RequestContext) -> Completion:
         """Score a prompt, once no pause holds it."""
-        await self.going.pass_through(priority)
+        model = context.adapter or self._model_name
+        await self.gates[model].pass_through(context.priority)
         self._http.refuse_the_dead()
         version = list(self._versions.values())[-1]
-        answer = await self._http.post("/generate", make_scoring_body(prompt_ids, scoring.top_k))
-        span = VersionSpan(model=self._model_name, version=version, start=0, end=0)
+        with self.adapters.use(model) as served:
+            answer = await self._http.post("/generate", make_scoring_body(prompt_ids, scoring.top_k, served.name))
+        version = served.number if self.adapters.loras else version
+        span = VersionSpan(model=model, version=version, start=0, end=0)
         with self._http.die_if_unreadable():
             scores = read_prompt_scores(answer, len(prompt_ids), scoring)
         return Completion(
@@ -339,7 +374,7 @@ class SglangGeneration:
         if ticket is None or ticket.aborted:
             return
         ticket.aborted = True
-        if ticket.rid and not self.paused:
+        if ticket.rid and (self.is_shared or self.gates[ticket.model].is_open):
             self._run_errand(_interrupt_later(ticket))
             await self._http.post("/abort_request", {"rid": ticket.rid})
         else:
@@ -350,24 +385,27 @@ class SglangGeneration:
             ticket.interrupted.clear()
             await _either(self._way_clear(ticket), ticket.interrupted.wait())
             self._http.refuse_the_dead()
-            clear = not self.paused and ticket.prompt_ids not in self._prefilling
+            clear = self.gates[ticket.model].is_open and ticket.prompt not in self._prefilling
             if clear and not ticket.aborted and await self._sample(ticket):
                 break
         self.num_prefilled += ticket.sampled.num_prefilled
         text, stop_text = self._endings.cut_text(ticket.sampled.token_ids, ticket.params.stop)
         with self._http.die_if_unreadable():
-            completion = make_completion(ticket, text, self._model_name, self._versions)
+            versions = self._versions
+            if self.adapters.loras:  # the server's name of the base -> the adapter's version
+                versions = dict.fromkeys(versions, ticket.version)
+            completion = make_completion(ticket, text, ticket.model, versions)
         return replace(completion, stop_text=stop_text)
 
     async def _way_clear(self, ticket: SglangRequest) -> None:
-        await self.going.pass_through(ticket.priority)
-        while (sibling := self._prefilling.get(ticket.prompt_ids)) is not None:
+        await self.gates[ticket.model].pass_through(ticket.priority)
+        while (sibling := self._prefilling.get(ticket.prompt)) is not None:
             await sibling.wait()
 
     async def _sample(self, ticket: SglangRequest) -> bool:
         """One try. Returns whether it is the answer: not if the request was withdrawn before it began."""
-        prefilled = self._prefilling.setdefault(ticket.prompt_ids, asyncio.Event())
-        ticket.renew(on_begin=partial(self._prefill_over, ticket.prompt_ids, prefilled))
+        prefilled = self._prefilling.setdefault(ticket.prompt, asyncio.Event())
+        ticket.renew(on_begin=partial(self._prefill_over, ticket.prompt, prefilled))
         reading = asyncio.create_task(self._read(ticket))
         interrupted = asyncio.create_task(ticket.interrupted.wait())
         try:
@@ -378,33 +416,36 @@ class SglangGeneration:
             return ticket.aborted or ticket.begun
         finally:
             rid, ticket.rid = ticket.rid, ""
-            self._prefill_over(ticket.prompt_ids, prefilled)
+            self._prefill_over(ticket.prompt, prefilled)
             interrupted.cancel()
             if not reading.done():
                 reading.cancel()
                 self._run_errand(self._http.post("/abort_request", {"rid": rid}))
 
-    def _prefill_over(self, prompt_ids: tuple[int, ...], prefilled: asyncio.Event) -> None:
+    def _prefill_over(self, prompt: tuple[str, tuple[int, ...]], prefilled: asyncio.Event) -> None:
         prefilled.set()
-        if self._prefilling.get(prompt_ids) is prefilled:
-            del self._prefilling[prompt_ids]
+        if self._prefilling.get(prompt) is prefilled:
+            del self._prefilling[prompt]
 
     async def _read(self, ticket: SglangRequest) -> None:
         stop, stop_token_ids = self._endings.split(ticket.params.stop)
-        body = make_body(
-            ticket,
-            seed=self._seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            vocab_size=self._vocab_size,
-            namespace=self._namespace,
-            whole=not self._incremental,
-        )
-        async for event in self._http.stream("/generate", body):
-            if "error" in event:
-                raise EngineRefused(f"SGLang at {self._http.url} refused: {parse_error(event)}")
-            with self._http.die_if_unreadable():
-                ticket.add(event)
+        with self.adapters.use(ticket.model) as served:
+            ticket.version = served.number
+            body = make_body(
+                ticket,
+                seed=self._seed,
+                stop=stop,
+                stop_token_ids=stop_token_ids,
+                vocab_size=self._vocab_size,
+                namespace=self._namespace,
+                whole=not self._incremental,
+                adapter=served.name,
+            )
+            async for event in self._http.stream("/generate", body):
+                if "error" in event:
+                    raise EngineRefused(f"SGLang at {self._http.url} refused: {parse_error(event)}")
+                with self._http.die_if_unreadable():
+                    ticket.add(event)
         if ticket.sampled.finish is None:
             raise EngineDied(f"SGLang at {self._http.url} aborted an answer")
 

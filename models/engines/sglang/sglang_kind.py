@@ -16,6 +16,8 @@ class SglangKind(EngineKind[SglangConfig]):
     scores = True
     top_logprobs = True
     transports = ("nccl", "gloo", "disk")
+    applies_adapters = True
+    adapter_transports = ("disk",)
 
     @classmethod
     def read_options(cls, sections: EngineConfig) -> SglangConfig:
@@ -32,6 +34,12 @@ class SglangKind(EngineKind[SglangConfig]):
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         if not self.joined and (missing := sglang_missing(self.options.python)):
             raise ValueError(missing if missing.startswith("engine.") else f"{role}.engine: {missing}")
+
+    def why_no_adapters(self, device: str) -> str:
+        """As of SGLang 0.5.23's lora/layers.py and lora/backend/torch_backend.py, which pin memory."""
+        if self.joined:
+            return "a joined SGLang server may have no room for adapters, or drop them again"
+        return "SGLang applies adapters on GPUs only" if device == "cpu" else ""
 
     def why_no_drafts(self, device: str) -> str:
         if self.joined:

@@ -123,12 +123,22 @@ class SglangSample:
 
 @dataclass(slots=True, eq=False)
 class SglangRequest(SharedRequest):
-    """A request in flight, and its latest try."""
+    """A request in flight, and its latest try.
 
+    model: the one that answers. version: of its adapter.
+    """
+
+    model: str = ""
+    version: int = 0
     rid: str = ""  # at the server, of the latest try; empty: not sent
     sampled: SglangSample = field(default_factory=SglangSample)
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # set: don't wait for the server's answer
     on_begin: Callable[[], None] = ignore_first_token  # the latest try's
+
+    @property
+    def prompt(self) -> tuple[str, tuple[int, ...]]:
+        """What the server's prefix cache knows it by: each model has its own keys and values."""
+        return self.model, self.prompt_ids
 
     def renew(self, on_begin: Callable[[], None]) -> None:
         """Prepare a try. SGLang aborts by the prefix of an id: with ids of one length none is a prefix of another."""
@@ -151,9 +161,10 @@ def make_body(
     vocab_size: int,
     namespace: str,
     whole: bool,
+    adapter: str = "",
 ) -> Json:
-    """The body for /generate. namespace: the prefix cache's. whole: each event repeats the answer from its
-    beginning.
+    """The body for /generate. namespace: the prefix cache's. adapter: the server's name of one; empty: the base. whole:
+    each event repeats the answer from its beginning.
     """
     params = ticket.params
     sampling: Json = {
@@ -178,6 +189,8 @@ def make_body(
         "priority": ticket.priority,
         "extra_key": namespace,
     }
+    if adapter:
+        body["lora_path"] = adapter
     if params.top_logprobs:
         body["top_logprobs_num"] = params.top_logprobs
     if params.is_truncated and params.temperature > 0:
@@ -186,16 +199,17 @@ def make_body(
     return body
 
 
-def make_scoring_body(token_ids: Sequence[int], top_k: int = 0) -> Json:
+def make_scoring_body(token_ids: Sequence[int], top_k: int = 0, adapter: str = "") -> Json:
     """The body for /generate that returns only the log-probs of its input, with those of the `top_k` most likely tokens
     in the place of each. Nothing is taken from the prefix cache.
     """
-    return {
+    body: Json = {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": 0,
-    } | ({"top_logprobs_num": top_k} if top_k else {})
+    }
+    return body | ({"top_logprobs_num": top_k} if top_k else {}) | ({"lora_path": adapter} if adapter else {})
 
 
 def read_scores(answer: Json, num_tokens: int) -> tuple[float, ...]:

@@ -208,12 +208,13 @@ def test_sampling_by_the_requests_own_seeds_is_asked_for_on_gpus(
 
 def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
     options = {
-        "enable_deterministic_inference": False, "--page-size": 16, "lora-paths": ["a", "b"],
+        "enable_deterministic_inference": False, "--page-size": 16, "cuda-graph-bs-decode": [1, 2],
         "json_model_override_args": {"x": 1}, "chunked-prefill-size": None,
     }  # fmt: skip
     flags = flags_of(start_of(options=options))
     assert "enable-deterministic-inference" not in flags and "chunked-prefill-size" not in flags
-    assert (flags["page-size"], flags["lora-paths"], flags["json-model-override-args"]) == ("16", "a b", '{"x": 1}')
+    passed = (flags["page-size"], flags["cuda-graph-bs-decode"], flags["json-model-override-args"])
+    assert passed == ("16", "1 2", '{"x": 1}')
 
 
 @pytest.mark.parametrize(
