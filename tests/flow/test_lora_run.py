@@ -53,7 +53,7 @@ def test_a_run_trains_adapters_and_leaves_a_policy_behind_however_it_syncs(small
         (("grm.lora.rank=4",), r"^grm\.lora\.rank: .*grm\.train\.enabled=true"),
         (
             ("policy.engine=sglang", "policy.lora.rank=4", "policy.lora.sync=adapters"),
-            r"^policy\.lora\.sync: sglang .*policy\.lora\.sync=merged, or policy\.engine=embedded or vllm",
+            r"^policy\.engine: SGLang applies adapters on GPUs only.*policy\.engine=embedded or vllm, or lora",
         ),
         (
             ("policy.engine=vllm", "policy.lora.rank=600", "policy.lora.sync=adapters"),

@@ -14,6 +14,7 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.models.settings import LoraConfig, PolicyConfig
 
 LORA, LEARNS = LoraConfig(rank=4, sync="adapters"), GrmTrainConfig(enabled=True)
+FROM_FILE = replace(LORA, path="runs/x/adapter")
 GRM = GrmConfig(path="tiny://grm", lora=LORA, train=LEARNS)
 
 
@@ -72,9 +73,9 @@ def test_a_model_that_nobody_asks_is_served_if_another_is_its_adapter() -> None:
         ({}, {"engine_options": {"max_batch_rows": 4}}, r"^models\.second\.engine_options: .*grm\.engine_options"),
         ({}, {"policy_updates": [1], "train": GrmTrainConfig()}, r"^models\.second\.policy_updates: "),
         (
-            {"engine": "sglang"},
-            {"engine": "sglang"},
-            r"^grm\.lora\.sync: sglang can't receive adapters alone.*=embedded or",
+            {},
+            {"adapter_of": "", "engine": "openai", "path": "gpt", "train": GrmTrainConfig(), "lora": FROM_FILE},
+            r"^models\.second\.lora\.sync: openai can't receive adapters alone.*=embedded or",
         ),
         (
             {"engine": "openai", "lora": LoraConfig(), "train": GrmTrainConfig(), "path": "gpt"},

@@ -12,6 +12,7 @@ import pytest
 from grmpipe.config.io import yaml_io
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.engines import installed
+from grmpipe.models.settings import LoraConfig
 from grmpipe.roles.role_placement import resolve_transport
 from grmpipe.roles.roles import resolve_roles
 from grmpipe.scheduler.placement import Placement, place
@@ -129,6 +130,21 @@ def test_nccl_between_two_versions_is_refused_with_what_to_type(other_nccl: str)
         ValueError, match=r"^sync\.transport: nccl: .*2\.29\.7.*2\.30\.7.*`pip install .*==2\.29\.7`.*auto"
     ):
         chosen(elsewhere)
+
+
+def test_adapters_alone_go_to_sglang_by_files() -> None:
+    for resource, wanted in itertools.product(("cpu", "gpu"), ("auto", "gloo")):
+        config = config_of("pools apart", resource, "sglang", wanted)
+        policy = replace(config.models["policy"], lora=LoraConfig(rank=4, sync="adapters"))
+        run = replace(config, models={**config.models, "policy": policy})
+        assert chosen(config) == ("nccl" if (resource, wanted) == ("gpu", "auto") else "gloo")
+        if wanted == "auto":
+            assert chosen(run) == "disk"
+        else:
+            with pytest.raises(
+                ValueError, match="engine=sglang doesn't support gloo; set sync.transport to auto or disk"
+            ):
+                chosen(run)
 
 
 def test_engine_that_shares_no_gpu_with_the_learner_can_not_use_cuda_ipc() -> None:

@@ -193,6 +193,24 @@ def test_drafts_are_refused_where_an_engine_has_none(grm: dict, resource: str, w
         check(run)
 
 
+@pytest.mark.parametrize(
+    ("options", "resource", "why"),
+    [
+        ({}, "gpu", ""),
+        ({}, "cpu", "SGLang applies adapters on GPUs only, and it has those of policy"),
+        ({"urls": ["http://h:1"]}, "gpu", "a joined SGLang server may have no room for adapters, or drop them"),
+    ],
+)
+def test_adapters_are_refused_where_sglang_can_not_keep_them(options: dict, resource: str, why: str) -> None:
+    policy = {"engine": "sglang", "engine_options": options, "lora": {"rank": 4, "sync": "adapters"}}
+    run = config(placement_of(resource), policy=policy)
+    if not why:
+        check(run)
+        return
+    with pytest.raises(ConfigError, match=rf"^policy\.engine: {why}.*; type policy\.engine=embedded or vllm"):
+        check(run)
+
+
 def test_a_mixed_run_has_two_kinds_of_options() -> None:
     run = config(policy={"engine": "vllm"}, grm={"path": "tiny://grm", "engine": "embedded"})
     assert [type(role.engine.options) for role in roles_of(run).served.values()] == [VllmConfig, EmbeddedConfig]

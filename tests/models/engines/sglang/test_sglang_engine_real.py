@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.sglang.http_client import SglangHttp
 from grmpipe.models.engines.sglang.server import SglangServer, SglangStart
 from grmpipe.models.engines.sglang.sglang_engine import SglangEngine
 from grmpipe.models.lm.causal_lm import load_causal_lm
-from grmpipe.models.settings import SglangConfig
+from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, list_outgoing
+from grmpipe.models.settings import LoraConfig, SglangConfig
 from grmpipe.models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
 from grmpipe.models.weights.broadcast import GlooBroadcasts
 from grmpipe.models.weights.safetensors_files import SafetensorsFiles
@@ -161,6 +163,53 @@ def test_a_killed_server_is_a_dead_engine_within_seconds(model_path: str, ask: A
     try:
         asyncio.run(go())
     finally:
+        engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang applies adapters on GPUs only")
+def test_two_adapters_answer_as_their_learners_push_after_push(
+    model_path: str, tmp_path: Path, ask: Any, prompt_of: Any
+) -> None:
+    lora, ids = LoraConfig(rank=4, alpha=8.0, sync="adapters"), prompt_of(40)
+    spec = EngineSpec(
+        path=model_path, role="base", dtype="bfloat16", device="cuda", adapters={"a": lora, "b": replace(lora, rank=8)}
+    )
+    engine = SglangEngine.start(spec, SglangConfig(python=PYTHON, max_batch_rows=4))
+
+    async def push(view: AdapterView, model: Any, version: int) -> None:
+        await view.pause()
+        await view.begin_weights()
+        stream = WeightStream(model, "bfloat16", 1 << 12, list_outgoing(model, lora, "bfloat16"))
+        for index in range(stream.num_buckets):
+            await view.load_bucket(sender.post(index, stream.unshard_bucket(index)))
+        await view.commit_weights(version)
+        await view.resume()
+
+    async def go() -> None:
+        views = {name: AdapterView(engine, name) for name in ("a", "b")}
+        for version, name in ((1, "a"), (1, "b"), (2, "a")):
+            begun = asyncio.Event()
+            model = add_adapters(load_causal_lm(model_path), {ADAPTER: spec.adapters[name]}, "float32", version)
+            dice = torch.Generator().manual_seed(version)
+            for _, low_rank in adapters(model):
+                low_rank.b_OR.data = 0.2 * torch.randn(low_rank.b_OR.shape, generator=dice)
+            kept = asyncio.create_task(
+                ask(views["b"], ids, f"{name}{version}", max_new_tokens=60, on_first_token=begun.set)
+            )
+            await begun.wait()
+            await push(views[name], model, version)
+            with torch.no_grad():
+                logprobs_TV = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
+            assert await views[name].score(ids) == pytest.approx(expected, abs=0.25)
+            assert len({span.version for span in (await kept).versions}) == 1
+
+    sender = SafetensorsFiles("bfloat16", folder=str(tmp_path))
+    try:
+        asyncio.run(go())
+    finally:
+        sender.close()
         engine.close()
 
 
