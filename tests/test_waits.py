@@ -81,6 +81,8 @@ WAITS = {
     "models/engines/sglang/sglang_engine.py::SglangGeneration._answer": DEADLINE,
     "models/engines/sglang/sglang_engine.py::SglangGeneration._way_clear": DEADLINE,
     "models/engines/sglang/sglang_engine.py::SglangGeneration._sample": DEADLINE,
+    "models/engines/sglang/sglang_adapters.py::SglangAdapters.load": DISK,
+    "models/engines/sglang/sglang_adapters.py::SglangAdapters.commit": DISK,
     "models/engines/sglang/sglang_weights.py::SglangWeights._load_file": DISK,
     "models/engines/sglang/sglang_weights.py::SglangWeights.commit": "the timeout of its link, for the sender's store",
     "models/engines/vllm/process.py::VllmProcess.ready": CALL,

@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from safetensors.torch import load_file, save_file
@@ -42,6 +43,9 @@ NEEDED = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj":
 TAKEN = frozenset({*NEEDED, "gate_proj", "o_proj", "down_proj", "qkv_proj", "gate_up_proj"})
 
 
+Errand = Coroutine[Any, Any, Any]
+
+
 @dataclass(slots=True, eq=False)
 class AdapterVersion:
     """A version of an adapter. name: the server's, as requests have it; empty for the base alone, which is the same as
@@ -51,7 +55,6 @@ class AdapterVersion:
     number: int
     name: str
     num_users: int = 0
-    is_replaced: bool = False
 
 
 class Loaded(msgspec.Struct):
@@ -63,19 +66,17 @@ class Loaded(msgspec.Struct):
 class SglangAdapters:
     """The adapters of one server, by the name of their model.
 
-    unload: ends a version that no request names any more, by the server's name. SGLang would wait for its requests
-    itself, but load no other adapter meanwhile.
+    run_errand: runs what no caller waits for. A version is unloaded once no request names it: SGLang would wait for its
+    requests itself, but load no other adapter meanwhile.
     """
 
-    def __init__(self, http: SglangHttp, spec: EngineSpec, unload: Callable[[str], None]) -> None:
+    def __init__(self, http: SglangHttp, spec: EngineSpec, run_errand: Callable[[Errand], None]) -> None:
         self.loras = spec.adapters
-        self._http, self._path, self._unload = http, spec.path, unload
+        self._http, self._path, self._run_errand = http, spec.path, run_errand
         base = outline_causal_lm(spec.path) if spec.adapters else None
         self._outlines = {name: outline_adapter(base, lora) for name, lora in spec.adapters.items() if base is not None}
         self._current = {name: AdapterVersion(0, name_first(name, lora)) for name, lora in spec.adapters.items()}
-        # By model: the last push's as in a file, those since `begin` as sent.
-        self._held: dict[str, dict[str, Tensor]] = {name: {} for name in spec.adapters}
-        self._came: dict[str, dict[str, Tensor]] = {name: {} for name in spec.adapters}
+        self._came: dict[str, dict[str, Tensor]] = {name: {} for name in spec.adapters}  # since `begin`, as sent
         self._pushes = itertools.count(1)
 
     def find(self, model: str) -> AdapterVersion:
@@ -97,7 +98,7 @@ class SglangAdapters:
             raise
         finally:
             version.num_users -= 1
-            self._unload_unused(version)
+            self._unload_unused(model, version)
 
     def begin(self, model: str, link: GroupLink | None) -> None:
         if model not in self.loras:
@@ -108,20 +109,19 @@ class SglangAdapters:
 
     async def load(self, model: str, bucket: WeightBucket) -> None:
         """Raises ValueError that names a tensor that doesn't fit."""
-        await asyncio.to_thread(self._receive, model, bucket)
+        await asyncio.to_thread(self._receive, model, bucket, self._came[model])
 
     async def commit(self, model: str, version: int) -> WeightReceipt:
         """The receipt of what came since `begin`; its checksums are those of the file that the server loaded. Raises
         ValueError with the server's message if it refuses the adapter, and keeps the last one.
         """
         came, self._came[model] = self._came[model], {}
-        names = {sent: name_in_file(sent) for sent in came}
-        held = self._held[model] | {names[sent]: tensor for sent, tensor in came.items()}
-        if lacking := sorted(self._outlines[model].keys() - held.keys()):
+        named = {name_in_file(sent): tensor for sent, tensor in came.items()}
+        if lacking := sorted(self._outlines[model].keys() - named.keys()):
             raise ValueError(f"weights: the adapter {model} came without {lacking[0]!r}; is it the same architecture?")
         name = f"{model}@{version}-{next(self._pushes)}"  # an earlier push of the same version may have been loaded
         with hold_folder(folders_of_shared_memory()[0], "sglang") as folder:
-            checksums = await asyncio.to_thread(write_adapter, folder, self._path, self.loras[model], held)
+            checksums = await asyncio.to_thread(write_adapter, folder, self._path, self.loras[model], named)
             try:
                 answer = await self._http.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
                 with self._http.die_if_unreadable():
@@ -134,12 +134,11 @@ class SglangAdapters:
                 self._unload(name)
                 raise
         last, self._current[model] = self._current[model], AdapterVersion(version, name)
-        self._held[model] = held
-        last.is_replaced = True
-        self._unload_unused(last)
-        return WeightReceipt(version=version, checksums={sent: checksums[key] for sent, key in names.items()})
+        self._unload_unused(model, last)
+        return WeightReceipt(version=version, checksums={sent: checksums[name_in_file(sent)] for sent in came})
 
-    def _receive(self, model: str, bucket: WeightBucket) -> None:
+    def _receive(self, model: str, bucket: WeightBucket, came: dict[str, Tensor]) -> None:
+        """came: of this push; a later one has a dict of its own."""
         outline = self._outlines[model]
         for tensor in bucket.tensors:
             shape = outline.get(name_in_file(tensor.name))
@@ -148,11 +147,14 @@ class SglangAdapters:
             if shape != tensor.shape:
                 raise ValueError(f"weights: {tensor.name!r} arrived as {tensor.shape}, the engine has {shape}")
         with receive_tensors(bucket) as tensors:
-            self._came[model] |= {sent.name: tensor.clone() for sent, tensor in tensors}
+            came |= {sent.name: tensor.clone() for sent, tensor in tensors}
 
-    def _unload_unused(self, version: AdapterVersion) -> None:
-        if version.is_replaced and version.name and not version.num_users:
+    def _unload_unused(self, model: str, version: AdapterVersion) -> None:
+        if version.name and not version.num_users and version is not self._current[model]:
             self._unload(version.name)
+
+    def _unload(self, name: str) -> None:
+        self._run_errand(self._http.post("/unload_lora_adapter", {"lora_name": name}))
 
 
 def name_first(model: str, lora: LoraConfig) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -57,7 +56,6 @@ from grmpipe.models.types import (
     ignore_first_token,
 )
 
-log = logging.getLogger(__name__)
 CONFIRM_EVERY_S = 30.0
 
 
@@ -302,21 +300,12 @@ class SglangGeneration:
         self._errands: set[asyncio.Task[None]] = set()
         self.gates = {model: AdmissionGate() for model in (spec.role, *spec.adapters)}
         self.is_shared = len(self.gates) > 1
-        self.adapters = SglangAdapters(http, spec, self._unload)
+        self.adapters = SglangAdapters(http, spec, self._run_errand)
         http.on_death = self._wake  # those who wait for the end of a pause
 
     def _wake(self) -> None:
         for gate in self.gates.values():
             gate.open()
-
-    def _unload(self, adapter: str) -> None:
-        async def unload() -> None:
-            try:
-                await self._http.post("/unload_lora_adapter", {"lora_name": adapter})
-            except EngineRefused as error:
-                log.warning("the adapter %s stays in the server's memory: %s", adapter, error)
-
-        self._run_errand(unload())
 
     def adopt(self, version: int, forget_prompts: bool) -> None:
         """Adopt new weights under the name of `version`. forget_prompts: new requests must not use the server's cache;
@@ -355,8 +344,8 @@ class SglangGeneration:
         self._http.refuse_the_dead()
         version = list(self._versions.values())[-1]
         with self.adapters.use(model) as served:
+            version = served.number if self.adapters.loras else version
             answer = await self._http.post("/generate", make_scoring_body(prompt_ids, scoring.top_k, served.name))
-        version = served.number if self.adapters.loras else version
         span = VersionSpan(model=model, version=version, start=0, end=0)
         with self._http.die_if_unreadable():
             scores = read_prompt_scores(answer, len(prompt_ids), scoring)
