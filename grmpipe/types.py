@@ -110,6 +110,7 @@ class Rollout:
     attempt: earlier episodes of this sibling that the environment failed (`env_failures`).
     boot_s:  time until the environment was open.
     took_s:  time of the whole episode, sampling included.
+    state:   the environment's last one, for judges whose tools read it (judge.tools.state); empty: none does.
     """
 
     group_id: str
@@ -122,6 +123,7 @@ class Rollout:
     boot_s: float = 0.0
     took_s: float = 0.0
     env_failures: tuple[Failed, ...] = ()
+    state: bytes = field(default=b"", repr=False)
 
     @property
     def text(self) -> str:

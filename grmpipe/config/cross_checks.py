@@ -54,6 +54,7 @@ def check_across(config: RunConfig) -> None:
     check_lora(config)
     check_meta_rm(config)
     check_simulated(config)
+    check_states(config)
     check_labels(config)
     check_measured(config.rewards.find_weighed_members(), config.judging.generative)
 
@@ -409,6 +410,38 @@ def check_simulated(config: RunConfig) -> None:
             raise ValueError(
                 f"{key}.protocol: task=simulate doesn't know the number of scores in a {judge.protocol} "
                 "judgement; to see the rest of the run type judge=pointwise"
+            )
+
+
+STATELESS = {"serve": "what it serves", "score": "a file of responses", "calibrate": "a file of labels",
+             "probe_judge": "its replies", "train_meta_rm": "a file of labels"}  # fmt: skip
+
+
+def check_states(config: RunConfig) -> None:
+    """Check that what judges with `tools.state` judge was played in an environment that can give its state."""
+    for judge in config.asked.judges.values():
+        if not judge.tools.state:
+            continue
+        key, off = f"{judge.key}.tools.state", f"or {judge.key}.tools.state=false"
+        learner = config.trained_grms.get(judge.model)
+        about = STATELESS.get(config.task, "")
+        if config.task == "evaluate" and config.evaluate.what != "policy":
+            about = "a file of labels"
+        if about:
+            raise ValueError(f"{key}: task={config.task} judges {about}, without states; type {off[3:]}")
+        if learner is not None:
+            raise ValueError(
+                f"{key}: labelled judgements have no states; type "
+                f"{config.models[judge.model].key}.train.enabled=false, {off}"
+            )
+        if config.env.env_kind.path or config.env.env_kind.is_workflow:
+            raise ValueError(
+                f"{key}: env.kind={config.env.kind} gives no state; type env=custom env.target=my_module.MyEnv, an "
+                f"environment that returns saved=..., {off}"
+            )
+        if config.judge_monitor.every and config.trains_policy:
+            raise ValueError(
+                f"{key}: canaries and adversarial replies have no states; type judge_monitor.every=0, {off}"
             )
 
 

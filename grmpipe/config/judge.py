@@ -225,6 +225,9 @@ class ToolsConfig(Bounded):
     # asked for.
     max_s: float = positive(30.0)
     max_result_chars: int = at_least(1, 2000)  # [characters] Longest result; the middle of a longer one is left out.
+    # Whether functions with a parameter of the type State get the final state of the rollout that is judged, as
+    # an env of your own gave it (saved).
+    state: bool = False
 
     @property
     def is_set(self) -> bool:
@@ -730,6 +733,16 @@ def check_rubric(judge: JudgeConfig) -> None:
 
 def check_tools(judge: JudgeConfig) -> None:
     """Check that a judgement can be an episode."""
+    if judge.tools.state and not judge.tools.functions:
+        raise ValueError(
+            "tools.state: is for functions, which servers (mcp) aren't; type "
+            "judge.tools.functions=my_package.my_tools, or judge.tools.state=false"
+        )
+    if judge.tools.state and (judge.protocol_kind.compares or judge.protocol_kind.scores == "turns"):
+        raise ValueError(
+            f"tools.state: is the final state of one rollout, and {judge.protocol} judges several, or its turns; type "
+            "judge=pointwise, or judge.tools.state=false"
+        )
     if not judge.tools.is_set:
         return
     try:

@@ -82,6 +82,7 @@ def check_opening(opening: Opening, owner: str = "open") -> Opening:
         tools=tools,
         state_key=text_in(opening.state_key, "state_key", owner),
         replayable=bool(replayable),
+        saved=check_saved(opening.saved, owner),
     )
 
 

@@ -10,12 +10,16 @@ Two ways of failing: `PolicyFault` is shown to the policy, `EnvFault` never is, 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NewType, Protocol, runtime_checkable
 
 from grmpipe.models.types import Message, ToolCall, ToolSpec
 from grmpipe.types import EnvCause, Prompt
 
 MAX_SAVED = 2**20  # bytes of an environment's state; it is written after each turn
+
+
+# The type of a parameter of a judge's tool (judge.tools.state): filled in by the run, and not shown to the judge.
+State = NewType("State", bytes)
 
 
 class PolicyFault(Exception):
@@ -55,7 +59,7 @@ class Episode:
     prompt:  the row of the data; `prompt.info` holds what the row says to the environment.
     attempt: number of failed episodes of this sibling before. Each has its own seed.
     saved:   what `Observation.saved` said before a resume: open in that state, with the messages and tools of the first
-             opening. Empty: from the start.
+             opening. Empty: from the start. For the tools of a judge: the final state of the rollout that it judges.
     """
 
     prompt: Prompt
@@ -75,12 +79,14 @@ class Opening:
     state_key:  names the state, as in Observation.
     replayable: the same actions in another environment of the same episode bring the same observations, and may be
                 repeated: a resume repeats those of the turns on file, and lets the episode go on from there.
+    saved:      the state at the start, as in Observation; only judges whose tools read states need it.
     """
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
     state_key: str = ""
     replayable: bool = False
+    saved: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,8 @@ class Observation:
     state_key: names the state after the turn; equal for siblings in the same state.
     faults:    what the policy did wrong in this turn, by kind.
     saved:     the state after this turn, if the environment can open in it again (`Episode.saved`): a resume lets the
-               episode go on from there. At most MAX_SAVED bytes.
+               episode go on from there, and a judge's tools read the last one (judge.tools.state). At most MAX_SAVED
+               bytes.
     """
 
     messages: Sequence[Message] = ()

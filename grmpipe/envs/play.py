@@ -76,6 +76,7 @@ class RolloutRequest:
     role:    who plays it.
     name:    names the episode, for one that isn't a sibling's; empty: its group and sibling do.
     begun:   its turns from before a resume; it goes on after them.
+    state:   that its environment opens in: of the rollout that a judge's tools look into.
     on_turn: called after each turn but the last one, with the rollout so far, as if it had been truncated there.
     on_resumable: called then too, if the environment could go on from there after a resume.
     """
@@ -88,6 +89,7 @@ class RolloutRequest:
     role: str = "policy"
     name: str = ""
     is_retry: bool = False
+    state: bytes = field(default=b"", repr=False)
     begun: BegunRollout | None = field(default=None, repr=False)
     on_turn: Callable[[Rollout], None] = field(default=ignore_turn, compare=False, repr=False)
     on_resumable: Callable[[BegunRollout], None] = field(default=keep_nothing, compare=False, repr=False)
@@ -144,6 +146,7 @@ class EpisodeLimits:
     episode_s:      no turn begins after this time.
     timed:          whether the environment takes time that is worth measuring.
     calls:          limits on calls, after which an answer is asked for; None: only those above.
+    keeps_state:    whether the environment must give its state, whose last one the rollout keeps.
     """
 
     max_turns: int
@@ -151,6 +154,7 @@ class EpisodeLimits:
     episode_s: float = float("inf")
     timed: bool = False
     calls: CallBudget | None = None
+    keeps_state: bool = False
 
 
 # An episode whose other parts are fixed: request, prompt, and the callback at the first token.
@@ -211,6 +215,7 @@ class _Episode:
     replayable: bool = False
     opening: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
+    state: bytes = b""
     is_ending: bool = False  # the answer was asked for
 
     async def play(self) -> Rollout:
@@ -223,11 +228,12 @@ class _Episode:
                 sibling=request.sibling,
                 attempt=request.attempt,
                 seed=request.seed,
-                saved=request.begun.saved if request.begun is not None else b"",
+                saved=request.begun.saved if request.begun is not None else request.state,
             )
         )
         boot_s = round(clock.time() - begun_s, DECIMALS_S) if self.limits.timed else 0.0
         self.tools, self.state_key, self.replayable = tuple(opening.tools), opening.state_key, opening.replayable
+        self._keep_state(opening.saved, "open")
         messages = tuple(opening.messages)
         self.opening = () if messages == self.prompt.messages else messages
         reason = await self._turns(messages, begun_s + self.limits.episode_s)
@@ -247,7 +253,19 @@ class _Episode:
             status="truncated",
             opening=self.opening,
             attempt=self.request.attempt,
+            state=self.state,
         )
+
+    def _keep_state(self, saved: bytes, stage: str) -> None:
+        if not self.limits.keeps_state:
+            return
+        if not saved:
+            raise EnvFault(
+                f"{stage} returned no state, which the tools of a judge read: return saved=..., or type "
+                "judge.tools.state=false",
+                "protocol",
+            )
+        self.state = saved
 
     async def _turns(self, opening: Sequence[Message], end_s: float) -> TruncationReason | None:
         """Play all turns. Returns what truncated the episode; None if it came to its own end."""
@@ -286,6 +304,7 @@ class _Episode:
                 return "context"
             self.request.on_turn(so_far := self._so_far())
             if self.replayable or observation.saved:
+                so_far = replace(so_far, state=b"")  # it is the same, or repeated
                 self.request.on_resumable(BegunRollout(so_far=so_far, saved=observation.saved))
 
     async def _extended(self, turn: Turn) -> tuple[int, ...]:
@@ -301,6 +320,8 @@ class _Episode:
         before = begun.so_far
         if (self.opening, new_ids) != (before.opening, before.turns[0].new_ids):
             raise NotAsBefore("the environment opened otherwise than before")
+        if begun.saved:
+            self._keep_state(begun.saved, "open")
         for number, turn in enumerate(before.turns):
             if not begun.saved and not await self._repeats(turn):
                 raise NotAsBefore(f"turn {number} brought another reply than before")
@@ -366,6 +387,7 @@ class _Episode:
         begun_s = clock.time()
         try:
             observation = await self.env.step(action)
+            self._keep_state(observation.saved, "step")
         except PolicyFault as fault:
             observation = replace(after_fault(action, fault), state_key=self.state_key)
         if refused:

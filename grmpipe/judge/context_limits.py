@@ -12,7 +12,7 @@ from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.run_config import ConfigError
 from grmpipe.data.prompts import Data
 from grmpipe.data.rubrics import name_criteria
-from grmpipe.envs.tools.function_tools import load_tools
+from grmpipe.envs.tools.function_tools import check_state, load_tools
 from grmpipe.judge.expectation import check_expectation
 from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens, render_prompt
 from grmpipe.judge.parse import compile_pattern, form_named, judgement_pattern, scores_in
@@ -111,6 +111,7 @@ def check_judge(
 
     with section(f"{judge.key}.tools."):
         specs = tuple(tool.spec for tool in load_tools(judge.tools.functions)) if judge.tools.functions else ()
+        check_state(judge.tools.functions, is_given=judge.tools.state)
 
     def length(prompt: Prompt, *, whole: bool = False) -> int:
         """With the longest of its criteria, if it has any: a judgement is about one at least; whole: with all."""

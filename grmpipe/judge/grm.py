@@ -108,12 +108,14 @@ class GrmPrompt:
 
     num_tokens: with those of `second`.
     second: the message after the judge's first turn, which asks for its second one; None: it has one turn.
+    state:  the final one of the rollout that it shows, for tools (judge.tools.state).
     """
 
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     num_tokens: int
     second: Message | None = None
+    state: bytes = field(default=b"", repr=False)
 
     @property
     def begun(self) -> str:

@@ -204,7 +204,7 @@ class JudgePrompt:
         self.example = find_example(template_text, self._scale)
         kind = protocol_named(protocol)
         self._template = ConversationTemplate(self._label, template_text)
-        self._guard = TextGuard.of(self._label, self._template.markers)
+        self.guard = TextGuard.of(self._label, self._template.markers)
         self._shown = fields_shown(kind, self._template.tree)
         self._gives_one_score = kind.gives_one_score
         self._needs = ("criteria",) * (kind.scores == "criteria") + ("principles",) * shared_principles
@@ -291,7 +291,7 @@ class JudgePrompt:
         asked = self.find_rubric(prompt) if criteria is None else criteria
         self._check_weights(prompt, asked)
         rubric = show_criteria(asked)
-        fields = make_fields(self._template, self._guard, prompt) | {
+        fields = make_fields(self._template, self.guard, prompt) | {
             "num_scores": 1 if self._gives_one_score else len(rubric) if "criteria" in self._needs else len(shown),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
@@ -303,7 +303,7 @@ class JudgePrompt:
         known = {"reference": prompt.reference, "criteria": rubric or None, "principles": principles}
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
-            return self._template.render(fields, self._guard.messages(prompt.messages))
+            return self._template.render(fields, self.guard.messages(prompt.messages))
         except UndefinedError as error:
             raise ValueError(
                 f"{self._label}, prompt {prompt.prompt_id}: {error.message}; add the fields of the template "
@@ -324,7 +324,7 @@ class JudgePrompt:
 
     def _guarded(self, responses: Sequence[Trajectory]) -> dict[str, object]:
         """The fields that hold the responses."""
-        shown = self._guard.trajectories(responses)
+        shown = self.guard.trajectories(responses)
         if self._shown[0] in ITEM_OF:
             return {self._shown[0]: shown}
         assert len(shown) == len(self._shown), f"this template shows {', '.join(self._shown)}"
@@ -345,14 +345,14 @@ class JudgePrompt:
             of_episode = self.render(PROBE, *played, principles=PROBE_PRINCIPLES)
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}: {error}") from error
-        if not all(any(self._guard.text(text) in message.content for message in messages) for text in texts):
+        if not all(any(self.guard.text(text) in message.content for message in messages) for text in texts):
             raise ValueError(f"{self._label}: hides the field {self._shown[0]} if a prompt has a reference")
-        for one in self._guard.trajectories(played):
+        for one in self.guard.trajectories(played):
             spelt = (one, json.dumps(one, ensure_ascii=False))
             if not any(text in message.content for message in of_episode for text in spelt):
                 raise ValueError(f"{self._label}: hides the field {self._shown[0]} if has_environment")
         if self._template.markers and not is_all_json(self._template.tree, self._shown):
-            check_markers(self._label, messages, texts, self._guard)
+            check_markers(self._label, messages, texts, self.guard)
         return messages
 
 
@@ -366,7 +366,7 @@ class PrinciplesPrompt:
         path = find_template("principles.template", template)
         self._label, text = f"principles.template {path}", path.read_text(encoding="utf-8")
         self._template = ConversationTemplate(self._label, text)
-        self._guard = TextGuard.of(self._label, self._template.markers)
+        self.guard = TextGuard.of(self._label, self._template.markers)
         refuse_unknown(self._label, self._template.tree, self.FIELDS)
         self.render(PROBE)
 
@@ -382,10 +382,10 @@ class PrinciplesPrompt:
         have.
         """
         known = {"reference": prompt.reference, "criteria": show_criteria(self._rubric.join(prompt)) or None}
-        fields = make_fields(self._template, self._guard, prompt)
+        fields = make_fields(self._template, self.guard, prompt)
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
-            return self._template.render(fields, self._guard.messages(prompt.messages))
+            return self._template.render(fields, self.guard.messages(prompt.messages))
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 

@@ -57,6 +57,11 @@ class TextGuard:
             return [self.markers.break_markup(plain(trajectory)) for trajectory in trajectories]
         return [f"{LEGEND}\n{self.markers.break_markup(in_fences(trajectory))}" for trajectory in trajectories]
 
+    def result(self, text: str) -> str:
+        """What a tool returned about the work, guarded like its environment's texts."""
+        fenced = fence_text(text, "environment")
+        return fenced if self.markers is None else self.markers.break_markup(fenced)
+
     def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages of a prompt, for a template that shows them one by one."""
         if len(messages) == 1:

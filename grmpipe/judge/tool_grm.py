@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.envs.env import Action, Env, Episode, Observation, Opening
 from grmpipe.envs.env_factory import MakeEnv
 from grmpipe.envs.play import OVER_BUDGET, CallBudget, EpisodeLimits, RolloutRequest, play
 from grmpipe.judge.expectation import Decode
 from grmpipe.judge.grm import GrmPrompt, LocalGrm
+from grmpipe.judge.prompt_injection import TextGuard
 from grmpipe.models.chat.renderer import Renderer
 from grmpipe.models.types import (
     Completion,
@@ -51,8 +53,27 @@ def make_limits(judge: JudgeConfig, context_tokens: int) -> EpisodeLimits:
     return EpisodeLimits(max_turns=tools.max_calls + 1, context_tokens=context_tokens, timed=True, calls=budget)
 
 
+class GuardedTools:
+    """The tools of a judge that look into the final state of a rollout: what they return may be the policy's work."""
+
+    def __init__(self, env: Env, guard: TextGuard) -> None:
+        self._env, self._guard = env, guard
+
+    async def open(self, episode: Episode) -> Opening:
+        return await self._env.open(episode)
+
+    async def step(self, action: Action) -> Observation:
+        seen = await self._env.step(action)
+        return replace(seen, messages=[replace(one, content=self._guard.result(one.content)) for one in seen.messages])
+
+    async def close(self) -> None:
+        await self._env.close()
+
+
 class ToolGrm:
-    """A Grm around another on an engine of this run. engines: keep the tokens of an episode between its turns."""
+    """A Grm around another on an engine of this run. engines: keep the tokens of an episode between its turns. guard:
+    the judge's template's, for tools that look into states; None: they don't.
+    """
 
     decode: Decode | None = None  # scores by tokens are of one turn
 
@@ -63,8 +84,9 @@ class ToolGrm:
         tools: JudgeTools,
         renderer: Renderer,
         engines: KeepsTrajectories,
+        guard: TextGuard | None = None,
     ) -> None:
-        self._grm, self._tools, self._renderer = grm, tools, renderer
+        self._grm, self._tools, self._renderer, self._guard = grm, tools, renderer, guard
         self._engines = engines
         self._limits = make_limits(judge, grm.context_tokens)
         self.name, self.context_tokens, self.thinking = grm.name, grm.context_tokens, grm.thinking
@@ -97,10 +119,14 @@ class ToolGrm:
             role=context.role,
             name=context.request_id,
             is_retry=context.is_retry,
+            state=prompt.state,
         )
+        env = self._tools.make_env()
+        if self._guard is not None:
+            env = GuardedTools(env, self._guard)
         task = Prompt(prompt_id=context.request_id, messages=prompt.messages)
         try:
-            rollout = await play(request, task, self._tools.make_env(), self._grm, self._renderer, params, self._limits)
+            rollout = await play(request, task, env, self._grm, self._renderer, params, self._limits)
         finally:
             self._engines.end_trajectory(request.trajectory_id)
         return join_turns(rollout, self._renderer.decode)

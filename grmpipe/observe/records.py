@@ -122,7 +122,7 @@ SCALES = np.array(
 )
 # Left out where they are empty: of a turn, of a rollout, of a completion, and of anything else.
 RARE_IN_TURN = ("rewritten", "state_key", "faults", "env_s", "tool_calls", "rewards")
-RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_failures")
+RARE_IN_ROLLOUT = ("reason", "attempt", "boot_s", "took_s", "opening", "env_failures", "state")
 RARE_IN_COMPLETION = (
     "unseen_tokens",
     "thought_tokens",
@@ -166,6 +166,8 @@ def encode(value: object) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
     if isinstance(value, tuple):
         return [encode(one) for one in value] if value and is_dataclass(value[0]) else value
     if isinstance(value, Completion):

@@ -24,6 +24,7 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.fault_owner import exception_at
 from grmpipe.envs.sandbox.env_host import check_isolation
+from grmpipe.envs.tools.function_tools import check_state
 from grmpipe.envs.tools.mcp_tools import check_mcp_installed, check_servers
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.calibration import CalibrationInUse, describe_judge, find_difference, read_calibration
@@ -326,6 +327,8 @@ def check_tools(config: RunConfig, policy: Model) -> None:
     if not config.env.env_kind.has_tools:
         return
     check_calls("policy", config.policy.path, policy.renderer)
+    with section("env."):
+        check_state(config.env.functions, is_given=False)
     if config.rollout.max_turns < 2:
         raise ConfigError(
             "rollout.max_turns: 1 ends a rollout with its first call, before any result is read; type "

@@ -11,7 +11,7 @@ from typing import get_type_hints
 import msgspec
 
 from grmpipe.config.keys.user_code import BadValueError, format_value, to_scalar
-from grmpipe.envs.env import EnvFault, PolicyFault
+from grmpipe.envs.env import EnvFault, PolicyFault, State
 from grmpipe.models.import_path import import_module
 from grmpipe.models.types import ToolCall, ToolSpec
 from grmpipe.scheduler.daemon_threads import TooManyStuck, in_own_thread
@@ -23,13 +23,18 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A function that the policy may call. `arguments`: a struct that checks them by the function's own types."""
+    """A function that the policy may call.
+
+    arguments: a struct that checks them by the function's own types.
+    state:     the parameter that takes a State, which no caller gives; empty: there is none.
+    """
 
     spec: ToolSpec
     function: Callable[..., object]
     arguments: type[msgspec.Struct]
+    state: str = ""
 
-    async def call(self, call: ToolCall) -> str:
+    async def call(self, call: ToolCall, state: bytes = b"") -> str:
         """The result as text. Raises PolicyFault for wrong arguments, and what the function raises.
 
         A function that isn't `async` runs in a thread of its own, so that one that hangs holds up no other.
@@ -39,6 +44,8 @@ class FunctionTool:
         except msgspec.ValidationError as error:
             raise PolicyFault(f"wrong arguments of {self.spec.name}: {error}", "arguments") from error
         given = {name: getattr(checked, name) for name in self.arguments.__struct_fields__}
+        if self.state:
+            given[self.state] = state
         if inspect.iscoroutinefunction(self.function):
             return to_text(await self.function(**given))
         try:
@@ -89,6 +96,23 @@ def are_replayable(path: str) -> bool:
     return getattr(import_module(path, "functions"), "replayable", False) is True
 
 
+def check_state(path: str, *, is_given: bool) -> None:
+    """Check that functions read a state where one is given, and only there. Raises ValueError that begins with a key of
+    `tools`, or with `functions` for those of a policy.
+    """
+    readers = [tool.spec.name for tool in (load_tools(path) if path else ()) if tool.state]
+    if is_given and not readers:
+        raise ValueError(
+            f"state: {path or 'no module'} has no function that reads the state; give one a parameter such as "
+            "`files: State` (grmpipe.envs.env), or type judge.tools.state=false"
+        )
+    if readers and not is_given:
+        raise ValueError(
+            f"functions: {readers[0]} reads a rollout's final state, which only a judge's tools get; type "
+            f"judge.tools.functions={path} judge.tools.state=true, or another module"
+        )
+
+
 def public_functions(module: ModuleType) -> list[Callable[..., object]]:
     names = vars(module).get("__all__")
     found = [vars(module).get(name) for name in (vars(module) if names is None else names)]
@@ -104,6 +128,7 @@ def make_tool(function: Callable[..., object]) -> FunctionTool:
     """A typed function as a tool. Raises ValueError if its arguments have no types, or can't be given by name."""
     name, where = function.__name__, f"functions: {function.__module__}.{function.__name__}"
     hints = get_type_hints(function)
+    state = next((one for one, kind in hints.items() if kind is State), "")
     fields: list[tuple[str, object] | tuple[str, object, object]] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in NAMED:
@@ -114,6 +139,8 @@ def make_tool(function: Callable[..., object]) -> FunctionTool:
             raise ValueError(
                 f"{where}: the parameter {parameter.name} has no type; write for example `{parameter.name}: int`"
             )
+        if parameter.name == state:
+            continue
         typed = (parameter.name, hints[parameter.name])
         fields.append(typed if parameter.default is parameter.empty else (*typed, parameter.default))
     arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
@@ -123,7 +150,10 @@ def make_tool(function: Callable[..., object]) -> FunctionTool:
     except TypeError as error:
         raise ValueError(f"{where}: a type that JSON doesn't know: {error}") from error
     return FunctionTool(
-        spec=ToolSpec(name=name, description=description, parameters=parameters), function=function, arguments=arguments
+        spec=ToolSpec(name=name, description=description, parameters=parameters),
+        function=function,
+        arguments=arguments,
+        state=state,
     )
 
 

@@ -41,8 +41,10 @@ class ToolEnv:
         self._servers = servers
         self._limits = limits or ToolCallLimits()
         self._opened: OpenServers | None = None
+        self._state = b""  # that functions with a State read
 
     async def open(self, episode: Episode) -> Opening:
+        self._state = episode.saved
         if self._servers is not None:
             self._opened = await self._servers.open()
             for tool in self._opened.tools:
@@ -103,7 +105,7 @@ class ToolEnv:
         if tool is None:
             raise PolicyFault(f"there is no tool {call.name}; known: {', '.join(self._tools)}", "unknown_tool")
         with call_guarded(f"the tool {describe_owner(tool)}", (PolicyFault, EnvFault)):
-            return await tool.call(call)
+            return await (tool.call(call, self._state) if isinstance(tool, FunctionTool) else tool.call(call))
 
 
 def describe_owner(tool: Tool) -> str:

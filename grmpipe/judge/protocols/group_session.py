@@ -116,12 +116,19 @@ class JudgeContext:
         criteria: Sequence[Criterion] | None = None,
         *,
         shorten: bool = True,
+        state: bytes = b"",
     ) -> GrmPrompt | Failed:
         """The GRM's prompt for some responses, or a failure: refused or too_long.
 
         criteria: those that it is asked about; None: all of the rubric. shorten: whether `judge.format.truncation`
-        holds; else a long response is too long.
+        holds; else a long response is too long. state: the rollout's final one, for the judge's tools.
         """
+        if self.config.tools.state and not state:
+            return make_failure(
+                "refused",
+                f"the rollout has no final state, which {self.config.key}.tools.state=true reads: it was recorded "
+                "without, or played in no environment",
+            )
         truncation = self.config.format.truncation if shorten else "error"
         asked = with_texts(prompt, self.client.grm.escape_text)
 
@@ -138,7 +145,7 @@ class JudgeContext:
             return make_failure("refused", str(error))
         if isinstance(made, str):
             return make_failure("too_long", f"{self.client.grm.name}: {made}")
-        return made
+        return replace(made, state=state) if self.config.tools.state else made
 
 
 class GroupSession(ABC):

@@ -71,7 +71,7 @@ class PointwiseSession(GroupSession):
             return report_failures(principles)
         if isinstance(parts, Failed):
             return report_failures(parts)
-        asked_for = await self._context.prompt(self._prompt, parts.shown, principles)
+        asked_for = await self._context.prompt(self._prompt, parts.shown, principles, state=rollout.state)
         if isinstance(asked_for, Failed):
             return report_failures(asked_for)
         question = GrmQuestion(

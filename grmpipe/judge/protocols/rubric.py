@@ -226,7 +226,12 @@ class RubricSession(PointwiseSession):
             some = waiting.pop(0)
             asked = [(one, self._rubric[one]) for one in some]
             prompt = await context.prompt(
-                self._prompt, shown, principles, [one for _, one in asked], shorten=len(some) == 1
+                self._prompt,
+                shown,
+                principles,
+                [one for _, one in asked],
+                shorten=len(some) == 1,
+                state=rollout.state,
             )
             if isinstance(prompt, Failed) and prompt.cause == "too_long" and len(some) > 1:
                 waiting[:0] = [some[: (len(some) + 1) // 2], some[(len(some) + 1) // 2 :]]

@@ -290,6 +290,7 @@ def make_play(prepared: Prepared, engines: ActingEngine, envs: Envs, temperature
         context_tokens=prepared.policy.context_tokens,
         episode_s=env.episode_s,
         timed=not env.env_kind.is_single,
+        keeps_state=any(judge.tools.state for judge in prepared.config.asked.judges.values()),
     )
 
     if (workflow := envs.workflow) is not None:
