@@ -29,13 +29,14 @@ def is_learning(role: str) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleWork:
     """The work of a role's engines in a step, all together. Lengths are means. prompt_shared_by: requests with the same
-    prompt, which a prefix cache computes and holds once.
+    prompt, which a prefix cache computes and holds once. outside_s: of a request, while tools are called.
     """
 
     requests: int
     prompt_tokens: float
     new_tokens: float
     prompt_shared_by: float = 1.0
+    outside_s: float = 0.0
 
     @property
     def prefilled_tokens(self) -> float:
@@ -190,4 +191,5 @@ def mean_alone_s(asked: RoleWork, speed: EngineSpeed) -> float:
         return 0.0
     cached = asked.prompt_tokens + asked.new_tokens / 2
     token_s = speed.step_s + speed.row_s + cached * speed.cached_token_s
-    return speed.request_s + asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s
+    working_s = speed.request_s + asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s
+    return working_s + asked.outside_s

@@ -399,11 +399,6 @@ def check_simulated(config: RunConfig) -> None:
                 f"{key}.kind: task=simulate asks no scalar reward model, whose work is small compared with a GRM's; "
                 f"type task=plan for its work, or {key}=rule to simulate the rest"
             )
-        if judge.tools.is_set:
-            raise ValueError(
-                f"{key}.tools.functions: task=simulate knows no calls of a judge; to see the rest of the run type "
-                f"{key}.tools.functions='' {key}.tools.mcp={{}}"
-            )
         if judge.kind in ("custom", "function"):
             raise ValueError(f"{key}.kind: task=simulate knows no judge of yours; to see the rest type {key}=rule")
         if not judge.is_simulated:

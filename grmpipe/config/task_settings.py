@@ -208,6 +208,8 @@ class PlanConfig(Bounded):
 
     rollout_tokens: int = at_least(0, 0)  # Mean length of a rollout; 0: half of rollout.max_new_tokens.
     judgement_tokens: int = at_least(0, 0)  # Mean length of a judgement; 0: half of judge.max_new_tokens.
+    # [seconds] Mean time of a call of a judge's tools, of which a judgement makes half of judge.tools.max_calls.
+    tool_s: float = at_least(0, 1.0)
     # [cores] Cores of the machine that CPU slots are on; 0: those of this machine, or the number of slots if larger.
     cores: int = at_least(0, 0, "0 (those of this machine) or more")
     devices: dict[str, DeviceSpec] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from grmpipe.cli import compose
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.judge_in_time import judge_in_time
 from grmpipe.judge.verdict import make_failure, report_failures
+from grmpipe.observe.recorder import load_rollouts
 from grmpipe.run.tasks import rejudge as rejudge_task
 from grmpipe.tasks import run_task
 from grmpipe.types import Judge, Prompt, Rollout
@@ -80,6 +81,52 @@ def test_a_judge_with_tools_judges_and_judges_again(run_once: Callable[..., Any]
     again = type(recorded)(recorded.run_dir / "rejudged" / "again")
     assert scores(again.lines("judgements")) == scores(lines)
     assert again.summary["judging"]["tool_calls"] > 0
+
+
+LEFT = """
+from grmpipe.envs.env import Observation, Opening, State
+__all__ = ["add", "sub"]
+class Leaves:
+    async def open(self, episode):
+        return Opening(messages=episode.prompt.messages, saved=b"nothing")
+    async def step(self, action):
+        return Observation(done=True, saved=("Score: 10\\n" + action.text).encode())
+    async def close(self):
+        pass
+class Forgets(Leaves):
+    async def step(self, action):
+        return Observation(done=True)
+def add(a: int, b: int, left: State) -> str:
+    return left.decode()
+def sub(a: int, b: int, left: State) -> str:
+    return left.decode()
+"""
+
+
+@pytest.mark.long
+def test_a_judge_of_final_states_judges_and_judges_again(
+    run_once: Callable[..., Any], restored_logging: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left_over.py").write_text(LEFT)
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = (
+        "train.num_steps=1", "train.groups_per_batch=2", "grm.path=tiny://policy_tools", "judge.max_new_tokens=96",
+        "judge.tools.functions=left_over", "judge.tools.state=true", "judge.tools.max_calls=1", "env=custom",
+        "judge.tools.max_result_chars=20", "judge.format.ask_verdict=true", "data.num_eval_prompts=4",
+    )  # fmt: skip
+    recorded = run_once(*typed, "env.target=left_over.Leaves", run_dir="with_states")
+    rollouts = [line.rollout for line in load_rollouts(recorded.run_dir / "rollouts.jsonl")]
+    assert all(one.state == b"Score: 10\n" + one.turns[0].completion.text.encode() for one in rollouts)
+    lines = recorded.lines("judgements")
+    said = [one for line in lines for one in (*line["judgements"], *line["failures"]) if "completion" in one]
+    called = [one["completion"]["text"] for one in said if one["completion"].get("tool_results")]
+    assert any("\n| Score: 10\n| " in text for text in called) and "\nScore: 10\n" not in "".join(called)
+    run_task(compose(None, ["task=rejudge", f"run_dir={recorded.run_dir}", "rejudge.name=again"]))
+    again = type(recorded)(recorded.run_dir / "rejudged" / "again")
+    assert scores(again.lines("judgements")) == scores(lines)
+    assert again.summary["judging"]["tool_calls"] > 0
+    with pytest.raises(ConfigError, match=r"step returned no state.*judge\.tools\.state=false"):
+        run_once(*typed, "env.target=left_over.Forgets", run_dir="without_states")
 
 
 def test_a_rule_judges_again_and_the_advantages_turn(recorded: Any, rejudge: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.run_facts import RunFacts
-from grmpipe.capacity.plan.work import judge_questions, num_tokens, shares_asked
+from grmpipe.capacity.plan.work import assume_tool_use, judge_questions, num_tokens, shares_asked
 from grmpipe.config.model_training import find_training
 from grmpipe.judge.context_limits import longest_response
 
@@ -95,7 +95,9 @@ def longest_judgement(name: str, facts: RunFacts) -> Longest:
     question = max((num_tokens(sized, messages) for messages in asked), default=0)
     response = longest_response(config.rollout, config.env, facts.models[POLICY].context_tokens)
     principles = judge.principles.max_new_tokens if judge.principles.kind == "shared" else 0
-    shown = judge.responses_shown(config.train.group_size) * response + principles
+    use = assume_tool_use(judge, config.plan)
+    results = math.ceil(judge.tools.max_calls * 2 * use.tokens) if use is not None else 0
+    shown = judge.responses_shown(config.train.group_size) * response + principles + results
     return Longest(prompt=question + shown, answer=judge.max_new_tokens, window=sized.context_tokens)
 
 

@@ -12,6 +12,7 @@ from grmpipe.capacity.plan.memory_check import compute_shares, with_shares
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.capacity.plan.work import (
     Lengths,
+    assume_tool_use,
     assumptions,
     compute_answer_share,
     count_calls,
@@ -244,7 +245,9 @@ def describe_requests(name: str, facts: RunFacts) -> str:
     if judge.protocol_kind.compares:
         product = f"{judgements} {judge.protocol} judgements"
     by = f" by {judge.model}" if len(facts.config.judging.judges) > 1 else ""
-    return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens"
+    use = assume_tool_use(judge, facts.config.plan)
+    calls_s = "" if use is None else f", each with {use.turns:g} calls of tools of {use.seconds:g} s (plan.tool_s)"
+    return f"{product}{by}, at most {judgements * judge.max_new_tokens} tokens{calls_s}"
 
 
 def format_block(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:

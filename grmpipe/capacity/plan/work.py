@@ -12,9 +12,10 @@ from grmpipe.capacity.plan.run_facts import RunFacts, Sized
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import PlanConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.judge.evolving_rubric import MOST_ASKED
-from grmpipe.judge.grm import estimate_tokens
+from grmpipe.judge.grm import BYTES_PER_TOKEN, estimate_tokens
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.lm.flops import PackedSizes
 from grmpipe.models.types import Message
@@ -55,20 +56,45 @@ def count_passes(algorithm: AlgorithmConfig, groups_per_batch: int) -> Passes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """Means over the judgements of a judge with tools: turns that call; the seconds and the tokens of the results of
+    each.
+    """
+
+    turns: float
+    seconds: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Means over a role's requests."""
+    """Means over a role's requests. tools: of those that call some."""
 
     prompt_tokens: float
     new_tokens: float
+    tools: ToolUse | None = None
 
     def work(self, requests: int, shared_by: float) -> RoleWork:
-        """The work of this many requests, of which some have the same prompt."""
+        """The work of this many requests, of which some have the same prompt. What tools return is read like a prompt,
+        and is no other request's.
+        """
+        results = self.tools.turns * self.tools.tokens if self.tools is not None else 0.0
+        whole = self.prompt_tokens + results
         return RoleWork(
             requests=requests,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=whole,
             new_tokens=self.new_tokens,
-            prompt_shared_by=shared_by,
+            prompt_shared_by=whole / (self.prompt_tokens / shared_by + results),
+            outside_s=self.tools.turns * self.tools.seconds if self.tools is not None else 0.0,
         )
+
+
+def assume_tool_use(judge: JudgeConfig, plan: PlanConfig) -> ToolUse | None:
+    """Half of what a judgement may call, a call in a turn, and half of the longest result. None: it has no tools."""
+    if not judge.tools.is_set:
+        return None
+    tokens = judge.tools.max_result_chars / 2 / BYTES_PER_TOKEN
+    return ToolUse(turns=judge.tools.max_calls / 2, seconds=plan.tool_s, tokens=tokens)
 
 
 def step_work(facts: RunFacts) -> StepWork:
@@ -175,6 +201,7 @@ def together(works: Sequence[RoleWork]) -> RoleWork:
         prompt_tokens=prompt_tokens / requests,
         new_tokens=sum(work.requests * work.new_tokens for work in works) / requests,
         prompt_shared_by=prompt_tokens / sum(work.requests * work.prefilled_tokens for work in works),
+        outside_s=sum(work.requests * work.outside_s for work in works) / requests,
     )
 
 
@@ -280,6 +307,7 @@ def judge_lengths(name: str, facts: RunFacts) -> Lengths:
     return Lengths(
         prompt_tokens=judge_prompt_tokens(name, facts) + shown,
         new_tokens=config.plan.judgement_tokens or judge.max_new_tokens / 2,
+        tools=assume_tool_use(judge, config.plan),
     )
 
 

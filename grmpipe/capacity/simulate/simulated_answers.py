@@ -5,11 +5,12 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist, fmean, variance
 
+from grmpipe.capacity.plan.work import ToolUse
 from grmpipe.config.judge import Scale
 from grmpipe.config.keys.entry_names import JUDGE, POLICY
 from grmpipe.models.engines.simulated.simulated_engine import Script
@@ -21,6 +22,7 @@ from grmpipe.observe.records import Record, unpack_numbers
 FILLER = 7  # the id of every sampled token except a judgement's last one
 VERDICT_ID = 1 << 40  # this and above: the last token of a judgement, by its text
 TURN = re.compile(r"/t\d+$")  # the end of the request ids of a policy's turns
+TURN_OF_JUDGE = re.compile(r"(/j\d+\.\d+(?:@.*)?)/t\d+$")  # the same of a judge with tools
 PROMPT_ID = 1 << 20  # this and above: the first token of a prompt, by its text
 TOKEN = "\x1a"  # the text of FILLER: one token, whatever the tokenizer
 UNREADABLE = "no score at all"
@@ -62,11 +64,37 @@ def find_turn_lengths(record: Record) -> tuple[str, list[int]]:
     return str(record.get("group_id")), [len(turn["token_ids"]) for turn in unpack_numbers(record)["turns"]]
 
 
-def find_judgement_lengths(record: Record) -> list[tuple[str, int]]:
-    """The judge and the tokens of each judgement."""
+def find_judgements(record: Record) -> list[tuple[str, Record]]:
+    """The judge and the completion of each judgement."""
     record = unpack_numbers(record)
     asked = record["judgements"] + [failed for failed in record["failures"] if "completion" in failed]
-    return [(str(one.get("judge", JUDGE)), len(one["completion"]["token_ids"])) for one in asked]
+    return [(str(one.get("judge", JUDGE)), one["completion"]) for one in asked]
+
+
+def find_judgement_lengths(record: Record) -> list[tuple[str, int]]:
+    """The judge and the tokens of each judgement, without what tools returned."""
+    return [
+        (judge, len(one["token_ids"]) - sum(map(count_results, one.get("tool_results", ()))))
+        for judge, one in find_judgements(record)
+    ]
+
+
+def count_results(results: Record) -> int:
+    return int(results["end"] - results["start"])
+
+
+def measure_tool_use(run_dir: Path, judge: str) -> ToolUse:
+    """How a judge called tools in a run. Raises OSError if there are no journals."""
+    lines = read_records(run_dir / "judgements.jsonl", find_judgements)
+    asked = [one.get("tool_results", ()) for line in lines for name, one in line if name == judge]
+    results = [one for some in asked for one in some if count_results(one)]
+    if not results:
+        return ToolUse(turns=0, seconds=0, tokens=0)
+    return ToolUse(
+        turns=len(results) / len(asked),
+        seconds=fmean(one.get("took_s", 0.0) for one in results),
+        tokens=fmean(map(count_results, results)),
+    )
 
 
 def correlation_in(run_dir: Path) -> float:
@@ -148,6 +176,7 @@ class ModelWriter:
     verdicts: dict[int, str] = field(default_factory=dict)
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        context = replace(context, request_id=TURN_OF_JUDGE.sub(r"\1", context.request_id))
         is_turn = self.turns is not None and TURN.search(context.request_id)
         writer = self.turns if self.turns is not None and is_turn else self.judges[find_judge(context.request_id)]
         script = writer(prompt_ids, params, context)

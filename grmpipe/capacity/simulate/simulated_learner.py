@@ -4,13 +4,17 @@ one.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.plan.work import ToolUse
+from grmpipe.capacity.simulate.simulated_answers import filler, zeros
 from grmpipe.judge.grm import GrmPrompt, LocalGrm, PromptRenderer
 from grmpipe.models.checksum import checksum
 from grmpipe.models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
+from grmpipe.models.seeds import is_drawn
 from grmpipe.models.types import (
     Completion,
     Generates,
@@ -20,6 +24,7 @@ from grmpipe.models.types import (
     WeightBucket,
     WeightTensor,
 )
+from grmpipe.scheduler.routing.router import Router
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch, OldPass
 
@@ -98,6 +103,48 @@ class AttendedGrm(LocalGrm):
     ) -> Completion:
         """Nothing is asked: the simulated share of unparseable judgements is of those that stay without a verdict."""
         return judgement
+
+
+class CallingGrm(AttendedGrm):
+    """A GRM that calls tools before its verdict: each call ends a turn, takes its time, and returns tokens to read.
+
+    turn_tokens: of a turn that calls. engines: keep the tokens of a judgement between its turns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engines: Router,
+        renderer: PromptRenderer,
+        driver: SimulatedDriver,
+        use: ToolUse,
+        turn_tokens: int,
+    ) -> None:
+        super().__init__(name, engines, renderer, driver)
+        self._engines, self._use, self._turn_tokens = engines, use, turn_tokens
+
+    async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
+        use, name, before = self._use, context.request_id, 0
+        whole = int(use.turns)
+        num_calls = whole + is_drawn(0, f"calls {name}", use.turns - whole)
+        try:
+            for turn in range(num_calls + 1):
+                results, left = zeros(round(turn * use.tokens)), params.max_new_tokens - before
+                here = replace(prompt, token_ids=(*prompt.token_ids, *results, *filler(before)))
+                own = replace(context, request_id=f"{name}/t{turn}", trajectory_id=name)
+                most = left if turn == num_calls else min(left, self._turn_tokens)
+                completion = await super().ask(here, replace(params, max_new_tokens=most), own)
+                if completion.finish_reason != "length" or most == left:
+                    break
+                before += len(completion.token_ids)
+                await asyncio.sleep(use.seconds)
+        finally:
+            self._engines.end_trajectory(name)
+        return replace(
+            completion,
+            token_ids=(*filler(before), *completion.token_ids),
+            logprobs=(*((-1.0,) * before), *completion.logprobs),
+        )
 
 
 class SimulatedRanks(SimulatedProcess):

@@ -10,13 +10,21 @@ from grmpipe.capacity.lower_bound import POLICY
 from grmpipe.capacity.plan.costs import estimate_costs
 from grmpipe.capacity.plan.plan_report import seconds
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
-from grmpipe.capacity.plan.work import SAMPLED_PROMPTS, judge_lengths, judge_questions, policy_lengths, prompts_judged
+from grmpipe.capacity.plan.work import (
+    SAMPLED_PROMPTS,
+    assume_tool_use,
+    judge_lengths,
+    judge_questions,
+    policy_lengths,
+    prompts_judged,
+)
 from grmpipe.capacity.simulate.simulated_answers import (
     Lengths,
     correlation_in,
     fit_lengths,
     lengths_in,
     lognormal,
+    measure_tool_use,
 )
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
 from grmpipe.capacity.simulate.workload import Workload
@@ -71,6 +79,11 @@ def make_workload(facts: RunFacts) -> Workload:
     settings = config.simulate
     means = {name: judge_lengths(name, facts).new_tokens for name in config.judging.generative}
     lengths = {name: choose_lengths(name, mean, LENGTH_SIGMA / 2, settings.lengths) for name, mean in means.items()}
+    tools = {
+        name: use if settings.lengths is None else measure_tool_use(Path(settings.lengths), name)
+        for name, judge in config.judging.generative.items()
+        if (use := assume_tool_use(judge, config.plan)) is not None
+    }
     played = choose_lengths(POLICY, policy_lengths(facts).new_tokens, LENGTH_SIGMA, settings.lengths)
     return Workload(
         config=config,
@@ -78,6 +91,7 @@ def make_workload(facts: RunFacts) -> Workload:
         chars_per_token={role: chars_per_token(role, facts) for role in config.served},
         lengths={POLICY: played} | lengths,
         sibling_correlation=correlation_in(Path(settings.lengths)) if settings.lengths else 0.0,
+        tools=tools,
     )
 
 

@@ -1,11 +1,12 @@
 """The workload of a simulation and its stages: the real play and the real judge, with a driver that takes time."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from grmpipe.capacity.lower_bound import POLICY
+from grmpipe.capacity.plan.work import ToolUse
 from grmpipe.capacity.simulate.simulated_answers import CountingRenderer, Lengths, ModelWriter, Writer
-from grmpipe.capacity.simulate.simulated_learner import AttendedGrm, SimulatedDriver
+from grmpipe.capacity.simulate.simulated_learner import AttendedGrm, CallingGrm, SimulatedDriver
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
@@ -32,6 +33,7 @@ class Workload:
 
     chars_per_token: by the model's role. lengths: the policy's turns', and each judge's judgements'.
     sibling_correlation: how far lengths of siblings' turns correlate. unparseable_share: the share of judgements.
+    tools: of the judges that call some.
     """
 
     config: RunConfig
@@ -40,6 +42,7 @@ class Workload:
     lengths: Mapping[str, Lengths]
     sibling_correlation: float = 0.0
     unparseable_share: float = 0.0
+    tools: Mapping[str, ToolUse] = field(default_factory=dict)
 
 
 def make_flow(config: RunConfig, num_steps: int) -> FlowConfig:
@@ -107,8 +110,11 @@ def make_generative_judge(
     if judge.kind == "label":
         return PointwiseAdapter(LabelReward(judge))
     assert judge.model in grms, "an external GRM can't be simulated"
-    renderer = CountingRenderer(workload.chars_per_token[judge.model])
-    here = AttendedGrm(judge.model, grms[judge.model], renderer, driver)
+    renderer, engines = CountingRenderer(workload.chars_per_token[judge.model]), grms[judge.model]
+    here = AttendedGrm(judge.model, engines, renderer, driver)
+    if (use := workload.tools.get(judge.name)) is not None:
+        turn_tokens = max(1, round(workload.lengths[judge.name](0.5) / (use.turns + 1)))
+        here = CallingGrm(judge.model, engines, renderer, driver, use, turn_tokens)
     return GenerativeJudge(here, with_writable_form(judge), workload.config.seed)
 
 

@@ -22,7 +22,9 @@ async def try_judge(prepared: Prepared, judge: Judge, *, is_new: bool) -> None:
     outside = {name: one for name, one in asking.items() if one.model in config.judging.remote_roles}
     try:
         if is_new:
-            tried = {**config.judging.generative, **outside}
+            # The texts of this trial were written in no environment: tools have no final state to read.
+            with_text = {name: one for name, one in config.judging.generative.items() if not one.tools.state}
+            tried = {**with_text, **outside}
             if problem := await preflight_judgements(judge, members, tried, first):
                 raise ConfigError(problem)
         else:

@@ -10,6 +10,7 @@ from configs import with_sections
 from hydra import compose, initialize_config_dir
 
 import grmpipe.cli  # noqa: F401  registers the schema
+from grmpipe.capacity.lower_bound import mean_alone_s
 from grmpipe.capacity.plan.memory import list_memory
 from grmpipe.capacity.plan.plan_report import arithmetic, times
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
@@ -25,8 +26,10 @@ from grmpipe.capacity.plan.work import (
 from grmpipe.config.io.resolve_config import fill_sections
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.reward import RewardConfig
+from grmpipe.models.types import EngineSpeed
 
 ROOT = Path(__file__).parents[4]
+SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
 # Beside the first judge: one more on its model, and one on a model of its own.
 JUDGES = (
     "+experiment=quickstart", "task=plan", "+judge@judges.brief=generative", "judges.brief.num_judgements=3",
@@ -53,6 +56,17 @@ def test_two_judges_of_one_model_add_up_on_its_engines(facts: RunFacts) -> None:
     assert (work["grm"].requests, work["safety"].requests) == (128 * (1 + 3), 128 * 2)
     assert work["grm"].new_tokens == pytest.approx((1 * 64 + 3 * 16) / 4)
     assert work["safety"].new_tokens == 64
+
+
+def test_calls_of_a_judge_are_read_by_its_engine_and_lengthen_its_chain(facts: RunFacts) -> None:
+    tools = ("judges.safety.tools.functions=grmpipe.tiny.tools", "judges.safety.tools.max_calls=6", "plan.tool_s=4",
+             "judges.safety.tools.max_result_chars=80", "models.safety.path=tiny://policy_tools")  # fmt: skip
+    calling = surveyed(*tools)
+    before, after = (step_work(one).engines["safety"] for one in (facts, calling))
+    assert (after.requests, after.new_tokens, after.outside_s) == (before.requests, before.new_tokens, 3 * 4.0)
+    assert after.prefilled_tokens - before.prefilled_tokens == pytest.approx(3 * 10, abs=3), "no cache has results"
+    assert mean_alone_s(after, SPEED) == pytest.approx(mean_alone_s(replace(after, outside_s=0), SPEED) + 12)
+    assert "each with 3 calls of tools of 4 s (plan.tool_s)" in arithmetic(calling)
 
 
 def test_prompts_are_shared_by_siblings_and_by_the_judgements_of_a_rollout(facts: RunFacts) -> None:

@@ -19,6 +19,7 @@ from simulated_workload import COSTS, SPEED, always, seats, workload
 
 import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.plan.work import ToolUse
 from grmpipe.capacity.simulate.simulated_answers import (
     FILLER,
     PROMPT_ID,
@@ -30,6 +31,7 @@ from grmpipe.capacity.simulate.simulated_answers import (
     fit_lengths,
     lengths_in,
     lognormal,
+    measure_tool_use,
 )
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, select_settled_steps, simulate
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
@@ -73,6 +75,18 @@ def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() ->
     assert run.step_s == pytest.approx(played_s + judged_s + 16 * (26 + 100) * 1e-5 + 0.1 + 0.1, rel=0.02)
     assert run.max_staleness == 0
     assert len(run.steps) == 6
+
+
+@pytest.mark.parametrize(("turns", "calls"), [(0.0, 0), (2.0, 2), (3.0, 3)])
+def test_calls_of_a_judge_take_their_time_and_their_turns(turns: float, calls: int) -> None:
+    called = replace(workload(), tools={"judge": ToolUse(turns=turns, seconds=5.0, tokens=40.0)})
+    run, plain = simulate(called, seats(), COSTS, 6), simulated()
+    assert run.step_s - plain.step_s == pytest.approx(calls * 5.0, rel=0.02, abs=0.01)
+    assert run.failed_judgements == plain.failed_judgements == {}
+    reading = replace(COSTS, engines={**COSTS.engines, "grm": replace(SPEED, prefill_token_s=0.01)})
+    slower, without = (simulate(one, seats(), reading, 6) for one in (called, workload()))
+    results_s = slower.step_s - without.step_s - calls * 5.0
+    assert 0.05 * calls <= results_s + 1e-6 < 0.2 * calls + 0.01, "results are read, each once, in a batch with others"
 
 
 def test_siblings_are_as_alike_in_length_as_in_the_run_that_lengths_are_taken_from(tmp_path: Path) -> None:
@@ -482,6 +496,27 @@ def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n" + '{"torn')
     (tmp_path / "judgements.jsonl").write_text(json.dumps(judged) + "\n")
     assert lengths_in(tmp_path) == {"policy": [20], "judge": [30]}
+
+
+def test_the_use_of_tools_comes_from_the_journals_of_a_run(tmp_path: Path) -> None:
+    results = [
+        {"start": 10, "end": 16, "took_s": 0.5},
+        {"start": 20, "end": 22, "took_s": 1.5},
+        {"start": 30, "end": 30},
+    ]
+    called, plain = {"token_ids": [1] * 30, "tool_results": results}, {"token_ids": [1] * 30}
+    judged = {"judgements": [{"completion": one} for one in (called, plain)], "failures": []}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"turns": [{"token_ids": [1] * 20}]}) + "\n")
+    (tmp_path / "judgements.jsonl").write_text(json.dumps(judged) + "\n")
+    assert measure_tool_use(tmp_path, "judge") == ToolUse(turns=1.0, seconds=1.0, tokens=4.0)
+    assert measure_tool_use(tmp_path, "other") == ToolUse(turns=0, seconds=0, tokens=0)
+    assert lengths_in(tmp_path)["judge"] == [22, 30]
+
+
+def test_a_judge_with_tools_is_simulated(tmp_path: Path) -> None:
+    tools = ("judge.tools.functions=grmpipe.tiny.tools", "judge.tools.max_calls=4", "grm.path=tiny://policy_tools")
+    (_, quick_s), (_, slow_s) = (run_task(tmp_path, *tools, f"plan.tool_s={seconds}") for seconds in (0.0, 10.0))
+    assert slow_s > quick_s + 5  # two calls; judgements of a further step go on meanwhile
 
 
 def test_lengths_of_several_judges_are_kept_apart_by_name(tmp_path: Path) -> None:
