@@ -74,6 +74,10 @@ class Prompt:
     self_judging: bool = False
 
 
+# Kinds of faults: a call that can't be read; a call after the last one that was allowed.
+MALFORMED, OVER_BUDGET = "malformed", "budget"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One call of the policy, and the environment's answer to it.
@@ -86,7 +90,7 @@ class Turn:
                 rewritten history: what is new in it, with assistant's messages that differ from what the policy wrote.
     rewards:    the environment's, for this turn, by name.
     state_key:  names the state in which the policy acted; equal for siblings in the same state; empty: unknown.
-    faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool.
+    faults:     what the policy did wrong here, by kind: malformed, unknown_tool, arguments, tool, raised.
     env_s:      time in the environment after the completion.
     """
 
@@ -137,7 +141,9 @@ class Rollout:
         """
         last = self.turns[-1]
         is_cut = self.status == "truncated" or bool(last.faults)
-        return "" if is_cut and last.tool_calls else last.completion.answer
+        called = last.tool_calls or OVER_BUDGET in last.faults
+        called = called or (self.status == "truncated" and MALFORMED in last.faults)
+        return "" if is_cut and called else last.completion.answer
 
     def show_text(self, *, thoughts: bool) -> str:
         """The policy's text of all turns, as a judge of single turns sees it."""

@@ -71,12 +71,14 @@ WAYS_OUT = {
 class ToolCallLimits:
     """Limits on the calls of tools in a turn.
 
-    call_s: [seconds] for each, from its start. turn_s: for all of them together.
+    call_s: [seconds] for each, from its start. turn_s: for all of them together. policy_errors: exceptions that end
+    the episode; of others the caller reads.
     """
 
     call_s: float = 27.0
     turn_s: float = 27.0
     max_parallel_calls: int = 16
+    policy_errors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +273,12 @@ class EnvConfig(Bounded):
     def _call_limits(self) -> ToolCallLimits:
         turn_s = CALLS_SHARE * self.step_s
         call_s = turn_s if self.call_s is None else self.call_s
-        return ToolCallLimits(call_s=call_s, turn_s=max(call_s, turn_s), max_parallel_calls=self.max_parallel_calls)
+        return ToolCallLimits(
+            call_s=call_s,
+            turn_s=max(call_s, turn_s),
+            max_parallel_calls=self.max_parallel_calls,
+            policy_errors=tuple(self.policy_errors),
+        )
 
     @property
     def path(self) -> str:

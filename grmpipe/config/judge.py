@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from grmpipe.config.env import CALLS_SHARE, EnvConfig
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.isolation import INPROCESS, IsolationConfig
 from grmpipe.config.judge_protocols import (
     DEFAULT_PROTOCOL,
@@ -210,6 +210,9 @@ class CustomConfig:
     options: dict[str, Any] = field(default_factory=dict)  # Arguments of its class.
 
 
+CLOSING_S = 10.0  # for calls that were given up to end
+
+
 @dataclass(frozen=True)
 class ToolsConfig(Bounded):
     """Tools that a generative judge may call before its verdict, and the budget of its calls."""
@@ -221,9 +224,9 @@ class ToolsConfig(Bounded):
     isolation: str = one_of((INPROCESS, "process"), INPROCESS, "isolation")
     # [calls] Most calls of a judgement; after them, or after half of judge.max_new_tokens, the verdict is asked for.
     max_calls: int = at_least(1, 8)
-    # [seconds] A call that takes this long is given up. Once all calls of a judgement took as long, the verdict is
-    # asked for.
-    max_s: float = positive(30.0)
+    max_s: float = positive(
+        30.0
+    )  # [seconds] Limit on all calls of a judgement together; then the verdict is asked for.
     max_result_chars: int = at_least(1, 2000)  # [characters] Longest result; the middle of a longer one is left out.
     # Whether functions with a parameter of the type State get the final state of the rollout that is judged, as
     # an env of your own gave it (saved).
@@ -240,7 +243,7 @@ class ToolsConfig(Bounded):
             functions=self.functions,
             mcp=self.mcp,
             isolation=IsolationConfig(kind=self.isolation),
-            step_s=self.max_s / CALLS_SHARE,
+            step_s=self.max_s + CLOSING_S,
             max_observation_chars=self.max_result_chars,
         )
 

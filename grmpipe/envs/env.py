@@ -25,7 +25,7 @@ State = NewType("State", bytes)
 class PolicyFault(Exception):
     """The policy did something wrong: it reads the text, and the episode goes on. Raised by `step`.
 
-    kind: what is counted: malformed, unknown_tool, arguments, tool, or a word of your own.
+    kind: what is counted: malformed, unknown_tool, arguments, tool, raised, or a word of your own.
     ends: the episode ends instead, and is judged as it is.
     """
 
@@ -99,6 +99,7 @@ class Action:
     errors:     what is wrong with calls that couldn't be read, in words for the policy.
     turn:       number of this turn, from 0.
     is_last:    whether the policy gets no further turn.
+    left_s:     seconds that its calls may take: what is left of a budget of the episode.
     """
 
     text: str
@@ -107,6 +108,7 @@ class Action:
     errors: tuple[str, ...] = ()
     turn: int = 0
     is_last: bool = False
+    left_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import inspect
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, get_args
 
 from grmpipe.config.keys.dotted_path import find_at
@@ -56,6 +56,8 @@ NOT_READ = (
     "; an isolated environment reads its modules, what is installed, its own folder, and what env.isolation.read "
     "names: type env.isolation.read=[/a/file,/a/folder]"
 )
+# Errors of the operating system that an argument brings about; others come from the machine or the network.
+ABOUT_A_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 NO_THREAD = "can't start new thread"  # Python's text at the limit on processes
 # Signals that end a process and that neither the run nor a broken program sends to a box: its programs do.
 SENT_BY_PROGRAMS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -148,6 +150,18 @@ def _policys(error: BaseException, rules: FaultRules) -> PolicyFault | None:
     if rules.in_box and (limit := limit_reached(error)):
         return _caused(PolicyFault(f"{limit}: {describe_error(error)}", LIMIT, ends=True), error)
     return None
+
+
+def is_answer_to_call(error: BaseException, rules: FaultRules) -> bool:
+    """Whether what a tool raised is about its call, as a wrong argument is, so that its caller can read it: not what
+    ends an episode by these rules, the process, or comes from the machine.
+    """
+    cause = error.__cause__ if isinstance(error, UserCodeError) else error
+    if not isinstance(cause, Exception) or isinstance(cause, BadValueError | MemoryError | ImportError):
+        return False
+    if isinstance(cause, OSError) and not isinstance(cause, ABOUT_A_PATH):
+        return False
+    return _policys(error, replace(rules, in_box=True)) is None
 
 
 def _caused(fault: Fault, error: BaseException) -> Fault:

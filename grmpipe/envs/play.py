@@ -28,10 +28,9 @@ from grmpipe.models.types import (
     ToolSpec,
     ignore_first_token,
 )
-from grmpipe.types import BegunRollout, Prompt, Rollout, TruncationReason, Turn
+from grmpipe.types import MALFORMED, OVER_BUDGET, BegunRollout, Prompt, Rollout, TruncationReason, Turn
 
 DECIMALS_S = 4  # for measured times
-MALFORMED, OVER_BUDGET = "malformed", "budget"  # kinds of faults
 
 
 class RolloutAborted(EngineDied):
@@ -382,7 +381,9 @@ class _Episode:
             if is_last and (parsed.tool_calls or parsed.errors):
                 return Observation(done=True), replace(turn, tool_calls=parsed.tool_calls, faults=(OVER_BUDGET,))
             num_left = budget.max_calls - count_calls(self.turns)
-            action, refused = replace(action, tool_calls=parsed.tool_calls[:num_left]), parsed.tool_calls[num_left:]
+            left_s = max(0.0, budget.max_s - sum(one.env_s for one in self.turns))
+            action = replace(action, tool_calls=parsed.tool_calls[:num_left], left_s=left_s)
+            refused = parsed.tool_calls[num_left:]
         clock = asyncio.get_running_loop()
         begun_s = clock.time()
         try:

@@ -14,7 +14,6 @@ from typing import Literal, Protocol, TypeVar, get_args
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.keys.entry_names import JUDGE
 from grmpipe.envs.env import EnvFault
-from grmpipe.envs.play import OVER_BUDGET
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.expectation import TOP_LOGPROBS, Decode, TokenPlace, expect_scores, find_place
 from grmpipe.judge.markup import Markup
@@ -53,7 +52,7 @@ from grmpipe.models.types import (
 from grmpipe.scheduler.clock import ActiveClock
 from grmpipe.scheduler.events import EventSink
 from grmpipe.scheduler.work_queue import BusyMeter
-from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
+from grmpipe.types import OVER_BUDGET, Cause, Failed, FailedJudgement, Judgement
 
 # monitoring: canaries and adversarial replies.  evaluation: labelled work of task=evaluate.
 Purpose = Literal["training", "held_out", "preflight", "monitoring", "evaluation"]

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.envs.env import Action, Env, Episode, Observation, Opening
+from grmpipe.envs.env import Action, Env, EnvFault, Episode, Observation, Opening
 from grmpipe.envs.env_factory import MakeEnv
-from grmpipe.envs.play import OVER_BUDGET, CallBudget, EpisodeLimits, RolloutRequest, play
+from grmpipe.envs.play import CallBudget, EpisodeLimits, RolloutRequest, play
+from grmpipe.envs.tools.tool_env import RAISED
 from grmpipe.judge.expectation import Decode
 from grmpipe.judge.grm import GrmPrompt, LocalGrm
 from grmpipe.judge.prompt_injection import TextGuard
@@ -31,7 +32,7 @@ from grmpipe.models.types import (
     ToolSpec,
     join_spans,
 )
-from grmpipe.types import Prompt, Rollout, Turn
+from grmpipe.types import OVER_BUDGET, Prompt, Rollout, Turn
 
 ASK_VERDICT = "No calls are left. Give your verdict now, in exactly the form that you were asked for."
 
@@ -54,9 +55,13 @@ def make_limits(judge: JudgeConfig, context_tokens: int) -> EpisodeLimits:
 
 
 class GuardedTools:
-    """The tools of a judge that look into the final state of a rollout: what they return may be the policy's work."""
+    """The tools of a judge. One that raises fails the judgement: without its result another verdict might follow.
 
-    def __init__(self, env: Env, guard: TextGuard) -> None:
+    guard: the judge's template's, for tools that look into the final state of a rollout, which may hold the policy's
+           work; None: they don't.
+    """
+
+    def __init__(self, env: Env, guard: TextGuard | None) -> None:
         self._env, self._guard = env, guard
 
     async def open(self, episode: Episode) -> Opening:
@@ -64,6 +69,10 @@ class GuardedTools:
 
     async def step(self, action: Action) -> Observation:
         seen = await self._env.step(action)
+        if RAISED in seen.faults:
+            raise EnvFault("; ".join(one.content for one in seen.messages if " raised " in one.content))
+        if self._guard is None:
+            return seen
         return replace(seen, messages=[replace(one, content=self._guard.result(one.content)) for one in seen.messages])
 
     async def close(self) -> None:
@@ -71,9 +80,7 @@ class GuardedTools:
 
 
 class ToolGrm:
-    """A Grm around another on an engine of this run. engines: keep the tokens of an episode between its turns. guard:
-    the judge's template's, for tools that look into states; None: they don't.
-    """
+    """A Grm around another on an engine of this run. engines: keep the tokens of an episode between its turns."""
 
     decode: Decode | None = None  # scores by tokens are of one turn
 
@@ -84,9 +91,8 @@ class ToolGrm:
         tools: JudgeTools,
         renderer: Renderer,
         engines: KeepsTrajectories,
-        guard: TextGuard | None = None,
     ) -> None:
-        self._grm, self._tools, self._renderer, self._guard = grm, tools, renderer, guard
+        self._grm, self._tools, self._renderer = grm, tools, renderer
         self._engines = engines
         self._limits = make_limits(judge, grm.context_tokens)
         self.name, self.context_tokens, self.thinking = grm.name, grm.context_tokens, grm.thinking
@@ -121,12 +127,9 @@ class ToolGrm:
             is_retry=context.is_retry,
             state=prompt.state,
         )
-        env = self._tools.make_env()
-        if self._guard is not None:
-            env = GuardedTools(env, self._guard)
         task = Prompt(prompt_id=context.request_id, messages=prompt.messages)
         try:
-            rollout = await play(request, task, env, self._grm, self._renderer, params, self._limits)
+            rollout = await play(request, task, self._tools.make_env(), self._grm, self._renderer, params, self._limits)
         finally:
             self._engines.end_trajectory(request.trajectory_id)
         return join_turns(rollout, self._renderer.decode)

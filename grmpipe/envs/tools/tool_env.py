@@ -1,16 +1,22 @@
 """The environment of tools: runs the policy's calls, and ends with its first turn without one."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from grmpipe.config.env import ToolCallLimits
-from grmpipe.config.keys.user_code import call_guarded, describe_code
+from grmpipe.config.keys.user_code import UserCodeError, call_guarded, describe_code
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, Opening, PolicyFault
+from grmpipe.envs.fault_owner import fault_rules, is_answer_to_call
 from grmpipe.envs.tools.function_tools import FunctionTool, are_replayable, load_tools
 from grmpipe.envs.tools.mcp_tools import McpServers, OpenServers
 from grmpipe.models.types import Message, ToolCall, ToolSpec
 from grmpipe.scheduler.event_loop import TimeIsUp, within
+
+RAISED = "raised"  # the kind of a fault: a tool raised an exception about its call
+NOTED: set[tuple[str, str]] = set()  # tools, and what they raised
+log = logging.getLogger(__name__)
 
 
 class Tool(Protocol):
@@ -40,6 +46,7 @@ class ToolEnv:
         self._replayable = servers is None and bool(functions) and are_replayable(functions)
         self._servers = servers
         self._limits = limits or ToolCallLimits()
+        self._rules = fault_rules(self._limits.policy_errors)
         self._opened: OpenServers | None = None
         self._state = b""  # that functions with a State read
 
@@ -56,7 +63,8 @@ class ToolEnv:
         if not action.tool_calls and not action.errors:
             return Observation(done=True)
         messages, faults = [], []
-        for call, result in zip(action.tool_calls, await self._results(action.tool_calls), strict=True):
+        results = await self._results(action.tool_calls, action.left_s)
+        for call, result in zip(action.tool_calls, results, strict=True):
             if isinstance(result, PolicyFault):
                 faults.append(result.kind)
             messages.append(Message(role="tool", content=str(result), name=call.name, tool_call_id=call.call_id))
@@ -73,10 +81,10 @@ class ToolEnv:
             raise EnvFault(f"two tools are called {name}; rename one, or leave its server out of env.mcp", "protocol")
         self._tools[name] = tool
 
-    async def _results(self, calls: Sequence[ToolCall]) -> list[str | PolicyFault]:
+    async def _results(self, calls: Sequence[ToolCall], within_s: float) -> list[str | PolicyFault]:
         """The results in the calls' order. Raises the first EnvFault, or what a tool raised, and ends the others."""
         room = asyncio.Semaphore(self._limits.max_parallel_calls)
-        end_s = asyncio.get_running_loop().time() + self._limits.turn_s
+        end_s = asyncio.get_running_loop().time() + min(self._limits.turn_s, within_s)
         running = [asyncio.ensure_future(self._result_in_time(call, room, end_s)) for call in calls]
         try:
             return list(await asyncio.gather(*running))
@@ -104,8 +112,17 @@ class ToolEnv:
         tool = self._tools.get(call.name)
         if tool is None:
             raise PolicyFault(f"there is no tool {call.name}; known: {', '.join(self._tools)}", "unknown_tool")
-        with call_guarded(f"the tool {describe_owner(tool)}", (PolicyFault, EnvFault)):
-            return await (tool.call(call, self._state) if isinstance(tool, FunctionTool) else tool.call(call))
+        try:
+            with call_guarded(f"the tool {describe_owner(tool)}", (PolicyFault, EnvFault)):
+                return await (tool.call(call, self._state) if isinstance(tool, FunctionTool) else tool.call(call))
+        except UserCodeError as error:
+            if not is_answer_to_call(error, self._rules):
+                raise
+            kind = type(error.__cause__).__name__
+            if (call.name, kind) not in NOTED:
+                NOTED.add((call.name, kind))
+                log.warning("%s; its caller reads that as the result (env/policy_faults_%s)", error, RAISED)
+            raise PolicyFault(f"{call.name} raised {kind}: {error.__cause__}", RAISED) from error
 
 
 def describe_owner(tool: Tool) -> str:

@@ -16,7 +16,7 @@ from grmpipe.judge.kinds.rule import RuleJudge
 from grmpipe.judge.kinds.scalar import EnvRewardJudge, ScalarJudge, ScalarModel
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.prompt import JudgePrompt, load_rubric
+from grmpipe.judge.prompt import load_rubric
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.teaching import NoReward, Teacher, TeacherContext
 from grmpipe.judge.tool_grm import ToolGrm
@@ -83,8 +83,7 @@ def make_generative(prepared: Prepared, models: Models, judge: JudgeConfig) -> J
     if judge.tools.is_set:
         assert isinstance(grm, LocalGrm), f"{judge.model} is behind an endpoint"
         asked = models[judge.model]
-        guard = JudgePrompt.of(judge).guard if judge.tools.state else None
-        grm = ToolGrm(grm, judge, asked.tools[judge.name], asked.files.renderer, asked.router, guard)
+        grm = ToolGrm(grm, judge, asked.tools[judge.name], asked.files.renderer, asked.router)
     policy = prepared.models.get(POLICY)  # without one there are no tokens to decode
     decode = None if policy is None else policy.renderer.decode
     evolving = find_evolving(prepared, judge)

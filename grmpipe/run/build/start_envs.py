@@ -17,10 +17,12 @@ from grmpipe.envs.env_factory import MakeEnv, env_factory
 from grmpipe.envs.episode_slots import EpisodeSlots
 from grmpipe.envs.opened_envs import OpenedEnvs
 from grmpipe.envs.sandbox.crash_cleanup import sweep
-from grmpipe.envs.sandbox.env_host import open_env_host
+from grmpipe.envs.sandbox.env_host import EnvHost, open_env_host
 from grmpipe.envs.sandbox.env_hosts import EnvHosts
 from grmpipe.envs.sandbox.host_member import HostMember, HostSetup
-from grmpipe.judge.tool_grm import JudgeTools
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.prompt_injection import TextGuard
+from grmpipe.judge.tool_grm import GuardedTools, JudgeTools
 from grmpipe.models.import_path import list_import_paths
 from grmpipe.models.types import Message
 from grmpipe.run.prepare import Prepared
@@ -126,9 +128,16 @@ async def start_judge_tools(
                     raise ValueError(f"mcp: {fault}") from fault
                 finally:
                     await env.close()
-            models[judge.model].tools[judge.name] = JudgeTools(make_env=host.env, specs=tuple(listed.tools))
+            guard = JudgePrompt.of(judge).guard if judge.tools.state else None
+            models[judge.model].tools[judge.name] = JudgeTools(
+                make_env=functools.partial(make_guarded, host, guard), specs=tuple(listed.tools)
+            )
         return opening.pop_all()
     raise AssertionError("an exit stack that hides an exception")
+
+
+def make_guarded(host: EnvHost, guard: TextGuard | None) -> GuardedTools:
+    return GuardedTools(host.env(), guard)
 
 
 def host_setup(config: RunConfig, run_dir: Path) -> HostSetup:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -253,6 +254,22 @@ def test_a_fault_that_ends_the_episode_keeps_its_turns_and_a_faulty_call_is_no_a
     rollout = played(Scripted(step, tools=[TOOL]), Policy(["plain", "call it", "never"]))
     assert [turn.faults for turn in rollout.turns] == [(), ("MaxTurnsExceeded",)]
     assert (rollout.status, rollout.turns[1].replies, rollout.answer) == ("finished", (), "")
+
+
+@pytest.mark.parametrize(
+    ("status", "faults", "answer"),
+    [
+        ("finished", ("budget",), ""),
+        ("truncated", ("malformed",), ""),
+        ("truncated", (), "Score: 10"),
+        ("finished", ("malformed",), "Score: 10"),
+    ],
+)
+def test_a_last_turn_with_a_call_that_could_not_be_read_holds_no_answer(
+    status: Literal["finished", "truncated"], faults: tuple[str, ...], answer: str
+) -> None:
+    (turn,) = played(Scripted(lambda action: Observation(done=True)), Policy(["Score: 10"])).turns
+    assert Rollout(group_id="g", sibling=0, turns=(replace(turn, faults=faults),), status=status).answer == answer
 
 
 @pytest.mark.parametrize(

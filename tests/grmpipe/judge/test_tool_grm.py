@@ -20,7 +20,7 @@ from grmpipe.envs.sandbox.env_host import open_env_host
 from grmpipe.envs.tools.function_tools import check_state, load_tools
 from grmpipe.judge.grm import GrmClient, GrmQuestion, LocalGrm
 from grmpipe.judge.prompt_injection import TextGuard
-from grmpipe.judge.tool_grm import ASK_VERDICT, JudgeTools, ToolGrm
+from grmpipe.judge.tool_grm import ASK_VERDICT, GuardedTools, JudgeTools, ToolGrm
 from grmpipe.models.types import (
     Completion,
     Message,
@@ -53,6 +53,11 @@ def flood(a: int, b: int) -> str:
 
 async def hang(a: int, b: int) -> int:
     await asyncio.sleep(60)
+    return a
+
+
+async def nap(a: int, b: int) -> int:
+    await asyncio.sleep(0.9)
     return a
 
 
@@ -150,9 +155,9 @@ def judge_with(
     """The results of one judgement by a GRM that writes these turns."""
     name = "tools_with_state" if state else "tools_of_judge"
     sys.modules[name] = module = ModuleType(name)
-    for function in (add, lie, flood, hang, burst, show):
+    for function in (add, lie, flood, hang, burst, nap, show):
         setattr(module, function.__name__, function)
-    module.__dict__["__all__"] = [one.__name__ for one in (add, lie, flood, hang, burst)] + ["show"] * bool(state)
+    module.__dict__["__all__"] = [one.__name__ for one in (add, lie, flood, hang, burst, nap)] + ["show"] * bool(state)
     given = {"functions": name, "state": bool(state), **(tools or {})}
     config = judge_config(**{"max_new_tokens": 200, "max_retries": 0, "timeout_s": 600, "tools": given, **settings})
     engine, renderer = author(*turns), Letters()
@@ -162,7 +167,8 @@ def judge_with(
         async with open_env_host(config.tools.make_env(), run_dir=folder) as host:
             specs = (ToolSpec(name="add", description="", parameters={}),)
             inner = LocalGrm("grm", engine, renderer, 10**6)  # type: ignore[arg-type]
-            grm = ToolGrm(inner, config, JudgeTools(make_env=host.env, specs=specs), renderer, engine, guard)  # type: ignore[arg-type]
+            made = JudgeTools(make_env=lambda: GuardedTools(host.env(), guard), specs=specs)
+            grm = ToolGrm(inner, config, made, renderer, engine)  # type: ignore[arg-type]
             prompt = replace(grm.prompt(ASKED), state=state)
             question = GrmQuestion(group_id="g", name="g/0", siblings=(0,), num_scores=1, prompt=prompt)
             return await GrmClient(grm, config, seed=1).judgement(question, index, 0)
@@ -183,7 +189,7 @@ def test_a_judgement_is_one_completion_of_all_its_turns(tmp_path: Path) -> None:
     assert whole.answer == "70 is not 80.\nScore: 2"
     assert whole.versions == (VersionSpan(model="grm", version=3, start=0, end=len(whole.token_ids)),)
     (first, *_), (second, *_) = engine.asked
-    assert first.startswith("[add][lie][flood][hang][burst]Q: 30") and second == first + whole.text[:end]
+    assert first.startswith("[add][lie][flood][hang][burst][nap]Q: 30") and second == first + whole.text[:end]
     assert [context.request_id for _, _, context in engine.asked] == ["g/0/j0.0/t0", "g/0/j0.0/t1"]
     assert {context.role for _, _, context in engine.asked} == {"grm"} and engine.ended == ["g/0/j0.0"]
 
@@ -233,6 +239,15 @@ def test_the_verdict_is_asked_for_when_a_budget_ends(tmp_path: Path, turns: list
     assert isinstance(judgement, Judgement) and judgement.scores == (4.0,)
     assert [ASK_VERDICT in prompt for prompt, _, _ in engine.asked] == [False] * num_turns + [True]
     assert sum("was not called" in prompt for prompt, _, _ in engine.asked) == (turns[0].count("add") == 3)
+
+
+def test_the_seconds_of_calls_are_those_of_the_whole_judgement(tmp_path: Path) -> None:
+    slow, never = "call(nap: 1, 1)", "call(hang: 1, 1)"
+    (judgement,), _ = judge_with(tmp_path, slow, never, "Score: 4", tools={"max_s": 1.5})
+    assert isinstance(judgement, Judgement)
+    napped, hung = judgement.completion.tool_results
+    assert napped.faults == () and hung.faults == ("timeout",)
+    assert napped.took_s >= 0.9 and hung.took_s < 1.2, "without the nap it has 1.5 s"
 
 
 def test_a_judge_that_never_stops_calling_has_no_verdict(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from grmpipe.config.env import EnvConfig, ToolCallLimits
+from grmpipe.envs.checked_env import CheckedEnv
 from grmpipe.envs.env import Action, EnvFault, Episode, Observation, PolicyFault
+from grmpipe.envs.fault_owner import fault_rules
 from grmpipe.envs.limited_env import LimitedEnv, StageLimits
 from grmpipe.envs.tools.function_tools import FunctionTool, load_tools, make_tool
 from grmpipe.envs.tools.tool_env import ToolEnv
@@ -20,6 +24,7 @@ from grmpipe.types import Prompt
 
 SOURCE = '''
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 from grmpipe.envs.env import PolicyFault
 import asyncio
@@ -196,6 +201,60 @@ def test_an_error_of_the_functions_own_code_names_it_and_is_never_shown_to_the_p
     with pytest.raises(EnvFault, match=rf"^the tool users_tools\.{name} \(.*users_tools\.py:\d+\) {said}") as fault:
         answered(module, ToolCall(name=name, arguments={}))
     assert fault.value.cause == cause
+
+
+def index(place: int) -> int:
+    return [7, 8][place]
+
+
+def read(path: str) -> str:
+    raise FileNotFoundError(f"no {path}")
+
+
+def lose(host: str) -> str:
+    raise ConnectionError(f"{host} is down")
+
+
+@pytest.fixture
+def raising(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModuleType("raising_tools")
+    made.__dict__.update(index=index, read=read, lose=lose, __all__=["index", "read", "lose"])
+    monkeypatch.setitem(sys.modules, "raising_tools", made)
+
+
+def act(*calls: ToolCall, limits: ToolCallLimits | None = None, left_s: float = math.inf) -> Observation:
+    env = CheckedEnv(
+        lambda: ToolEnv("raising_tools", limits=limits), fault_rules(limits.policy_errors if limits else ())
+    )
+
+    async def go() -> Observation:
+        await env.open(Episode(prompt=Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))))
+        return await env.step(Action(text="", tool_calls=calls, left_s=left_s))
+
+    return asyncio.run(go())
+
+
+def test_what_a_tool_raises_about_its_call_is_read_as_its_result_and_the_other_calls_keep_theirs(raising: None) -> None:
+    calls = (("index", {"place": 5}), ("index", {"place": 1}), ("read", {"path": "a.txt"}))
+    seen = act(*(ToolCall(name=name, arguments=arguments) for name, arguments in calls))
+    said = ["index raised IndexError: list index out of range", "8", "read raised FileNotFoundError: no a.txt"]
+    assert [one.content for one in seen.messages] == said
+    assert seen.faults == ("raised", "raised") and not seen.done
+
+
+def test_what_a_tool_raises_of_the_machine_or_of_the_runs_own_rules_ends_the_episode(raising: None) -> None:
+    with pytest.raises(EnvFault, match=r"the tool .*lose .*ConnectionError: h is down") as broken:
+        act(ToolCall(name="lose", arguments={"host": "h"}))
+    assert broken.value.cause == "broken"
+    ends = ToolCallLimits(policy_errors=("builtins.IndexError",))
+    with pytest.raises(PolicyFault) as ended:
+        act(ToolCall(name="index", arguments={"place": 5}), limits=ends)
+    assert ended.value.ends and ended.value.kind == "IndexError"
+
+
+def test_calls_get_what_is_left_of_the_episodes_budget(raising: None) -> None:
+    seen = act(ToolCall(name="index", arguments={"place": 0}), left_s=0.0)
+    assert seen.messages[0].content.startswith("index was not called") and seen.faults == ("timeout",)
 
 
 def hang(seconds: float) -> ToolCall:
