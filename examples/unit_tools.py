@@ -28,5 +28,5 @@ def convert(amount: float, from_unit: Unit, to_unit: Unit) -> float:
 async def divide(a: float, b: float) -> float:
     """Divide a by b."""
     if b == 0:
-        raise PolicyFault("b is 0")  # the policy reads this; any other exception is a fault of the environment
+        raise PolicyFault("b is 0")  # the policy reads this, and what else is raised about a call, with its type
     return a / b

@@ -42,7 +42,7 @@ class EnvFault(Exception):
     """The environment failed, through no fault of the policy: the whole episode is played again in a new one.
 
     Any other exception of an environment is an EnvFault with the cause `broken`, but for those that docs/agents.md
-    calls the policy's.
+    calls the policy's; of what typed functions raise, it is the rest.
     """
 
     cause: EnvCause = "broken"

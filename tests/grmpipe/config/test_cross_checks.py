@@ -1,4 +1,4 @@
-"""Adapters of another model: what can't share its engines is refused by its key, with the way out."""
+"""What depends on several sections is refused by its key, with the way out: adapters of another model, states."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from configs import judge_config, run_config
 
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.grm import GrmConfig, GrmTrainConfig
+from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.task_settings import EvaluateConfig
 from grmpipe.models.settings import LoraConfig, PolicyConfig
 
 LORA, LEARNS = LoraConfig(rank=4, sync="adapters"), GrmTrainConfig(enabled=True)
@@ -104,3 +107,35 @@ def test_an_adapter_that_can_not_share_engines_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         jury(replace(GRM, **grm), **second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ""),
+        ({"env": EnvConfig()}, r"env\.kind=single_turn gives no state; type env=custom .*judge\.tools\.state=false"),
+        ({"env": EnvConfig(kind="tools", functions="a")}, r"env\.kind=tools gives no state"),
+        ({"task": "serve"}, r"task=serve judges what it serves, without states; type judge\.tools\.state=false"),
+        ({"task": "evaluate"}, r"task=evaluate judges a file of labels"),
+        ({"task": "evaluate", "evaluate": EvaluateConfig(what="policy")}, ""),
+        ({"task": "rejudge"}, ""),
+        (
+            {"grm": replace(GRM, lora=LoraConfig())},
+            r"labelled judgements have no .*type grm\.train\.enabled=false",
+        ),
+        ({"judge_monitor": JudgeMonitorConfig(every=20)}, r"canaries .*type judge_monitor\.every=0, or judge\.tools"),
+    ],
+)
+def test_a_judge_that_reads_states_is_refused_where_there_are_none(changes: dict[str, Any], told: str) -> None:
+    given = {
+        "policy": PolicyConfig(path="tiny://policy"),
+        "grm": GrmConfig(path="tiny://grm"),
+        "judge": judge_config(tools={"functions": "a", "state": True}),
+        "env": EnvConfig(kind="custom", target="a.Env"),
+        "judge_monitor": JudgeMonitorConfig(every=0),
+    }
+    if not told:
+        run_config(**{**given, **changes})
+        return
+    with pytest.raises(ValueError, match=rf"^judge\.tools\.state: {told}"):
+        run_config(**{**given, **changes})

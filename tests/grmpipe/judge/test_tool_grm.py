@@ -283,6 +283,16 @@ def test_a_judge_without_calls_judges_as_before(tmp_path: Path) -> None:
         ({"score_from": "expectation"}, r"^score_from: .*type judge\.score_from=text"),
         ({"prefill": "Score:"}, r"^prefill: .*type judge\.prefill='', or"),
         ({"tools": {"mcp": {"search": {}}}}, r"^tools\.mcp\.search\.command: give either a command"),
+        (
+            {
+                "protocol": "listwise",
+                "template": "listwise",
+                "parser": "boxed",
+                "tools": {"functions": "a", "state": True},
+            },
+            r"^tools\.state: .*listwise judges several",
+        ),
+        ({"tools": {"state": True}}, r"^tools\.state: is for functions.*judge\.tools\.state=false"),
         ({"tools": {"functions": "a", "max_calls": 0}}, r"^tools\.max_calls: must be at least 1"),
         (
             {"tools": {"mcp": {"search": {"command": ["x"]}}, "isolation": "process"}},
