@@ -19,10 +19,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from grmpipe.config.keys.user_code import shorten
 from grmpipe.judge.markup import Markup
 from grmpipe.judge.trajectory import Passage, Trajectory, Voice
 from grmpipe.models.types import Message
 
+LEAST_FENCED = 200  # characters of a fenced result that is never shortened
 FENCES: dict[Voice, str] = {"policy": "> ", "environment": "| "}
 LEGEND = 'The response begins each line with "> ", what tools and the environment answered with "| ".'
 CONVERSATION_LEGEND = "Each line of the conversation begins with its role; the last message is to be answered."
@@ -58,8 +60,13 @@ class TextGuard:
         return [f"{LEGEND}\n{self.markers.break_markup(in_fences(trajectory))}" for trajectory in trajectories]
 
     def result(self, text: str) -> str:
-        """What a tool returned about the work, guarded like its environment's texts."""
-        fenced = fence_text(text, "environment")
+        """What a tool returned about the work, guarded like its environment's texts. It becomes half longer at most:
+        the fences of many short lines would fill the judge's window.
+        """
+        kept, fenced = len(text), fence_text(text, "environment")
+        while len(fenced) > max(LEAST_FENCED, 1.5 * len(text)):
+            kept //= 2
+            fenced = fence_text(shorten(text, kept), "environment")
         return fenced if self.markers is None else self.markers.break_markup(fenced)
 
     def messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:

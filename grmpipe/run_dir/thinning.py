@@ -27,7 +27,7 @@ DRAFT = ".thin"
 # What stands where text stood, if it is of the same type: other things have names of a user.
 EMPTY: Mapping[str, object] = {
     "text": "", "detail": "", "stop_text": "", "thought_chars": 0, "messages": [], "replies": [], "opening": [],
-    "tool_calls": [], "rubric": [], "info": {}, "columns": {}, "unread": {},
+    "state": "", "tool_calls": [], "rubric": [], "info": {}, "columns": {}, "unread": {},
 }  # fmt: skip
 
 
