@@ -35,7 +35,7 @@ class Files:
     """
 
     async def open(self, episode: Episode) -> Opening:
-        self._folder = msgspec.json.decode(episode.saved, type=Folder) if episode.saved else given_files(episode)
+        self._folder = msgspec.json.decode(episode.saved, type=Folder) if episode.saved else read_given_files(episode)
         return Opening(messages=episode.prompt.messages, saved=self._folder.to_state())
 
     async def step(self, action: Action) -> Observation:
@@ -59,7 +59,7 @@ class Files:
         pass
 
 
-def given_files(episode: Episode) -> Folder:
+def read_given_files(episode: Episode) -> Folder:
     files = episode.prompt.info.get("files")
     if not isinstance(files, Mapping) or not files:
         raise ValueError(
