@@ -123,9 +123,10 @@ def played(
     context_tokens: int = 0,
     max_new: int = 50,
     renderer: Characters | None = None,
+    keeps_state: bool = False,
 ) -> Rollout:
     request = RolloutRequest(group_id="g", sibling=1, seed=50)
-    limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens)
+    limits = EpisodeLimits(max_turns=max_turns, context_tokens=context_tokens, keeps_state=keeps_state)
     params = SamplingParams(max_new_tokens=max_new)
     return asyncio.run(play(request, PROMPT, env, policy, renderer or Characters(), params, limits))
 
@@ -254,6 +255,34 @@ def test_a_fault_that_ends_the_episode_keeps_its_turns_and_a_faulty_call_is_no_a
     rollout = played(Scripted(step, tools=[TOOL]), Policy(["plain", "call it", "never"]))
     assert [turn.faults for turn in rollout.turns] == [(), ("MaxTurnsExceeded",)]
     assert (rollout.status, rollout.turns[1].replies, rollout.answer) == ("finished", (), "")
+
+
+class Saving(Scripted):
+    async def open(self, episode: Episode) -> Opening:
+        return replace(await super().open(episode), saved=b"start")
+
+
+def save(action: Action) -> Observation:
+    if action.text == "wrong":
+        raise PolicyFault("no")
+    said = (Message(role="user", content="go on"),)
+    saved = b"" if action.text == "forget" else action.text.encode()
+    return Observation(messages=said, done=action.text == "end", saved=saved)
+
+
+@pytest.mark.parametrize(
+    ("texts", "state"), [(["a", "end"], b"end"), (["a", "wrong", "x" * 99], b"a"), (["x" * 99], b"start")]
+)
+def test_a_rollout_keeps_the_last_state_of_its_environment_if_a_judge_reads_it(texts: list[str], state: bytes) -> None:
+    assert played(Saving(save), Policy(texts), keeps_state=True).state == state
+    assert played(Saving(save), Policy(texts)).state == b""
+
+
+def test_an_environment_without_the_state_that_a_judge_reads_is_at_fault() -> None:
+    for env, stage in ((Scripted(save), "open"), (Saving(save), "step")):
+        with pytest.raises(EnvFault, match=rf"^{stage} returned no state.*judge\.tools\.state=false") as fault:
+            played(env, Policy(["a", "forget"]), keeps_state=True)
+        assert fault.value.cause == "protocol"
 
 
 @pytest.mark.parametrize(
