@@ -77,6 +77,7 @@ SAMPLED = COMPLETIONS.map(
 TURNS = st.builds(Turn, new_ids=IDS, completion=SAMPLED, replies=MESSAGES)
 ROLLOUTS = st.builds(
     Rollout,
+    state=st.binary(max_size=9),
     group_id=TEXT,
     sibling=COUNTS,
     turns=st.lists(TURNS, min_size=1, max_size=2).map(tuple),
