@@ -55,10 +55,10 @@ def make_limits(judge: JudgeConfig, context_tokens: int) -> EpisodeLimits:
 
 
 class GuardedTools:
-    """The tools of a judge. One that raises fails the judgement: without its result another verdict might follow.
+    """The tools of a judge. One that raises fails the judgement: without its result another verdict might follow. But of
+    one that looks into the policy's work the judge reads it: no work may escape its verdict by breaking a tool.
 
-    guard: the judge's template's, for tools that look into the final state of a rollout, which may hold the policy's
-           work; None: they don't.
+    guard: the judge's template's, for tools that look into the final state of a rollout; None: they don't.
     """
 
     def __init__(self, env: Env, guard: TextGuard | None) -> None:
@@ -69,9 +69,9 @@ class GuardedTools:
 
     async def step(self, action: Action) -> Observation:
         seen = await self._env.step(action)
-        if RAISED in seen.faults:
-            raise EnvFault("; ".join(one.content for one in seen.messages if " raised " in one.content))
         if self._guard is None:
+            if RAISED in seen.faults:
+                raise EnvFault("; ".join(one.content for one in seen.messages if " raised " in one.content))
             return seen
         return replace(seen, messages=[replace(one, content=self._guard.result(one.content)) for one in seen.messages])
 

@@ -337,6 +337,13 @@ def test_no_planted_lines_fill_the_judges_window(planted: str) -> None:
     assert TextGuard(None).result(planted[:60]).splitlines() == [f"| {line}" for line in planted[:60].splitlines()]
 
 
+def test_no_planted_file_escapes_its_verdict_by_breaking_a_tool(tmp_path: Path) -> None:
+    (judgement,), _ = judge_with(tmp_path, "call(show: 1, 1)", "It is no text.\nScore: 1", state=b"\xff")
+    assert isinstance(judgement, Judgement) and judgement.scores == (1.0,)
+    assert "\n<tool>| show raised UnicodeDecodeError: " in judgement.completion.text
+    assert judgement.completion.tool_results[0].faults == ("raised",)
+
+
 def test_a_tool_reads_a_copy_of_the_state_and_the_judge_sees_no_such_parameter(tmp_path: Path) -> None:
     (judgement,), engine = judge_with(tmp_path, "call(show: 1, 1)", "Score: 3", state=b"a\nb")
     assert isinstance(judgement, Judgement) and "\n<tool>| a\n| b\n" in judgement.completion.text
