@@ -55,8 +55,9 @@ def make_limits(judge: JudgeConfig, context_tokens: int) -> EpisodeLimits:
 
 
 class GuardedTools:
-    """The tools of a judge. One that raises fails the judgement: without its result another verdict might follow. But of
-    one that looks into the policy's work the judge reads it: no work may escape its verdict by breaking a tool.
+    """The tools of a judge. One that raises fails the judgement: without its result another verdict might follow. Of
+    one that looks into the policy's work the judge reads that instead: no work may escape its verdict by breaking a
+    tool.
 
     guard: the judge's template's, for tools that look into the final state of a rollout; None: they don't.
     """
