@@ -25,6 +25,8 @@ TRAIN_BACKENDS = PathTable(
 )  # fmt: skip
 SCHEDULES = ("constant", "cosine", "linear")
 FP32_MODULES = (LM_HEAD, ROUTER)
+LAYERS = "layers"
+COMPILED = ("none", LAYERS)
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,9 @@ class TrainConfig(Bounded):
     # engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}. router: those of a
     # mixture of experts, with weights that aren't rounded (Megatron's moe_router_dtype=fp32).
     fp32_modules: list[str] = field(default_factory=list)
+    # What torch.compile makes kernels for: none, or layers (norms, rotations, projections and MLPs of each layer; experts
+    # and attention stay as they are). The first step waits for the compiler; what can't be compiled is said.
+    compile: str = one_of(COMPILED, "none")
     # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
     # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else
     # none.
@@ -268,6 +273,12 @@ class TrainConfig(Bounded):
             raise ValueError(
                 "activation_offload: without checkpointing there are no inputs of layers to offload; type "
                 "activation_checkpointing=full, or activation_offload=false"
+            )
+
+        if self.compile == LAYERS and self.deterministic:
+            raise ValueError(
+                "compile: a resumed run may compile its kernels for other lengths first, and they may round otherwise, "
+                "so that two runs aren't equal bit for bit; type train.compile=none, or train.deterministic=false"
             )
 
     @property

@@ -15,10 +15,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from grmpipe.config.train import TrainConfig
+from grmpipe.config.train import LAYERS, TrainConfig
 from grmpipe.models.lm.checkpoint import ShardedSave, load_sharded
 from grmpipe.models.lm.offloaded_memory import OffloadedMemory
 from grmpipe.models.lm.parallel.ranks import choose_device, join_ranks
+from grmpipe.models.lm.parallelize import compile_layers
 from grmpipe.models.stored_files import StoredFile
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Metrics
@@ -161,6 +162,11 @@ class TrainingRank(ABC):
         self._model = model
         self._optimizer = make_optimizer(model, self._train)
         self._moments = WaitingMoments(self._optimizer, offload=self._train.optimizer.offload)
+        self._uncompiled = compile_layers(model, self._device) if self._train.compile == LAYERS else ""
+
+    def list_uncompiled(self) -> str:
+        """What isn't compiled though train.compile asks for it, and why; empty: nothing."""
+        return self._uncompiled
 
     def _step(self, denominator: float) -> Metrics:
         """An optimizer step on the accumulated gradients, a sum over ranks, divided by this.

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grmpipe.models.lm.causal_lm import load_causal_lm, outline_causal_lm
+from grmpipe.models.lm.moe.expert_routing import find_routers
 from grmpipe.models.lm.moe.fp32_router import route_in_float32
-from grmpipe.models.lm.parallel.expert_parallel import divide_experts, gather_early
+from grmpipe.models.lm.parallel.expert_parallel import divide_experts, find_experts, gather_early
 from grmpipe.models.lm.parallel.ranks import RankMeshes
 from grmpipe.models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 from grmpipe.models.settings import KEEP_ALL, Activations
@@ -158,6 +159,37 @@ def checkpoint_layers(
         run = functools.partial(_with_inputs_on_host, functools.partial(checkpoint, **options))  # type: ignore[arg-type]
         for layer in layers:
             layer._gradient_checkpointing_func = run  # type: ignore[assignment]  # as transformers sets it
+
+
+def compile_layers(model: nn.Module, device: torch.device, backend: str = "inductor") -> str:
+    """Compile the parts of each layer in place: its norms, its attention with projections and rotation, its MLP.
+    Returns what isn't compiled and why; empty: all of them are. `backend`: torch.compile's.
+
+    By `module.compile()`, as torchtitan 0.3.0 does with whole blocks (torchtitan/distributed/compile.py): names of
+    parameters stay. Parts and not blocks, because hooks of FSDP2 and of checkpointing stand on the block, and run as
+    they are. For any number of tokens: each micro-batch has another.
+    """
+    if why := _refuse_to_compile(device, backend):
+        return f"nothing is compiled: {why}"
+    left_out = 0
+    for layer in decoder_layers(model):
+        for part in layer.children():
+            if find_routers(part) or any(find_experts(part)):
+                left_out += 1
+            else:
+                part.compile(dynamic=True, backend=backend)
+    if left_out:
+        return f"the experts of {left_out} layers aren't compiled: which tokens each gets is known in the pass alone"
+    return ""
+
+
+def _refuse_to_compile(device: torch.device, backend: str) -> str:
+    """Why torch can't compile on this machine, by an attempt; empty if it can."""
+    try:
+        torch.compile(torch.square, dynamic=True, backend=backend)(torch.ones(4, device=device))
+    except RuntimeError as error:  # no compiler, none for this device, or a folder of its own that it can't write
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ""
 
 
 def _with_inputs_on_host(run: Callable[..., object], layer: Callable[..., object], *inputs: object) -> object:

@@ -41,6 +41,7 @@ ELSEWHERE = {
         "train.lr": "learning_rate optim.lr",
         "train.checkpoint_every": "save_freq save_steps ckpt.interval save_interval",
         "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+        "train.compile": "torch_compile use_torch_compile",
         "train.micro_batch_tokens": (
             "gradient_accumulation_steps ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu max_tokens_per_gpu"
         ),

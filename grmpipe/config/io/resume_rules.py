@@ -22,7 +22,7 @@ FREE_ON_RESUME = (
     "train.num_steps", "train.lr", "train.warmup_steps", "train.schedule", "train.max_grad_norm",
     "critic.lr", "critic.lr_warmup_steps", "grm.train.lr",
     # The split and saving of a batch: the gradients are the same.
-    "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing",
+    "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing", "train.compile",
     "train.activation_offload", "train.optimizer.offload", "train.checkpoint_every", "train.async_checkpoints",
     "train.keep_checkpoints", "train.export_dtype", "train.parallel", "critic.parallel", "grm.train.parallel",
     "meta_rm.max_batch_tokens",

@@ -17,6 +17,7 @@ from grmpipe.config.critic import critic_train
 from grmpipe.config.keys.entry_names import POLICY
 from grmpipe.config.model_training import find_training
 from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import LAYERS
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.grm import LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
@@ -95,6 +96,8 @@ async def start_trained(cluster: Cluster, prepared: Prepared, run_dir: Path, mod
     transport = transport_between(cluster, prepared, role)
     model.learner_role = name_learner(role)
     model.ranks = learner = await start_learner(cluster, prepared, role, transport, run_dir)
+    if prepared.config.train.compile == LAYERS and (left_out := await learner.list_uncompiled()):
+        log.warning("train.compile: of %s %s", role.name, left_out)
     model.sync = WeightSync(
         learner,
         pick_probe(model.files, prepared),

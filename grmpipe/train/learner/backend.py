@@ -84,6 +84,10 @@ class LearnerRank(Protocol):
     def discard(self) -> None:
         """Drop the open batch."""
 
+    def list_uncompiled(self) -> str:
+        """What isn't compiled and why; empty: nothing. Rank 0 only, and only with train.compile=layers."""
+        ...
+
     @property
     def sender(self) -> SendsWeights: ...
 

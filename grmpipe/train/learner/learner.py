@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from grmpipe.algorithm.corrections import TokenLogprobs
 from grmpipe.algorithm.objective import Objective
+from grmpipe.config.train import LAYERS
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.causal_lm import PackedLogprobs, compute_packed_logprobs
 from grmpipe.models.lm.checkpoint import average_files, export_hf
@@ -18,7 +19,7 @@ from grmpipe.models.lm.footprint import read_footprint
 from grmpipe.models.lm.lora import with_adapters, without_adapters
 from grmpipe.models.lm.packed_check import probe_logprobs
 from grmpipe.models.lm.parallel.context_parallel import ContextRanks
-from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture, load_parallel, without_gradient
+from grmpipe.models.lm.parallelize import CAUSAL_LM, Architecture, compile_layers, load_parallel, without_gradient
 from grmpipe.models.settings import LM_HEAD, ROUTER
 from grmpipe.train.learner.batch_metrics import BatchMetrics, DeviceUsage
 from grmpipe.train.learner.device_batch import DeviceBatch
@@ -243,6 +244,8 @@ class Learner(TrainingRank):
             spec.train.dtype,
             architecture=self._architecture(CAUSAL_LM),
         )
+        if spec.train.compile == LAYERS:
+            compile_layers(reference, self._device)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

@@ -135,6 +135,10 @@ class LearnerRanks(Ranks):
         posted = await self._actors.call_all("sender.bucket", index)
         return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
+    async def list_uncompiled(self) -> str:
+        """What rank 0 doesn't compile though train.compile asks for it, and why; empty: nothing."""
+        return cast(str, await self._actors.call(0, "list_uncompiled"))
+
     async def list_tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
         return cast(tuple[tuple[WeightTensor, ...], ...], await self._actors.call(0, "sender.list_tensors"))
 
