@@ -596,6 +596,15 @@ class KeepsTrajectories(Protocol):
         ...
 
 
+@runtime_checkable
+class DescribesStart(Protocol):
+    """An engine that says what its start found."""
+
+    def describe_start(self) -> str:
+        """In a line, such as its room for keys and values. Empty: nothing."""
+        ...
+
+
 # The part of a learner's state on its device; the rest is on the host. A push needs only the weights.
 OnDevice = Literal["everything", "weights", "nothing"]
 

@@ -40,21 +40,21 @@ class DeviceSpec(Bounded):
 
 
 # NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 and GB200 NVL72 (2025). Dense
-# figures: half of those "with sparsity". NVLink and PCIe: half of a sheet's bandwidth, which counts both directions.
+# figures: half of those "with sparsity"; fp8 where the tensor cores have it (compute 8.9 and newer). NVLink and PCIe: half of a sheet's bandwidth, which counts both directions.
 # Network: one adapter for each GPU, of 200 Gb/s in DGX A100, of 400 in those of H100 and H200 (as on the clusters of
 # torchtitan's benchmarks), assumed for B200 and GB200; for PCIe cards assumed one of 200 Gb/s for two. The host's part
 # of a decoding step: fitted (benchmarks/plan_rates.md). The core is one of an AMD EPYC: sgemm and a copy of 64 MB with
 # torch 2.13; the network of its machine assumed 10 Gb/s.
 DEVICES: Mapping[str, DeviceSpec] = {
-    "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, 450, 50, host_gb_per_s=64),
-    "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, 64, 12.5, host_gb_per_s=64),
-    "h100_nvl": DeviceSpec(94, 3900, {"bfloat16": 835, "float32": 60}, 300, 12.5, host_gb_per_s=64),
-    "h200": DeviceSpec(141, 4800, {"bfloat16": 989, "float32": 67}, 450, 50, host_gb_per_s=64),
+    "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "fp8": 1979, "float32": 67}, 450, 50, host_gb_per_s=64),
+    "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "fp8": 1513, "float32": 51}, 64, 12.5, host_gb_per_s=64),
+    "h100_nvl": DeviceSpec(94, 3900, {"bfloat16": 835, "fp8": 1671, "float32": 60}, 300, 12.5, host_gb_per_s=64),
+    "h200": DeviceSpec(141, 4800, {"bfloat16": 989, "fp8": 1979, "float32": 67}, 450, 50, host_gb_per_s=64),
     "a100_40": DeviceSpec(40, 1555, {"bfloat16": 312, "float32": 19.5}, 300, 25, host_gb_per_s=32),
     "a100_80": DeviceSpec(80, 2039, {"bfloat16": 312, "float32": 19.5}, 300, 25, host_gb_per_s=32),
-    "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "float32": 91.6}, 32, 12.5, host_gb_per_s=32),
-    "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "float32": 75}, 900, 50, host_gb_per_s=64),
-    "gb200": DeviceSpec(186, 8000, {"bfloat16": 2500, "float32": 80}, 900, 50, 72, host_gb_per_s=450),
+    "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "fp8": 733, "float32": 91.6}, 32, 12.5, host_gb_per_s=32),
+    "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "fp8": 4500, "float32": 75}, 900, 50, host_gb_per_s=64),
+    "gb200": DeviceSpec(186, 8000, {"bfloat16": 2500, "fp8": 5000, "float32": 80}, 900, 50, 72, host_gb_per_s=450),
     "cpu": DeviceSpec(
         4, 20, {"float32": 0.09, "bfloat16": 0.02}, 2, 1.25, 1024, host_gb_per_s=10, step_s=0.0005
     ),

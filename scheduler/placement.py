@@ -118,6 +118,15 @@ class Seat:
     def name(self) -> str:
         return f"{self.role}-{self.rank}"
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether it has a share of each of several slots."""
+        return len(self.slots) > 1 and self.share < 1
+
+    @property
+    def each_slot(self) -> list[tuple[int, ...]]:
+        return [(slot,) for slot in self.slots]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -162,8 +171,11 @@ class Placement:
         return tuple(role for role in self.served if self.seats[role][0].pool == pool)
 
     def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
-        """The slots of a pool in the pieces that must be on one node."""
-        blocks = {seat.slots for seats in self.seats.values() for seat in seats if seat.pool == pool}
+        """The slots of a pool in the pieces that are reserved as one. GPUs of an engine that shares them are reserved
+        one by one: Ray gives shares of a single GPU only.
+        """
+        seats = [seat for seats in self.seats.values() for seat in seats if seat.pool == pool]
+        blocks = {piece for seat in seats for piece in (seat.each_slot if seat.is_spread else [seat.slots])}
         seated = {slot for block in blocks for slot in block}
         blocks |= {(slot,) for slot in range(self.pools[pool].slots) if slot not in seated}
         return tuple(sorted(blocks))
@@ -214,7 +226,7 @@ def place(
     for role in required_roles:
         blocks[role] = _blocks(config, role, blocks, is_served=role in served)
     occupants = _occupants(config, blocks)
-    _refuse_shared_blocks(config, blocks, occupants)
+    _refuse_shared_blocks(config, blocks, occupants, served)
     seats = {
         role: tuple(
             Seat(
@@ -344,9 +356,14 @@ def _refuse_shared_blocks(
     config: PlacementConfig,
     blocks: Mapping[str, list[tuple[int, ...]]],
     occupants: Mapping[tuple[str, int], list[str]],
+    served: Sequence[str],
 ) -> None:
-    """A process gets a fraction of one device or whole devices: Ray can't give fractions of several."""
+    """Only an engine can share several slots, and only GPUs: Ray gives no fractions of several, and no process of ours
+    but an engine's is told its devices.
+    """
     for role, where in config.roles.items():
+        if role in served and where.pool in config.pools and config.pools[where.pool].resource == "gpu":
+            continue
         for slot in (slot for block in blocks.get(role, ()) for slot in block if len(block) > 1):
             others = [other for other in occupants[where.pool, slot] if other != role]
             if others:

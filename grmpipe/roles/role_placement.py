@@ -180,7 +180,7 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     taken = list_supported(role.engine, *others, adapters=role.model.lora.in_engines)
     assert role.learner is not None, f"{role.name} doesn't learn"
     learner, engines = placement.seats[role.learner], placement.seats[role.model.host]
-    ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
+    ranks, served = ([(seat.pool, slot) for seat in seats for slot in seat.slots] for seats in (learner, engines))
     path = WeightPath(
         learner=placement.pools[learner[0].pool].resource,
         engines=placement.pools[engines[0].pool].resource,

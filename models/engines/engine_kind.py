@@ -116,6 +116,7 @@ class EngineKind(ABC, Generic[Options]):
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, where EngineSpec asks for that.
     scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
+    fp8_option:        the option that rounds weights to fp8 at its start by the value `fp8`; empty: it has none.
     top_logprobs:      it can return the likeliest tokens for each sampled one (SamplingParams.top_logprobs).
     """
 
@@ -134,6 +135,7 @@ class EngineKind(ABC, Generic[Options]):
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
     scores: ClassVar[bool] = False
+    fp8_option: ClassVar[str] = ""
     top_logprobs: ClassVar[bool] = False
 
     options: Options

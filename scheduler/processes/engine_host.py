@@ -14,6 +14,7 @@ from grmpipe.models.import_path import put_working_folder_last
 from grmpipe.models.types import (
     Broadcast,
     Completion,
+    DescribesStart,
     Engine,
     EngineDied,
     EngineRefused,
@@ -143,9 +144,12 @@ class EngineHost(OrderedHost):
         """The same for a caller on another machine that has the key."""
         return NetworkLine(self._dialect, host := node_address(), await self._line.listen_to_network(host, key))
 
-    async def start(self, make_engine: EngineFactory, rank: int) -> None:
-        """Start the engine. Blocks the loop while the model loads: no other call comes before."""
-        self._engine = make_engine(rank)
+    async def start(self, make_engine: EngineFactory, rank: int) -> str:
+        """Start the engine. Blocks the loop while the model loads: no other call comes before. Returns what its start
+        found.
+        """
+        engine = self._engine = make_engine(rank)
+        return engine.describe_start() if isinstance(engine, DescribesStart) else ""
 
     async def close(self) -> None:
         """Let the engine end its threads, processes and servers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -46,6 +47,8 @@ from grmpipe.scheduler.processes.start_turns import StartTurns
 log = logging.getLogger(__name__)
 ROOM_EVERY_S = 5.0
 RELEASE_S = 5.0  # for a joined Ray to release pools; one whose head is gone blocks for a minute
+LEAST_SHARE = 1e-4  # Ray counts shares in these
+NOT_BY_RAY = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 MAX_CALLS = 1000  # in a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
@@ -250,11 +253,14 @@ class RayCluster:
             self._reserved[name] = bundles_by_node(sizes, [nodes[bundle] for bundle in range(len(sizes))])
 
     async def _start_engine(self, seat: Seat) -> Engine:
-        actor = self._engines[seat.name] = self._create(seat, EngineHost)
+        devices = await self._find_devices(seat) if seat.is_spread else ()
+        actor = self._engines[seat.name] = self._create(seat, EngineHost, devices)
         await self._until_up([actor])
-        await actor.call("start", self._factories[seat.role], seat.rank)
+        started = cast(str, await actor.call("start", self._factories[seat.role], seat.rank))
+        if started:
+            log.info("%s: %s", seat.name, started)
         await self._open_rpc(seat, actor)
-        return RemoteEngine(actor)
+        return RemoteEngine(actor, started)
 
     async def _open_rpc(self, seat: Seat, actor: RayActor) -> None:
         await actor.open_rpc(same_machine=self._node_of(seat) == ray.get_runtime_context().get_node_id())
@@ -268,11 +274,35 @@ class RayCluster:
         return self._nodes[seat.pool][self._bundle(seat)]
 
     def _bundle(self, seat: Seat) -> int:
-        return self._reserved[seat.pool][self._placement.bundles(seat.pool).index(seat.slots)]
+        """The reserved bundle of a seat; of one that is spread, that of its first slot."""
+        return self._bundles(seat)[0]
 
-    def _environment(self, role: str, gpus: float) -> dict[str, dict[str, str]]:
+    def _bundles(self, seat: Seat) -> list[int]:
+        pieces = self._placement.bundles(seat.pool)
+        own = seat.each_slot if seat.is_spread else [seat.slots]
+        return [self._reserved[seat.pool][pieces.index(piece)] for piece in own]
+
+    async def _find_devices(self, seat: Seat) -> tuple[str, ...]:
+        """The GPUs of an engine that shares several: those that Ray gives to whoever asks for a little of each bundle.
+        Raises ValueError if they are on several nodes.
+        """
+        group, bundles = self._pools[seat.pool], self._bundles(seat)
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        if len({nodes[bundle] for bundle in bundles}) > 1:
+            raise ValueError(
+                f"placement.pools.{seat.pool}.slots: the GPUs of {seat.name} are on several nodes; type a multiple of "
+                f"a node's GPUs, or placement.pools.{seat.pool}.strategy=STRICT_PACK for a pool on one node"
+            )
+        ask = ray.remote(num_cpus=0, num_gpus=LEAST_SHARE, max_retries=0)(_list_own_gpus)
+        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle) for bundle in bundles]
+        found = await asyncio.gather(*(ask.options(scheduling_strategy=place).remote() for place in places))
+        return tuple(itertools.chain.from_iterable(found))
+
+    def _environment(self, role: str, gpus: float, devices: Sequence[str]) -> dict[str, dict[str, str]]:
         """Variables of a process on a GPU: its threads; for an engine no settings of torch's allocator, which are the
         learner's. An engine that sleeps has an allocator of its own, and refuses expandable segments.
+
+        devices: GPUs that Ray doesn't give it; none: it gives it all of them.
         """
         name, given = "OMP_NUM_THREADS", select_env_vars(self._config.env_vars, os.environ)
         return {
@@ -280,14 +310,15 @@ class RayCluster:
                 **{variable: os.environ.get(variable, value) for variable, value in self._variables.items()},
                 name: given.get(name) or str(count_threads(nodes_of_ray(), gpus)),
                 **(without_allocator(given, os.environ) if role in self._placement.served else {}),
+                **({NOT_BY_RAY: "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
             }
         }
 
-    def _create(self, seat: Seat, host: type[OrderedHost]) -> RayActor:
-        """Start a process on its seat. Ray limits the threads of a process with at most one core; a process on a GPU
+    def _create(self, seat: Seat, host: type[OrderedHost], devices: Sequence[str] = ()) -> RayActor:
+        """Start a process on its seat. devices: of a seat that is spread. Ray limits the threads of a process with at most one core; a process on a GPU
         gets its share of the cores.
         """
-        amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
+        amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share / LEAST_SHARE) * LEAST_SHARE
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
         # The name of a process killed just now may still be taken.
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
@@ -297,8 +328,8 @@ class RayCluster:
             .options(
                 name=name,
                 num_cpus=0 if on_gpu else amount,
-                num_gpus=amount if on_gpu else 0,
-                runtime_env=self._environment(seat.role, amount) if on_gpu else None,
+                num_gpus=amount if on_gpu and not devices else 0,
+                runtime_env=self._environment(seat.role, amount, devices) if on_gpu else None,
                 max_restarts=0,  # a restarted process would have forgotten its state
                 max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -309,6 +340,11 @@ class RayCluster:
             .remote(),
         )
         return RayActor(seat, handle, self._store, CallLimits(call_timeout_s=self._config.call_timeout_s))
+
+
+def _list_own_gpus() -> list[str]:
+    """Runs in a bundle: the GPUs that Ray gives to it, by their numbers or ids on its node."""
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def _answer_of_folder(token: str) -> str:

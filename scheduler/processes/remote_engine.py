@@ -54,14 +54,19 @@ class _RemoteCall:
 class RemoteEngine:
     """Sends one batch at a time, and keeps one `collect` outstanding while any call waits."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, started: str = "") -> None:
+        """started: what its start found."""
         self._host = host
+        self._started = started
         self._tickets = itertools.count()
         self._waiting: dict[int, _RemoteCall] = {}
         self._outbox: list[Message] = []
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
         self._death: str | None = None
+
+    def describe_start(self) -> str:
+        return self._started
 
     async def generate(
         self,

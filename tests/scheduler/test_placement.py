@@ -114,14 +114,29 @@ def test_replicas_go_to_the_emptiest_slots() -> None:
     assert [seat.slots for seat in seats["learner"]] == [(0,), (1,)]
 
 
-def test_a_replica_of_several_slots_has_them_alone() -> None:
+def test_a_replica_of_several_cores_has_them_alone() -> None:
     config = PlacementConfig(
         pools={"all": PoolConfig(slots=4)},
         roles={"policy": RoleConfig(pool="all", replicas=2, slots_per_replica=2), "grm": RoleConfig(pool="all")},
     )
     assert place(config, ("policy",)).bundles("all") == ((0, 1), (2, 3))
     with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* a separate pool"):
-        place(config, ("policy", "grm"))
+        place(config, ("policy", "grm"), served=("policy", "grm"))
+
+
+def test_an_engine_may_share_several_gpus_which_are_reserved_one_by_one() -> None:
+    config = PlacementConfig(
+        pools={"all": PoolConfig(slots=4, resource="gpu")},
+        roles={
+            "learner": RoleConfig(pool="all", replicas=2),
+            "policy": RoleConfig(pool="all", replicas=2, slots_per_replica=2),
+        },
+    )
+    placement = place(config, ("learner", "policy"), served=("policy",))
+    assert placement.bundles("all") == ((0,), (1,), (2, 3)), "a pair of its own stays one piece"
+    assert [seat.is_spread for seat in placement.seats["policy"]] == [True, False]
+    with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* a separate pool"):
+        place(config, ("learner", "policy"))
 
 
 def test_error_of_a_role_without_a_place_names_the_pools() -> None:

@@ -29,7 +29,9 @@ from grmpipe.capacity.plan.work import (
 from grmpipe.config.journals import ALL
 from grmpipe.config.run_config import RunConfig
 from grmpipe.models.engines.engine_kind import EngineOptions
+from grmpipe.models.model_files import read_json
 from grmpipe.models.settings import EngineConfig, PriceConfig
+from grmpipe.roles.roles import ServedRole
 from grmpipe.scheduler.placement import describe
 
 CROWDED = 0.7  # share of the shortest step that the driver may work before it is likely to be waited for
@@ -106,7 +108,27 @@ def engines(facts: RunFacts) -> str:
             where = f": {role.model.path} at {role.engine.endpoint.url}"
         options = format_changed_options(role.engine.options, role.engine.read_options(EngineConfig()))
         lines.append(f"  {role.name:<{wide}} {role.model.engine}{where}; {options}")
+        if suggestion := suggest_fp8(role, facts):
+            lines.append(f"  {'':<{wide}} {suggestion}")
     return "\n".join(lines)
+
+
+def suggest_fp8(role: ServedRole, facts: RunFacts) -> str:
+    """What fp8 would save a judge whose weights never change, where its device multiplies in fp8; else empty. It is
+    not chosen by itself: rounded weights judge otherwise.
+    """
+    device, sized = facts.devices.get(role.pool), facts.models[role.name]
+    if role.takes_weights or role.is_shared or role.engine.quantizes or not role.engine.fp8_option:
+        return ""
+    if device is None or "fp8" not in device.tflops or sized.footprint is None:
+        return ""
+    if sized.model is not None and "quantization_config" in read_json(sized.model.path, "config.json"):
+        return ""
+    before, after = sized.footprint.weight_bytes(role.dtype), sized.footprint.weight_bytes(role.dtype, 1)
+    return (
+        f"it doesn't learn: in fp8 its weights take {size(after)} instead of {size(before)}, and it decodes faster; "
+        f"compare its verdicts by task=evaluate, then type +{role.key}.engine_options.{role.engine.fp8_option}=fp8"
+    )
 
 
 def format_changed_options(options: EngineOptions, defaults: EngineOptions) -> str:

@@ -27,6 +27,7 @@ from grmpipe.run.build.start_cluster import start_cluster
 from grmpipe.run.build.start_envs import Envs, start_envs, start_judge_tools
 from grmpipe.run.build.start_models import (
     connect_judging,
+    describe_starts,
     list_models,
     make_policy_updates,
     start_engines_and_learners,
@@ -133,6 +134,8 @@ async def start(
             if learns := bool(config.learners):
                 await check_shared(cluster, run_dir)
             await start_engines_and_learners(cluster, prepared, models, events, run_dir)
+            for line in describe_starts(models):
+                observers.note(line)
             learner = models[POLICY].learner if learns else None
             updates = None if learner is None else await make_policy_updates(prepared, models, learner, run_dir)
             maintenance = make_maintenance(cluster, prepared, models, learner, events, budget.clocks)

@@ -7,8 +7,9 @@ An evaluation starts the same models, of which none learns.
 
 import asyncio
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -25,7 +26,7 @@ from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.seeds import derive_seed
-from grmpipe.models.types import ChatEngine, Engine, Generates, RequestLog, Scorer, ServesAdapters, Usage
+from grmpipe.models.types import ChatEngine, DescribesStart, Engine, Generates, RequestLog, Scorer, ServesAdapters, Usage
 from grmpipe.models.weights.transports import transport_kind
 from grmpipe.observe.budget_gate import BudgetGate
 from grmpipe.roles.find_models import CRITIC, META_RM
@@ -305,6 +306,15 @@ def engine_factory(model: Model, roles: Roles, seed: int) -> MakeEngine:
     """A function that makes the engine of a seat of the role."""
     role = roles.served[model.name]
     return functools.partial(role.engine.make, role.engine_spec(model.path, seed))
+
+
+def describe_starts(models: Mapping[str, RunModel]) -> Iterator[str]:
+    """What the start of a model's first engine found, a line for each model whose engines say so."""
+    for model in models.values():
+        engines = model.engines.members.alive if model.engines is not None else {}
+        for name, engine in itertools.islice(engines.items(), 1):
+            if isinstance(engine, DescribesStart) and (found := engine.describe_start()):
+                yield f"{name}{f' (of {len(engines)})' if len(engines) > 1 else ''}: {found}"
 
 
 async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:

@@ -237,6 +237,17 @@ def start_async_llm(start: VllmStart, sockets: str) -> AsyncLLM:
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
 
 
+def describe_start(llm: AsyncLLM, took_s: float) -> str:
+    """What a start found, by vLLM's own objects: it logs the same. Its core reports the room for keys and values when
+    it is ready (EngineCoreReadyResponse, vllm/v1/engine/__init__.py of 0.32.0).
+    """
+    found = llm.vllm_config
+    tokens, graphs = found.cache_config.kv_cache_size_tokens, found.compilation_config.cudagraph_capture_sizes
+    captured = f"{len(graphs)} sizes of CUDA graphs, up to {max(graphs)} rows" if graphs else "no CUDA graphs"
+    room = f"keys and values of {tokens:,} tokens, " if tokens else ""
+    return f"vLLM started in {took_s:.0f} s: {room}{captured}"
+
+
 def _check_heads(head_size: int, model_path: str) -> None:
     """Raises ValueError for a head size with which vLLM would crash at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

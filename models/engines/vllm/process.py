@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Coroutine
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grmpipe.models.engines.vllm.options import VllmStart, make_socket_folder, start_async_llm
+from grmpipe.models.engines.vllm.options import VllmStart, describe_start, make_socket_folder, start_async_llm
 from grmpipe.models.types import EngineDied
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ LIVENESS_PERIOD_S = 0.2  # interval at which a waiting call checks whether vLLM 
 class VllmProcess:
     """AsyncLLM and its processes. Blocks while vLLM starts.
 
-    ids: process ids of vLLM's engine core, which holds the model or starts the workers that do.
+    ids:     process ids of vLLM's engine core, which holds the model or starts the workers that do.
+    started: what its start found.
     """
 
     def __init__(self, start: VllmStart, first_version: str) -> None:
@@ -30,11 +32,13 @@ class VllmProcess:
         self._model_name, self._first_version = start.spec.role, first_version
         self._adapters = start.adapters
         self._sockets = make_socket_folder()
+        began_s = time.monotonic()
         try:
             self._held = [start_async_llm(start, self._sockets.name)]
         except BaseException:
             self._sockets.cleanup()
             raise
+        self.started = describe_start(self._held[0], time.monotonic() - began_s)
         self.close = weakref.finalize(self, _shut_down, self._held, self._sockets)  # also at exit
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)

@@ -79,6 +79,10 @@ class VllmEngine:
         """The process of vLLM's engine core, which holds the model or starts the workers that do."""
         return self._process.ids
 
+    def describe_start(self) -> str:
+        """Its room for keys and values, its CUDA graphs, the seconds of the start."""
+        return self._process.started
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

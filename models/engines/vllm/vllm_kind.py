@@ -18,6 +18,7 @@ class VllmKind(EngineKind[VllmConfig]):
     tensor_parallel = True
     grammar = True
     scores = True
+    fp8_option = "quantization"
     top_logprobs = True
     transports = ("cuda_ipc", "nccl", "shared_memory", "gloo")
     any_transport = True

@@ -169,6 +169,15 @@ def test_weights_in_fp8_leave_more_memory_for_keys_and_values(big_run: tuple[str
     assert "56.4 GB  KV, the rest" in narrow  # of 0.85 x 80 GB
 
 
+def test_fp8_is_suggested_for_a_judge_that_does_not_learn_where_its_card_has_it(big_run: tuple[str, ...]) -> None:
+    suggested = "it doesn't learn: in fp8 its weights take 16.3 GB instead of 29.5 GB"
+    typed = "+grm.engine_options.quantization=fp8"
+    text = planned(*big_run)
+    assert text.count("in fp8 its weights") == 1 and f"\n           {suggested}" in text and typed in text
+    for other in (("placement.pools.judging.device=a100_80",), (typed,), ("grm.engine=embedded",)):
+        assert "in fp8 its weights" not in planned(*big_run, *other)
+
+
 def test_plan_shows_options_of_engines_that_differ_from_their_defaults() -> None:
     text = planned("+experiment=quickstart_vllm", "grm.engine=embedded", "engine.embedded.max_batch_rows=64")
     assert "  policy   vllm; kv_cache_mb=64\n  grm      embedded; max_batch_rows=64" in text

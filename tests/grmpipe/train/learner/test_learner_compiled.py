@@ -79,6 +79,7 @@ def test_runs_that_must_be_equal_bit_for_bit_refuse_it() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # the compiler alone takes a minute of an idle core
 @pytest.mark.parametrize(
     ("path", "checkpointing", "rank", "backend"),
     [
