@@ -4,10 +4,11 @@
     python benchmarks/first_gpu.py learner engine      some of them
     python benchmarks/first_gpu.py --rehearse          the same on a CPU with tiny models, to try the kit itself
 
-Needs a card, the project, `pip install -e .[dev,vllm]` and no network: models get their shape from the recipes and
-random weights, which nothing here can tell from trained ones but the answers, all of which reach their limit. Each
-piece stands alone, in a process of its own that ends after 8 minutes. Each line that it prints becomes a row of
-benchmarks/gpu.md, in place of the row of the same card and piece that was there.
+The last pieces: `cards` is for machines with two or three of them; `calibrate` prints what to type so that plans assume
+what this card did. Needs a card, the project, `pip install -e .[dev,vllm]` and no network: models get their shape from
+the recipes and random weights, which nothing here can tell from trained ones but the answers, all of which reach their
+limit. Each piece stands alone, in a process of its own that ends after 8 minutes. Each line that it prints becomes a
+row of benchmarks/gpu.md, in place of the row of the same card and piece that was there.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from engines import Workload, answered
 from quickstart import ROOT
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import grmpipe
 from grmpipe.capacity.cost import Costs
@@ -48,7 +50,7 @@ from grmpipe.models.types import RequestContext, SamplingParams, VersionSpan
 from grmpipe.observe.journal import read_journal
 from grmpipe.pipeline.step_metrics import with_pace
 from grmpipe.run.build.start_models import learner_spec
-from grmpipe.scheduler.devices import GB, device_called
+from grmpipe.scheduler.devices import GB, DeviceSpec, device_called
 from grmpipe.tiny.tokenizer import build_tokenizer
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.learner.learner import Learner
@@ -72,7 +74,7 @@ the second. Models have the shape of the recipes and random weights.
 """
 TINY = ModelShape(
     num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=512,
-    context_tokens=2048, tied=True,
+    context_tokens=4096, tied=True,
 )  # fmt: skip
 # A judge of random weights writes no verdict by itself: it is asked for one, of which a grammar leaves no other choice.
 RUN = [
@@ -82,6 +84,28 @@ REHEARSED = [
     "placement=laptop", "engine=embedded", "train.dtype=float32", "rollout.max_new_tokens=24",
     "train.micro_batch_tokens=2048", "train.groups_per_batch=2", "train.group_size=2", "cluster.kind=inprocess",
 ]  # fmt: skip
+IN_FLIGHT, REHEARSED_IN_FLIGHT = (16, 64, 256), (2, 4)
+TWO_SHARED = ["placement.pools.all.slots=2", "placement.roles.learner.replicas=2"]
+# What takes several cards -> how many, and what to type for it.
+ON_CARDS = {
+    "weights by NCCL": (
+        2,
+        [
+            "placement=four_gpus", "placement.pools.rollout.slots=1", "placement.roles.policy.slots_per_replica=1",
+            "placement.roles.grm.pool=rollout", "sync.transport=nccl",
+        ],
+    ),
+    "weights by NCCL into an engine of two cards": (
+        3, ["placement=four_gpus", "placement.roles.grm.pool=train", "sync.transport=nccl"]
+    ),
+    "an engine of two cards beside two ranks, weights by cuda_ipc": (
+        2, [*TWO_SHARED, "placement.roles.policy.slots_per_replica=2", "sync.transport=cuda_ipc"]
+    ),
+    "a mixture by expert parallelism": (2, [*TWO_SHARED, "placement.roles.policy.replicas=2", "train.parallel.ep=2"]),
+}  # fmt: skip
+MIXTURE = "a mixture by expert parallelism"
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +141,20 @@ class Kit:
         self.device, self.dtype = ("cpu", "float32") if rehearse else ("cuda", "bfloat16")
         self.is_known = rehearse or device_called(self.card) is not None
 
-    def overrides(self, size: str) -> list[str]:
-        """Those of a recipe, on models that are made here."""
-        config = grmpipe.compose(RECIPES[size], [*RUN, *(REHEARSED if self.rehearse else ())])
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        return REHEARSED_IN_FLIGHT if self.rehearse else IN_FLIGHT
+
+    @property
+    def answer_tokens(self) -> int:
+        return 16 if self.rehearse else ANSWER_TOKENS
+
+    def overrides(self, size: str, *, rehearsed: bool = True) -> list[str]:
+        """Those of a recipe, on models that are made here. rehearsed: with those of a rehearsal, if it is one."""
+        fixed = [*RUN, *(REHEARSED if self.rehearse and rehearsed else ())]
+        config = grmpipe.compose(RECIPES[size], fixed)
         paths = [f"{name}.path={self.make_model(config.models[name].shape)}" for name in (POLICY, "grm")]
-        return [*RUN, *(REHEARSED if self.rehearse else ()), *paths]
+        return [*fixed, *paths]
 
     def compose(self, size: str, *more: str) -> RunConfig:
         return grmpipe.compose(RECIPES[size], [*self.overrides(size), *more])
@@ -131,22 +164,24 @@ class Kit:
         facts = collect_facts(config)
         return facts, estimate_costs(facts) if self.is_known else None
 
-    def make_model(self, shape: ModelShape) -> Path:
-        """The folder of a Qwen3 of this shape, with random weights and the tiny models' tokenizer."""
+    def make_model(self, shape: ModelShape, experts: Mapping[str, int] | None = None) -> Path:
+        """The folder of a Qwen3 of this shape, with random weights and the tiny models' tokenizer; with experts, of a
+        Qwen3-MoE.
+        """
         shape = TINY if self.rehearse else shape
-        folder = FOLDER / f"qwen3_{shape.num_layers}x{shape.hidden_size}"
+        folder = FOLDER / f"qwen3_{shape.num_layers}x{shape.hidden_size}{'_experts' if experts else ''}"
         if (folder / "tokenizer_config.json").exists():
             return folder
         torch.manual_seed(0)
-        config = Qwen3Config(
+        config = (Qwen3MoeConfig if experts else Qwen3Config)(
             vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
             num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
             num_key_value_heads=shape.num_kv_heads, max_position_embeddings=shape.context_tokens,
-            tie_word_embeddings=shape.tied,
+            tie_word_embeddings=shape.tied, **(experts or {}),
         )  # fmt: skip
         torch.set_default_dtype(getattr(torch, self.dtype))
         with torch.device(self.device):
-            model = Qwen3ForCausalLM(config)
+            model = (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(config)
         torch.set_default_dtype(torch.float32)
         model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
@@ -220,7 +255,7 @@ def measure_learner(kit: Kit) -> Iterator[Row]:
             sized = {**metrics, "train/packed_tokens": float(packed)}
             paces.append(with_pace(sized, time.perf_counter() - began_s))
         del learner
-        planned = costs and packed / (packed * costs.learner.token_s + costs.learner.step_s)
+        planned = costs and predict_learner(costs, packed)
         speed = statistics.median(pace["learner/tokens_per_s"] for pace in paces[1:])
         yield Row(what=f"learner of {size}", measured=speed, unit="packed tokens/s", plan=planned)
         if "perf/mfu" in paces[-1]:
@@ -232,6 +267,11 @@ def measure_learner(kit: Kit) -> Iterator[Row]:
             yield Row(what=f"learner of {size}, memory at most", measured=peak, unit="GB", plan=planned)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+
+def predict_learner(costs: Costs, packed: int) -> float:
+    """Packed tokens/s of steps of so many."""
+    return packed / (packed * costs.learner.token_s + costs.learner.step_s)
 
 
 def draw_batch(num_tokens: int, facts: RunFacts) -> MicroBatch:
@@ -258,10 +298,9 @@ def measure_engine(kit: Kit) -> Iterator[Row]:
     """Tokens/s of an engine that samples with 16, 64 and 256 requests in flight."""
     config = kit.compose("0.6B")
     facts, costs = kit.plan(config)
-    model, rows = facts.models[POLICY], (2, 4) if kit.rehearse else (16, 64, 256)
+    model, rows, answer = facts.models[POLICY], kit.in_flight, kit.answer_tokens
     assert model.footprint is not None and model.model is not None
     engine = kit.open_engine(Path(model.model.path), max(rows))
-    answer = 16 if kit.rehearse else ANSWER_TOKENS
 
     async def sample_all() -> list[Row]:
         found = []
@@ -272,20 +311,25 @@ def measure_engine(kit: Kit) -> Iterator[Row]:
                 workload = Workload(prompts=tuple(map(tuple, prompts)), lengths=(answer,) * count)
                 began_s = time.perf_counter()
                 speeds.append(await answered(engine, workload) / (time.perf_counter() - began_s))
-            planned = None
-            if costs is not None:
-                speed, middle = costs.engines[POLICY], PROMPT_TOKENS + answer / 2
-                step_s = speed.step_s + count * (speed.row_s + middle * speed.cached_token_s)
-                planned = count * answer / (answer * step_s + count * PROMPT_TOKENS * speed.prefill_token_s)
-            found.append(
-                Row(what=f"engine of 0.6B, {count} in flight", measured=max(speeds), unit="tokens/s", plan=planned)
-            )
+            planned = costs and predict_engine(costs, count, answer)
+            found.append(Row(what=name_engine(count), measured=max(speeds), unit="tokens/s", plan=planned))
         return found
 
     try:
         yield from asyncio.run(sample_all())
     finally:
         engine.close()
+
+
+def name_engine(count: int) -> str:
+    return f"engine of 0.6B, {count} in flight"
+
+
+def predict_engine(costs: Costs, count: int, answer: int) -> float:
+    """Tokens/s of so many requests at once."""
+    speed, middle = costs.engines[POLICY], PROMPT_TOKENS + answer / 2
+    step_s = speed.step_s + count * (speed.row_s + middle * speed.cached_token_s)
+    return count * answer / (answer * step_s + count * PROMPT_TOKENS * speed.prefill_token_s)
 
 
 def measure_gap(kit: Kit) -> Iterator[Row]:
@@ -326,26 +370,113 @@ def measure_gap(kit: Kit) -> Iterator[Row]:
 def run_recipe(kit: Kit) -> Iterator[Row]:
     """Five steps of a recipe, all roles on the card at the same time; then by turns."""
     for name, more in (("together", []), ("by turns", [] if kit.rehearse else ["placement=one_gpu_time_shared"])):
-        config = kit.compose("0.6B", *more, f"train.num_steps={STEPS}")
-        facts, costs = kit.plan(config)
-        run_dir = FOLDER / f"{time.strftime('%Y%m%d_%H%M%S')}_{name.replace(' ', '_')}"
-        done = launch(
-            f"+experiment={RECIPES['0.6B']}", *kit.overrides("0.6B"), *more, f"train.num_steps={STEPS}",
-            f"run_dir={run_dir}",
-        )  # fmt: skip
-        print(done.stdout[-4000:], done.stderr[-4000:])
-        if done.returncode:
-            raise SystemExit(f"the run ended with {done.returncode}")
-        steps = list(read_journal(run_dir / "metrics.jsonl"))[2:]  # after the first, which is slower
-        planned = costs and sum(compute_loads(step_work(facts), costs, facts).values())
-        figures = (
-            ("a step", "time/step_s", planned),
-            ("a push of weights", "sync/push_s", costs and costs.sync_s),
-            ("its pause of the engines", "sync/pause_s", None),
-        )
-        for what, metric, expected in figures:
-            found = [step[metric] for step in steps if metric in step]
-            yield Row(what=f"{what}, {name}", measured=statistics.median(found), unit="s", plan=expected)
+        yield from run_steps(kit, name, [*kit.overrides("0.6B"), *more])
+
+
+def run_steps(kit: Kit, name: str, overrides: Sequence[str]) -> Iterator[Row]:
+    typed = [*overrides, f"train.num_steps={STEPS}"]
+    facts, costs = kit.plan(grmpipe.compose(RECIPES["0.6B"], typed))
+    run_dir = FOLDER / f"{time.strftime('%Y%m%d_%H%M%S')}_{name.replace(' ', '_').replace(',', '')}"
+    done = launch(f"+experiment={RECIPES['0.6B']}", *typed, f"run_dir={run_dir}")
+    print(done.stdout[-4000:], done.stderr[-4000:])
+    if done.returncode:
+        raise SystemExit(f"the run ended with {done.returncode}")
+    steps = list(read_journal(run_dir / "metrics.jsonl"))[2:]  # after the first, which is slower
+    planned = costs and sum(compute_loads(step_work(facts), costs, facts).values())
+    figures = (
+        ("a step", "time/step_s", planned),
+        ("a push of weights", "sync/push_s", costs and costs.sync_s),
+        ("its pause of the engines", "sync/pause_s", None),
+    )
+    for what, metric, expected in figures:
+        found = [step[metric] for step in steps if metric in step]
+        yield Row(what=f"{what}, {name}", measured=statistics.median(found), unit="s", plan=expected)
+
+
+def run_on_cards(kit: Kit) -> Iterator[Row]:
+    """Five steps of each form that takes several cards; a form without enough of them is only composed and seated."""
+    here = 0 if kit.rehearse else torch.cuda.device_count()
+    for name, (cards, more) in ON_CARDS.items():
+        typed = [*kit.overrides("0.6B", rehearsed=False), *more]
+        if name == MIXTURE:
+            shape = grmpipe.compose(RECIPES["0.6B"], RUN).policy.shape
+            shape = replace(shape, num_layers=8)
+            typed.append(f"policy.path={kit.make_model(shape, TINY_EXPERTS if kit.rehearse else EXPERTS)}")
+        if here >= cards:
+            yield from run_steps(kit, name, typed)
+            continue
+        collect_facts(grmpipe.compose(RECIPES["0.6B"], typed))
+        print(f"cards: {name}: skipped, it needs {cards} cards and here are {here}", flush=True)
+
+
+def calibrate_plan(kit: Kit) -> Iterator[Row]:
+    """The device that plans must assume to predict this card's rows of learner and engine, and what to type for it: two
+    of its rates are fitted, to all of these rows.
+    """
+    measured = read_measured(kit)
+    facts, costs = kit.plan(config := kit.compose("0.6B"))
+    engines = {count: measured[name_engine(count)] for count in kit.in_flight if name_engine(count) in measured}
+    if costs is None or not engines or (learned := measured.get("learner of 0.6B")) is None:
+        print("calibrate: skipped, it needs the rows of `learner` and `engine`, and a card with a data sheet here")
+        return
+    dtype, sheet = config.train.dtype, facts.devices[facts.placement.seats[POLICY][0].pool]
+    assert sheet is not None
+    packed = 2 * len(draw_batch(config.train.micro_batch_tokens, facts).token_ids_T)
+
+    def compare(logs: np.ndarray) -> np.ndarray:
+        """The logarithms of predicted by measured speeds; logs: those of both factors."""
+        device = scale_device(sheet, *np.exp(logs))
+        found = estimate_costs(replace(facts, devices=dict.fromkeys(facts.devices, device)))
+        each = [predict_engine(found, count, kit.answer_tokens) / speed for count, speed in engines.items()]
+        return np.log([*each, predict_learner(found, packed) / learned])
+
+    bandwidth, arithmetic = np.exp(fit_least_squares(compare, np.zeros(2)))
+    fitted = scale_device(sheet, bandwidth, arithmetic)
+    yield Row(
+        what="bandwidth that predicts these rows", measured=fitted.memory_gb_per_s, unit="GB/s",
+        plan=sheet.memory_gb_per_s,
+    )  # fmt: skip
+    yield Row(
+        what=f"arithmetic in {dtype} that predicts them", measured=fitted.tflops[dtype], unit="TFLOPS",
+        plan=sheet.tflops[dtype],
+    )  # fmt: skip
+    print(
+        f"calibrate: so that plans assume it, type\n  {describe_device(fitted)} placement.pools.<pool>.device=measured"
+    )
+
+
+def scale_device(device: DeviceSpec, bandwidth: float, arithmetic: float) -> DeviceSpec:
+    rates = {dtype: rate * float(arithmetic) for dtype, rate in device.tflops.items()}
+    return replace(device, memory_gb_per_s=device.memory_gb_per_s * float(bandwidth), tflops=rates)
+
+
+def describe_device(device: DeviceSpec) -> str:
+    """What to type for a device of one's own, called `measured`."""
+    values = {name: value for name, value in vars(device).items() if name != "tflops"}
+    rates = ", ".join(f"{dtype}: {rate:.4g}" for dtype, rate in device.tflops.items())
+    sizes = ", ".join(f"{name}: {value:.4g}" for name, value in values.items())
+    return f"'+plan.devices={{measured: {{{sizes}, tflops: {{{rates}}}}}}}'"
+
+
+def fit_least_squares(compare: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
+    """Where the squares of `compare` have their least sum, from `at` on (Levenberg and Marquardt, with a fixed damping:
+    what no measurement tells stays as it is).
+    """
+    step = 1e-3
+    for _ in range(40):
+        apart = compare(at)
+        slopes = np.stack([(compare(at + step * one) - apart) / step for one in np.eye(len(at))], axis=1)
+        change = np.linalg.solve(slopes.T @ slopes + 1e-4 * np.eye(len(at)), -slopes.T @ apart)
+        at = at + change.clip(-0.5, 0.5)
+    return at
+
+
+def read_measured(kit: Kit) -> dict[str, float]:
+    """What was measured -> the number, of this card's rows in the page."""
+    page = REHEARSED_PAGE if kit.rehearse else PAGE
+    lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(f"| {kit.card} | ")]
+    return {row[2]: float(row[3].split()[0].replace(",", "")) for row in rows if len(row) > 4 and row[3][:1].isdigit()}
 
 
 def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -361,6 +492,8 @@ PIECES: dict[str, Callable[[Kit], Iterator[Row]]] = {
     "engine": measure_engine,
     "gap": measure_gap,
     "run": run_recipe,
+    "cards": run_on_cards,
+    "calibrate": calibrate_plan,
 }
 
 

@@ -241,8 +241,8 @@ class TrainConfig(Bounded):
     # engines should do the same: vLLM by engine.vllm.options.hf_overrides={head_dtype: float32}. router: those of a
     # mixture of experts, with weights that aren't rounded (Megatron's moe_router_dtype=fp32).
     fp32_modules: list[str] = field(default_factory=list)
-    # What torch.compile makes kernels for: none, or layers (norms, rotations, projections and MLPs of each layer; experts
-    # and attention stay as they are). The first step waits for the compiler; what can't be compiled is said.
+    # What torch.compile makes kernels for: none, or layers (norms, rotations, projections and MLPs of each layer;
+    # attention and experts stay as they are). The first step waits for the compiler; what can't be compiled is said.
     compile: str = one_of(COMPILED, "none")
     # Activations that the backward pass computes again, to save memory: none; full: all but the inputs of layers;
     # selective: those, and not the outputs of attention, whose cost grows most with length; null: full on GPUs, else

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from grmpipe.scheduler.devices import DEVICES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -41,6 +45,40 @@ def test_attention_and_the_gap_are_measured_beside_what_is_exact(kit: first_gpu.
     mean, largest = first_gpu.measure_gap(kit)
     assert 0 < attention.measured < 1e-4
     assert mean.measured <= largest.measured < 1e-4
+
+
+def test_a_plan_is_calibrated_to_the_device_whose_speeds_were_measured(
+    kit: first_gpu.Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts, _ = kit.plan(kit.compose("0.6B"))
+    slower = first_gpu.scale_device(DEVICES["cpu"], bandwidth=0.5, arithmetic=0.7)
+    costs = first_gpu.estimate_costs(replace(facts, devices=dict.fromkeys(facts.devices, slower)))
+    packed = 2 * len(first_gpu.draw_batch(facts.config.train.micro_batch_tokens, facts).token_ids_T)
+    learned = first_gpu.predict_learner(costs, packed)
+    first_gpu.write_rows(kit, "learner", [["learner of 0.6B", f"{learned:,.1f} packed tokens/s", "1", "1"]])
+    engines = [
+        [first_gpu.name_engine(count), f"{first_gpu.predict_engine(costs, count, 16):,.1f} tokens/s", "1", "1"]
+        for count in kit.in_flight
+    ]
+    assert list(first_gpu.calibrate_plan(kit)) == [], "an engine was not measured"
+    first_gpu.write_rows(kit, "engine", engines)
+    bandwidth, arithmetic = first_gpu.calibrate_plan(kit)
+    assert bandwidth.measured == pytest.approx(slower.memory_gb_per_s, rel=0.05)
+    assert arithmetic.measured == pytest.approx(slower.tflops["float32"], rel=0.05)
+    (typed,) = re.findall(r"'(\+plan\.devices=.*)' placement", capsys.readouterr().out)
+    assert kit.compose("0.6B", typed).plan.devices["measured"].memory_gb_per_s == pytest.approx(
+        bandwidth.measured, rel=1e-3
+    )
+
+
+def test_forms_for_several_cards_are_seated_and_skipped_where_there_are_none(
+    kit: first_gpu.Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(first_gpu.run_on_cards(kit)) == []
+    said = capsys.readouterr().out
+    assert all(
+        f"cards: {name}: skipped, it needs {cards} cards" in said for name, (cards, _) in first_gpu.ON_CARDS.items()
+    )
 
 
 @pytest.mark.long

@@ -26,7 +26,16 @@ from grmpipe.models.adapter_view import AdapterView
 from grmpipe.models.engines.endpoint_use import EndpointUse
 from grmpipe.models.engines.engine_kind import AnyEngine
 from grmpipe.models.seeds import derive_seed
-from grmpipe.models.types import ChatEngine, DescribesStart, Engine, Generates, RequestLog, Scorer, ServesAdapters, Usage
+from grmpipe.models.types import (
+    ChatEngine,
+    DescribesStart,
+    Engine,
+    Generates,
+    RequestLog,
+    Scorer,
+    ServesAdapters,
+    Usage,
+)
 from grmpipe.models.weights.transports import transport_kind
 from grmpipe.observe.budget_gate import BudgetGate
 from grmpipe.roles.find_models import CRITIC, META_RM

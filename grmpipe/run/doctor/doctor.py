@@ -84,7 +84,14 @@ def gpus() -> str:
     notes = [f"{count} x {name}, {memory_gb:.0f} GB, compute {capability[0]}.{capability[1]}"]
     if capability < LEAST_CAPABILITY:
         notes.append("no bfloat16 in hardware, no flash attention: these need compute 8.0 (A100) or newer")
-    return "; ".join(notes)
+    return "; ".join([*notes, describe_mps()])
+
+
+def describe_mps() -> str:
+    """Whether NVIDIA's MPS runs here, by the pipe of its daemon."""
+    runs = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+    state, kernels = ("MPS runs", "overlap") if runs else ("no MPS", "take turns")
+    return f"{state}: kernels of processes that share a GPU {kernels}"
 
 
 def bf16_units(cpu_info: Path = Path("/proc/cpuinfo")) -> str:

@@ -42,3 +42,12 @@ def test_the_line_of_sglang_says_whether_nccl_connects_it_with_the_learner(
 def test_the_line_of_the_cores_says_whether_they_multiply_in_bfloat16(flags: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
     assert doctor.bf16_units(tmp_path / "cpuinfo") == f"{said} on them"
+
+
+def test_the_doctor_says_whether_processes_that_share_a_gpu_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert doctor.describe_mps() == "no MPS: kernels of processes that share a GPU take turns"
+    (tmp_path / "control").touch()
+    assert doctor.describe_mps() == "MPS runs: kernels of processes that share a GPU overlap"
