@@ -40,11 +40,11 @@ class DeviceSpec(Bounded):
 
 
 # NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 and GB200 NVL72 (2025). Dense
-# figures: half of those "with sparsity"; fp8 where tensor cores have it (compute 8.9 and newer). NVLink and PCIe: half of
-# a sheet's bandwidth, which counts both directions. Network: one adapter for each GPU, of 200 Gb/s in DGX A100, of 400 in
-# those of H100 and H200 (as on the clusters of torchtitan's benchmarks), assumed for B200 and GB200; for PCIe cards
-# assumed one of 200 Gb/s for two. The host's part of a decoding step: fitted (benchmarks/plan_rates.md). The core is one
-# of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13; the network of its machine assumed 10 Gb/s.
+# figures: half of those "with sparsity"; fp8 where tensor cores have it (compute 8.9 and newer). NVLink and PCIe: half
+# of a sheet's bandwidth, which counts both directions. Network: one adapter for each GPU, of 200 Gb/s in DGX A100, of
+# 400 in those of H100 and H200 (as on the clusters of torchtitan's benchmarks), assumed for B200 and GB200; for PCIe
+# cards assumed one of 200 Gb/s for two. The host's part of a decoding step: fitted (benchmarks/plan_rates.md). The core
+# is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13; the network of its machine assumed 10 Gb/s.
 DEVICES: Mapping[str, DeviceSpec] = {
     "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "fp8": 1979, "float32": 67}, 450, 50, host_gb_per_s=64),
     "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "fp8": 1513, "float32": 51}, 64, 12.5, host_gb_per_s=64),

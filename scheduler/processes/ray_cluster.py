@@ -315,8 +315,8 @@ class RayCluster:
         }
 
     def _create(self, seat: Seat, host: type[OrderedHost], devices: Sequence[str] = ()) -> RayActor:
-        """Start a process on its seat. devices: of a seat that is spread. Ray limits the threads of a process with at most one core; a process on a GPU
-        gets its share of the cores.
+        """Start a process on its seat. Ray limits the threads of a process with at most one core; a process on a GPU
+        gets its share of the cores. devices: of a seat that is spread.
         """
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share / LEAST_SHARE) * LEAST_SHARE
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"

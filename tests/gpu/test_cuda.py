@@ -151,3 +151,23 @@ def test_the_learner_steps_on_the_gpu_and_the_engine_takes_its_weights(dtype: st
         return scores
 
     assert asyncio.run(take_weights()) == pytest.approx(learner.score(prompt_ids), abs=TOLERANCE_NATS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_layers_on_the_gpu_say_what_plain_ones_say(dtype: str) -> None:
+    batch = pack(packed(*sampled("float32")))
+    found = []
+    for how in ("none", "layers"):
+        train = TrainConfig(dtype=dtype, activation_checkpointing="full", compile=how)
+        spec = LearnerSpec(
+            model_path=POLICY, train=train, algorithm=AlgorithmConfig(), max_new_tokens=32, device="cuda"
+        )
+        learner = Learner(spec)
+        assert learner.list_uncompiled() == ""
+        learner.accumulate(batch)
+        gradients = [parameter.grad.full_tensor().flatten() for parameter in learner._model.parameters()]
+        found.append((torch.tensor(learner.old_pass(batch).logprobs_T), torch.cat(gradients).float().cpu()))
+    (plain_T, plain_gradient), (compiled_T, compiled_gradient) = found
+    assert (plain_T - compiled_T).abs().max() < TOLERANCE_NATS[dtype]
+    likeness = torch.nn.functional.cosine_similarity(plain_gradient, compiled_gradient, dim=0)
+    assert likeness > (0.9999 if dtype == "float32" else 0.99)

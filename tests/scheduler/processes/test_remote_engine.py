@@ -297,3 +297,18 @@ def test_an_engine_that_died_in_a_living_process_is_dead_for_all_calls() -> None
             await engine.pause()
 
     asyncio.run(main())
+
+
+def test_what_an_engines_start_found_comes_back_from_its_process() -> None:
+    class Telling(SimulatedEngine):
+        def describe_start(self) -> str:
+            return "keys and values of 12 tokens"
+
+    def make(kind: type[SimulatedEngine]) -> SimulatedEngine:
+        return kind("policy", lambda ids, params, context: Script(token_ids=(1,)), tokens_per_s=1e6)
+
+    async def scene() -> list[object]:
+        return [await EngineHost().start(lambda rank, kind=kind: make(kind), 0) for kind in (Telling, SimulatedEngine)]
+
+    assert asyncio.run(scene()) == ["keys and values of 12 tokens", ""]
+    assert RemoteEngine(Wire(), "of 12 tokens").describe_start() == "of 12 tokens"

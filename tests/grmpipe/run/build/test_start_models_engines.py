@@ -12,7 +12,7 @@ from grmpipe.config.io.yaml_io import build_config
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Model
-from grmpipe.run.build.start_models import other_seed, same_seed, start_routers
+from grmpipe.run.build.start_models import describe_starts, other_seed, same_seed, start_routers
 from grmpipe.scheduler.events import NoEvents
 
 
@@ -123,3 +123,25 @@ def test_judge_with_its_own_devices_does_not_wait_for_the_engines_that_take_turn
     started = asyncio.run(start_routers(None, prepared, NoEvents()))  # type: ignore[arg-type]
     assert together == [["policy", "grm"], ["second"]]
     assert list(started) == ["policy", "grm", "second"]
+
+
+class Telling:
+    def __init__(self, found: str) -> None:
+        self.found = found
+
+    def describe_start(self) -> str:
+        return self.found
+
+
+def test_the_start_of_each_models_first_engine_is_described_if_it_says_something() -> None:
+    def of(**engines: object) -> SimpleNamespace:
+        return SimpleNamespace(engines=SimpleNamespace(members=SimpleNamespace(alive=engines)))
+
+    models = {
+        "policy": of(**{"policy-0": Telling("12 tokens"), "policy-1": Telling("13 tokens")}),
+        "grm": of(**{"grm-0": Telling("14 tokens")}),
+        "silent": of(**{"silent-0": Telling("")}),
+        "embedded": of(**{"embedded-0": object()}),
+        "outside": SimpleNamespace(engines=None),
+    }
+    assert list(describe_starts(models)) == ["policy-0 (of 2): 12 tokens", "grm-0: 14 tokens"]

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -19,6 +20,7 @@ from grmpipe.models.engines.vllm.options import (
     Adapter,
     VllmStart,
     check_vllm_options,
+    describe_start,
     make_arguments,
     make_environment,
     make_socket_folder,
@@ -168,3 +170,17 @@ def test_heads_that_its_cpu_kernel_lacks_are_refused_before_a_process_starts(tmp
     with pytest.raises(ValueError, match="heads of 32, 64.*have 8.*engine=embedded"):
         VllmEngine(EngineSpec(path=str(tmp_path), role="policy"), VllmConfig())
     assert dict(os.environ) == before  # vLLM changes it
+
+
+def test_a_start_is_described_by_vllms_own_objects() -> None:
+    def described(tokens: int | None, graphs: list[int]) -> str:
+        found = SimpleNamespace(
+            cache_config=SimpleNamespace(kv_cache_size_tokens=tokens),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=graphs),
+        )
+        return describe_start(SimpleNamespace(vllm_config=found), took_s=41.6)
+
+    assert described(1234567, [1, 2, 4, 512]) == (
+        "vLLM started in 42 s: keys and values of 1,234,567 tokens, 4 sizes of CUDA graphs, up to 512 rows"
+    )
+    assert described(None, []) == "vLLM started in 42 s: no CUDA graphs"

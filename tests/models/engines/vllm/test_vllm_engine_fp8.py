@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ def test_push_is_quantized_again_and_passes_only_with_the_wider_tolerance(
         return receipt
 
     async def scene() -> None:
+        graphs = "no" if device == "cpu" else r"\d+ sizes of"
+        room = rf"vLLM started in \d+ s: keys and values of [\d,]+ tokens, {graphs} CUDA graphs"
+        assert re.match(room, engine.describe_start())
         before = await engine.score(ids)
         assert (await push(next_version_path, 1)).unapplied == ()
         after = await engine.score(ids)
