@@ -22,7 +22,8 @@ PACKED_ATTENTION = "packed_sdpa"
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
 
 
-@torch.compiler.disable  # its calls depend on the samples' lengths: compiled layers end before it and go on behind it
+# Its calls depend on the samples' lengths: what is compiled of a layer ends before it and goes on behind it.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_packed(
     module: nn.Module,
     query: Tensor,
