@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import statistics
 import subprocess
@@ -84,6 +85,7 @@ REHEARSED = [
     "placement=laptop", "engine=embedded", "train.dtype=float32", "rollout.max_new_tokens=24",
     "train.micro_batch_tokens=2048", "train.groups_per_batch=2", "train.group_size=2", "cluster.kind=inprocess",
 ]  # fmt: skip
+MOST_APART = (math.log(1 / 8), math.log(8.0))  # of a rate and its data sheet: what is further is no rate
 IN_FLIGHT, REHEARSED_IN_FLIGHT = (16, 64, 256), (2, 4)
 TWO_SHARED = ["placement.pools.all.slots=2", "placement.roles.learner.replicas=2"]
 # What takes several cards -> how many, and what to type for it.
@@ -467,7 +469,7 @@ def fit_least_squares(compare: Callable[[np.ndarray], np.ndarray], at: np.ndarra
         apart = compare(at)
         slopes = np.stack([(compare(at + step * one) - apart) / step for one in np.eye(len(at))], axis=1)
         change = np.linalg.solve(slopes.T @ slopes + 1e-4 * np.eye(len(at)), -slopes.T @ apart)
-        at = at + change.clip(-0.5, 0.5)
+        at = (at + change.clip(-0.5, 0.5)).clip(*MOST_APART)
     return at
 
 

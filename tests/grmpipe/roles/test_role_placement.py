@@ -181,10 +181,10 @@ def test_a_users_own_transport_is_taken_by_its_dotted_path(tmp_path: Path, monke
         chosen(config, same_machine=False)
 
 
-def test_an_engine_over_several_gpus_that_it_would_share_is_refused_by_key() -> None:
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "cuda_ipc"), (1, "shared_memory")])
+def test_an_engine_over_several_gpus_gets_weights_from_the_ranks_on_all_of_them(ranks: int, transport: str) -> None:
     pools = {"all": {"slots": 2, "resource": "gpu"}, "judging": {}}
-    roles = {"learner": {"pool": "all", "replicas": 2}, "policy": {"pool": "all", "slots_per_replica": 2},
+    roles = {"learner": {"pool": "all", "replicas": ranks}, "policy": {"pool": "all", "slots_per_replica": 2},
              "grm": {"pool": "judging"}}  # fmt: skip
     config = yaml_io.build_config({"placement": {"pools": pools, "roles": roles}, "policy": {"engine": "vllm"}})
-    with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* can't share them .*learner"):
-        seats(config)
+    assert chosen(config) == transport
