@@ -128,12 +128,16 @@ def prepare_training(config: RunConfig) -> Prepared:
 
 
 def with_room(prepared: Prepared) -> Prepared:
-    """The same; what may not fit into this machine's memory is said. Raises ConfigError for what can't."""
-    from grmpipe.capacity.plan.memory_check import check_memory  # late, as above
+    """The same, with the predicted pause of a push; what may not fit into this machine's memory is said. Raises
+    ConfigError for what can't.
+    """
+    from grmpipe.capacity.plan.costs import predict_pause_s  # late, as above
+    from grmpipe.capacity.plan.memory_check import check_memory, collect_known
 
-    for warning in check_memory(prepared):
+    facts = collect_known(prepared)
+    for warning in check_memory(facts):
         print(f"grmpipe: note: {warning}", file=sys.stderr)
-    return prepared
+    return replace(prepared, predicted_pause_s=predict_pause_s(facts))
 
 
 def make_training() -> RunTask[Prepared]:

@@ -155,6 +155,14 @@ class GroupsSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSummary:
+    """The pause of the policy's engines for a push of its weights."""
+
+    pause_s: float | None = None  # mean of the steps; None without any
+    predicted_pause_s: float | None = None  # by the plan; None if it doesn't know the model's size or the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VoidedWork:
     """Finished work that no other total has: it came after a checkpoint, and a resume from that checkpoint can't use
     it.
@@ -204,6 +212,7 @@ class Summary:
     voided_by_resumes: VoidedWork = field(default_factory=VoidedWork)
     serving: ServingSummary = field(default_factory=ServingSummary)
     max_staleness_trained: int = 0
+    sync: SyncSummary = field(default_factory=SyncSummary)
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     # Why the run began again at its last checkpoint ("step 7: learner-0 died: .."), resumes included.
     restarts: tuple[str, ...] = ()

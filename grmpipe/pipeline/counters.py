@@ -239,6 +239,7 @@ class Counters(Counts):
     teaching: TeacherCounts = field(default_factory=TeacherCounts)  # by all teachers
     envs: EnvCounts = field(default_factory=EnvCounts)
     stalls: StallTimes = field(default_factory=StallTimes)
+    push_pause_s: float = 0.0  # while weights were pushed: the part of stalls.weight_sync_s without generation
 
     def rollout(self, rollout: Rollout) -> None:
         self.rollouts += 1
@@ -293,9 +294,10 @@ class FlowCounters:
         kept.void(work.void_rollouts, work.void_reports)
         self.step += kept.as_kept()
 
-    def add_stalls(self, times: StallTimes) -> None:
-        """Add the stall times of a step, at its end."""
+    def add_stalls(self, times: StallTimes, push_pause_s: float) -> None:
+        """Add the stall times of a step, at its end, and the pause of its push."""
         self.step.stalls += replace(times, envs_s=self.step.envs.stall_s(times.rollouts_s))
+        self.step.push_pause_s += push_pause_s
 
     def close_step(self) -> Counters:
         """Return this step's counts and add them to the totals."""

@@ -196,5 +196,5 @@ class Pipeline:
             self._valuer.groups_changed()
 
     async def _stepped(self, report: StepReport) -> None:
-        self.counters.add_stalls(report.stalls)
+        self.counters.add_stalls(report.stalls, report.sync.pause_seconds)
         await self.after_step(report)

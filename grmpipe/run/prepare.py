@@ -84,6 +84,7 @@ class Prepared:
     demonstrations: Demonstrations | None = None  # that the policy imitates
     rubrics: dict[str, EvolvingRubric] = field(default_factory=dict)  # that change in the run, by judge
     calibrations: dict[str, CalibrationInUse] = field(default_factory=dict)  # by judge that has one
+    predicted_pause_s: float | None = None  # the plan's: of the policy's engines, for a push
 
     @property
     def is_right(self) -> Rule:

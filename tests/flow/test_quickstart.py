@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,9 @@ def test_the_quickstart_learns_from_its_judge(
     assert after["true_accuracy"] >= accuracy
     assert after["grm_score"] >= before["grm_score"] + score_gain
     assert summary["max_staleness_trained"] <= 1
+    pauses = [line["sync/pause_s"] for line in map(json.loads, (latest / "metrics.jsonl").open()) if line["step"]]
+    assert summary["sync"]["pause_s"] == pytest.approx(statistics.fmean(pauses), abs=1e-4)
+    assert summary["sync"]["predicted_pause_s"] > 0.05
     assert summary["alarms"] == []
     assert "critique" in output, "it ends with samples to read"
     assert list((latest / "wandb").glob("offline-run-*")), "W&B is offline without a key"

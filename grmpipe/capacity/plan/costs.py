@@ -164,6 +164,14 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     return sync_time_s(measure_push(model, facts), device, over_nodes=num_slots > device.slots_per_node)
 
 
+def predict_pause_s(facts: RunFacts) -> float | None:
+    """The pause of the policy's engines for a push. None if the size of the model or the device is unknown."""
+    where = facts.describe_seats(LEARNER)
+    if facts.models[POLICY].footprint is None or facts.devices[where.pool] is None:
+        return None
+    return round(push_s(POLICY, facts, where), 4)
+
+
 def count_cores(facts: RunFacts) -> int:
     """The cores of this machine, unless the configuration sets or needs more."""
     pools = facts.placement.pools.values()

@@ -41,7 +41,7 @@ def divide_gpus(prepared: Prepared) -> Prepared:
     """The run with the shares of engines that divide a GPU. Raises ConfigError if nothing is left for one of them."""
     if not any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         return prepared
-    facts = facts_for_check(prepared)
+    facts = collect_known(prepared)
     shares = compute_shares(facts)
     config = with_shares(facts, shares)
     for role in list_undecided(facts.under(config)):
@@ -55,13 +55,12 @@ def divide_gpus(prepared: Prepared) -> Prepared:
     return prepared.under(config)
 
 
-def check_memory(prepared: Prepared) -> list[str]:
+def check_memory(facts: RunFacts) -> list[str]:
     """Check this machine's memory and slots with known memory, for models that are here; what may not fit, in words.
     Raises ConfigError for what can't.
     """
-    if prepared.config.cluster.is_joined:
+    if facts.config.cluster.is_joined:
         return []
-    facts = facts_for_check(prepared)
     uses = {role: list_memory(facts, role) for role in facts.placement.seats}
     certain = {role: list_certain(held) for role, held in uses.items()}
     for one in memory_of_slots(facts, certain):
@@ -74,7 +73,8 @@ def check_memory(prepared: Prepared) -> list[str]:
     return describe_shortage(machine, facts)
 
 
-def facts_for_check(prepared: Prepared) -> RunFacts:
+def collect_known(prepared: Prepared) -> RunFacts:
+    """What is known of a run that is about to start."""
     config, train = prepared.config, prepared.prompts.prompts
     devices = find_devices(config.placement.pools, config.plan.devices)
     return RunFacts(

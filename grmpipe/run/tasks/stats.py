@@ -19,6 +19,7 @@ from grmpipe.observe.summary import (
     JudgeSummary,
     JudgingSummary,
     Summary,
+    SyncSummary,
     TeachingSummary,
     VoidedWork,
 )
@@ -41,14 +42,15 @@ from grmpipe.types import Metrics
 class RunStats:
     """Statistics of the started components, and of the state that a resume continues from."""
 
-    def __init__(self, config: RunConfig, before: RunState) -> None:
-        """before: the state that a resume continues from."""
+    def __init__(self, config: RunConfig, before: RunState, predicted_pause_s: float | None = None) -> None:
+        """before: the state that a resume continues from. predicted_pause_s: the plan's, of a push."""
         self.learner_busy_s = 0.0
         self.cotrainings = CoTrainings()  # set once they are started
         self._running: Running | None = None
         self._config = config
         self._grms = config.asked.roles
         self._before = before
+        self._predicted_pause_s = predicted_pause_s
 
     def watch(self, running: Running) -> None:
         """Take statistics from the started components from now on."""
@@ -142,6 +144,10 @@ class RunStats:
                 judgement_tokens=total.void_judge_tokens,
             ),
             max_staleness_trained=state.max_staleness_trained,
+            sync=SyncSummary(
+                pause_s=round(total.push_pause_s / state.version, 4) if state.version else None,
+                predicted_pause_s=self._predicted_pause_s,
+            ),
             engines_replaced=engines.get("replaced", {}),
             moves=engines.get("moves", {}),
             bottleneck=bottleneck(total.stalls, read_setup(self._config)),

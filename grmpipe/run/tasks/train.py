@@ -27,7 +27,7 @@ class TrainingRun(Run[Prepared]):
     def __init__(self, prepared: Prepared, context: RunContext) -> None:
         super().__init__(prepared, context)
         self._writer = CheckpointWriter(context.checkpoints)
-        self._stats = RunStats(prepared.config, context.state)
+        self._stats = RunStats(prepared.config, context.state, prepared.predicted_pause_s)
         self._running: Running | None = None
         self._features: RunFeatures | None = None
         self._steps: TrainingSteps | None = None

@@ -33,8 +33,8 @@ def test_the_file_holds_the_agreed_fields(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "summary.json").read_text())
     assert list(record) == [
         "status", "steps", "versions", "wall_s", "objective", "eval", "busy_s", "judging", "watching", "teaching",
-        "envs", "groups", "voided_by_resumes", "serving", "max_staleness_trained", "engines_replaced", "restarts",
-        "moves", "bottleneck", "alarms", "changes", "journal_failures", "run_id",
+        "envs", "groups", "voided_by_resumes", "serving", "max_staleness_trained", "sync", "engines_replaced",
+        "restarts", "moves", "bottleneck", "alarms", "changes", "journal_failures", "run_id",
     ]  # fmt: skip
     assert record["objective"] == 0.73
     assert record["judging"] == {

@@ -101,11 +101,12 @@ def test_a_closed_step_leaves_nothing_to_the_next() -> None:
 
 def test_waits_add_up_over_a_resume_and_are_optional_in_a_checkpoint() -> None:
     counters, restored = FlowCounters(), FlowCounters()
-    counters.add_stalls(StallTimes(steps_s=10.0, verdicts_s=4.0))
+    counters.add_stalls(StallTimes(steps_s=10.0, verdicts_s=4.0), push_pause_s=0.25)
     counters.close_step()
     restored.restore(counters.total.to_dict(), {})
-    restored.add_stalls(StallTimes(steps_s=5.0, verdicts_s=1.0))
+    restored.add_stalls(StallTimes(steps_s=5.0, verdicts_s=1.0), push_pause_s=0.5)
     assert restored.total_so_far().stalls == StallTimes(steps_s=15.0, verdicts_s=5.0)
+    assert restored.total_so_far().push_pause_s == 0.75
     old = {name: value for name, value in counters.total.to_dict().items() if name != "stalls"}
     restored.restore(old, {})
     assert restored.total.stalls == StallTimes()

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
-from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, push_s
+from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, predict_pause_s, push_s
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
@@ -78,9 +78,17 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
         return push_s("policy", wide, wide.describe_seats("learner"))
 
     num_bytes = QWEN3_8B.weight_bytes("float32")
-    calls_s = 0.327 + 31 * 0.005 + 0.0044  # by its tensors and buckets, and for one engine
+    calls_s = 0.327 + 31 * 0.005 + 0.0033  # by its tensors and buckets, and for one engine
     assert push(2) == pytest.approx(0.05 + calls_s + num_bytes / (450e9 * 0.7))
     assert push(16) == pytest.approx(0.05 + calls_s + num_bytes / (50e9 * 0.7)), "nine times as long"
+
+
+def test_the_predicted_pause_is_the_plans_and_absent_where_a_size_or_a_device_is_unknown() -> None:
+    facts = facts_with()
+    assert predict_pause_s(facts) == pytest.approx(push_s("policy", facts, facts.describe_seats("learner")), abs=1e-4)
+    unsized = {**facts.models, "policy": replace(facts.models["policy"], footprint=None)}
+    assert predict_pause_s(replace(facts, models=unsized)) is None
+    assert predict_pause_s(replace(facts, devices=dict.fromkeys(facts.devices))) is None
 
 
 def test_merged_adapters_of_a_mixture_send_no_experts() -> None:

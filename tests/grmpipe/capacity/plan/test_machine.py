@@ -12,7 +12,7 @@ import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.plan import machine
 from grmpipe.capacity.plan.machine import MachineMemory, describe_run_memory, measure_machine
 from grmpipe.capacity.plan.memory import PROCESS_BYTES, list_memory
-from grmpipe.capacity.plan.memory_check import check_memory
+from grmpipe.capacity.plan.memory_check import check_memory, collect_known
 from grmpipe.capacity.plan.plan_report import plan
 from grmpipe.capacity.plan.run_facts import collect_facts
 from grmpipe.config.io.yaml_io import build
@@ -50,7 +50,7 @@ def test_a_run_whose_weights_do_not_fit_is_refused_before_it_starts_and_after_it
         r"give a smaller policy\.path$"
     )
     with pytest.raises(ConfigError, match=words):
-        check_memory(prepare(composed()))
+        check_memory(collect_known(prepare(composed())))
     with pytest.raises(ConfigError, match=words):
         run_task(composed("task=plan"))
     printed = capsys.readouterr().out
@@ -67,14 +67,14 @@ def test_an_evaluation_is_refused_too(machine_with, tmp_path: Path) -> None:
 def test_a_run_that_may_not_fit_starts_with_a_warning(machine_with) -> None:
     machine_with(1.1 * CERTAIN_MB * 1e6)
     config = composed()
-    (warning,) = check_memory(prepare(config))
+    (warning,) = check_memory(collect_known(prepare(config)))
     assert re.match(
         r"this machine has .* MB of memory, and the run may need 2\.\d+ GB \(policy .*, driver and Ray ", warning
     )
     planned = plan(config)
     assert warning in planned.text and not planned.refusal
     machine_with(4e9)
-    assert check_memory(prepare(config)) == []
+    assert check_memory(collect_known(prepare(config))) == []
     assert "may need" not in plan(config).text
 
 

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import grmpipe.cli  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory_check import check_memory
+from grmpipe.capacity.plan.memory_check import check_memory, collect_known
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.lm.footprint import read_footprint
@@ -23,7 +23,7 @@ WEIGHTS_MB = read_footprint(str(SHIPPED / "policy")).weight_bytes("float32") / 1
 def checked(*overrides: str) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = build(compose("config", list(overrides)))
-    check_memory(prepare(config))
+    check_memory(collect_known(prepare(config)))
 
 
 def test_an_elastic_pool_holds_its_roles_at_once_where_engines_cannot_sleep() -> None:
