@@ -113,6 +113,7 @@ class EngineKind(ABC, Generic[Options]):
     adapter_transports: transports of adapters alone, if they aren't those of weights.
     reads_model_files: it takes the weights of a model's folder (ModelFiles).
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
+    joins_experts:     it then loads the experts of a layer at once; otherwise one after the other.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, where EngineSpec asks for that.
     scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
@@ -132,6 +133,7 @@ class EngineKind(ABC, Generic[Options]):
     adapter_transports: ClassVar[tuple[str, ...]] = ()
     reads_model_files: ClassVar[bool] = False
     checkpoint_names: ClassVar[bool] = True
+    joins_experts: ClassVar[bool] = False
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
     scores: ClassVar[bool] = False

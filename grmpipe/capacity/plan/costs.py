@@ -215,15 +215,17 @@ def measure_push(role: str, facts: RunFacts) -> PushSize:
     """What a push of a role's model sends. Adapters have two tensors for each linear layer, merged ones one."""
     footprint, served = facts.models[role].footprint, facts.roles.served[role]
     size = count_push_bytes(role, facts)
-    if footprint is None:
-        tensors = 0
-    elif served.model.lora.learns:
+    tensors = joined = 0
+    if footprint is not None and served.model.lora.learns:
         tensors = len(footprint.linear_widths) * footprint.num_layers * (2 if served.model.lora.in_engines else 1)
-    else:
-        tensors = footprint.num_tensors + (footprint.num_expert_tensors if served.engine.checkpoint_names else 0)
+    elif footprint is not None:
+        experts = footprint.num_expert_tensors if served.engine.checkpoint_names else 0
+        joined = experts if served.engine.joins_experts and not served.engine.quantizes else 0
+        tensors = footprint.num_tensors + experts - joined
     return PushSize(
         num_bytes=size,
         tensors=tensors,
+        joined=joined,
         buckets=math.ceil(size / choose_bucket_bytes(served.sync.bucket_mb << 20, size)),
         engines=facts.describe_seats(role).replicas,
     )

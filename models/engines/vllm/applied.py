@@ -8,8 +8,9 @@ bytes than in the last push must also have other bytes, unless its layer quantiz
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,15 +48,17 @@ class Application:
         self._last_sent = {}
 
     @contextmanager
-    def watch(self, tensors: Iterable[Named]) -> Iterator[Iterator[Named]]:
-        """Pass these tensors to vLLM's loader within the block."""
-        names: dict[int, str] = {}
-        under_way: list[str] = []
+    def watch(
+        self, tensors: Iterable[Named], members: Mapping[str, Sequence[str]] | None = None
+    ) -> Iterator[Iterator[Named]]:
+        """Pass these tensors to vLLM's loader within the block. members: name -> the tensors that were joined to it."""
+        names: dict[int, Sequence[str]] = {}
+        under_way: list[Sequence[str]] = []
 
         def handed() -> Iterator[Named]:
             for name, tensor in tensors:
-                names[_storage(tensor)] = name
-                under_way.append(name)
+                under_way.append((members or {}).get(name, (name,)))
+                names[_storage(tensor)] = under_way[-1]
                 yield name, tensor
 
         parameters = {
@@ -72,7 +75,7 @@ class Application:
             sources = [names[_storage(v)] for v in values if isinstance(v, Tensor) and _storage(v) in names]
             merged = merged or not sources
             into = next((parameters[id(v)] for v in values if id(v) in parameters), "")
-            for name in sources or under_way[-1:]:
+            for name in chain.from_iterable(sources or under_way[-1:]):
                 self._holders.setdefault(name, set()).update({into} - {""})
             return count(loader, arguments)
 
@@ -82,7 +85,7 @@ class Application:
         finally:
             layerwise.get_numel_loaded = count
         if merged:  # its tensors are unknown
-            self._unseen |= set(under_way)
+            self._unseen |= set(chain.from_iterable(under_way))
 
     def end(self, sent: Mapping[str, str]) -> Applied:
         """Call after vLLM put its parameters together again. `sent`: name -> checksum of the received tensors."""

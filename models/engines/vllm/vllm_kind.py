@@ -25,6 +25,7 @@ class VllmKind(EngineKind[VllmConfig]):
     applies_adapters = True
     max_adapter_rank = 512  # vLLM's largest max_lora_rank
     reads_model_files = True
+    joins_experts = True
 
     @classmethod
     def read_options(cls, sections: EngineConfig) -> VllmConfig:

@@ -39,6 +39,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from grmpipe.models.engines.vllm.applied import Application
+from grmpipe.models.engines.vllm.expert_stacks import ExpertStacks, list_whole_layers
 from grmpipe.models.engines.vllm.options import OWNER_PID, SOCKETS, WEIGHT_BACKEND
 from grmpipe.models.engines.vllm.vllm_requests import adapter_request
 from grmpipe.models.engines.vllm.vllm_weights import Applied, PlainBucket, encode_errors, under_sent_names
@@ -61,6 +62,7 @@ class Inbox(WorkerInbox):
         super().__init__(config, vllm_config, device, model)
         self._sent: set[str] = set()
         self._application = Application(model)
+        self._experts = ExpertStacks(list_whole_layers(model))
         self._kernels: Kernels = {}
 
     def start_weight_update(self) -> None:
@@ -81,8 +83,8 @@ class Inbox(WorkerInbox):
         with receive_tensors(bucket, self._group) as tensors:
             checksums = compute_checksums(tensors)
             # Copies: vLLM may keep them until a later bucket, when the sender's memory is reused.
-            own = [tensor.to(self.device, copy=True) for _, tensor in tensors]
-        with self._application.watch(zip(names, own, strict=True)) as handed:
+            own = [self._experts.join(name, one, self.device) for name, (_, one) in zip(names, tensors, strict=True)]
+        with self._application.watch(filter(None, own), self._experts.members) as handed:
             self._load(handed)
         self.checksums |= checksums
 
@@ -90,6 +92,7 @@ class Inbox(WorkerInbox):
     def finish_weight_update(self) -> None:
         with encode_errors():
             try:
+                self._experts.refuse_incomplete()
                 if not self._taken.all_in(self._sent):
                     fill_up(self.model)
                 finalize_layerwise_reload(self.model, self.model_config)
@@ -102,6 +105,7 @@ class Inbox(WorkerInbox):
         applied = self._application.end({own[name]: checksum for name, checksum in self.checksums.items()})
         self.applied = under_sent_names(applied, own)
         self._sent = set()
+        self._experts.clear()
 
     def drop(self) -> None:
         """Drop an unfinished push: incomplete layers get their earlier weights back.
@@ -111,6 +115,7 @@ class Inbox(WorkerInbox):
         if self._sent:
             self._application.broke_off()
         self.checksums, self._sent, self.applied = {}, set(), None
+        self._experts.clear()
         for layer in self.model.modules():
             info = layerwise.get_layerwise_info(layer)
             if info.can_load():
@@ -136,7 +141,8 @@ class Inbox(WorkerInbox):
         def pairs() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors:
                 under_way.append(name)
-                yield name, tensor
+                if not self._experts.load(name, tensor):
+                    yield name, tensor
 
         try:
             with disable_mtp_completeness_check():

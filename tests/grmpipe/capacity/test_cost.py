@@ -151,8 +151,8 @@ def test_weights_travel_at_the_links_speed() -> None:
     push = PushSize(num_bytes=14e9)
     assert sync_time_s(push, ROUND) == pytest.approx(0.05 + 0.2)  # 14 GB at 70 GB/s
     assert sync_time_s(push, ROUND, over_nodes=True) == pytest.approx(0.05 + 1.6)  # at 12.5 x 0.7 GB/s
-    whole = replace(push, tensors=400, buckets=14, engines=256)
-    assert sync_time_s(whole, ROUND) == pytest.approx(0.05 + 0.2 + 0.4 + 0.07 + 0.8448)
+    whole = replace(push, tensors=400, joined=18_432, buckets=14, engines=256)
+    assert sync_time_s(whole, ROUND) == pytest.approx(0.05 + 0.2 + 0.4 + 1.8432 + 0.07 + 0.8448)
     assert switch_time_s(14e9, ROUND) == pytest.approx(2.0)  # at 7 GB/s from the memory of the machine
 
 

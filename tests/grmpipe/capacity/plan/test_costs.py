@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 import grmpipe.cli  # noqa: F401  registers the schema
 from grmpipe.capacity.cost import LearnerSpeed
-from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, predict_pause_s, push_s
+from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, measure_push, predict_pause_s, push_s
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
 from grmpipe.config.run_config import RunConfig
@@ -97,6 +97,15 @@ def test_merged_adapters_of_a_mixture_send_no_experts() -> None:
     attention = 48 * 2048 * (2 * 4096 + 2 * 512)
     assert mixture.count_adapted_weights(()) == attention < 0.03 * mixture.num_parameters
     assert mixture.count_adapted_weights(("q_proj",)) == 48 * 2048 * 4096
+
+
+def test_vllm_joins_the_experts_of_a_push() -> None:
+    facts = facts_with("engine=vllm")
+    mixture = footprint_of_shape(shape_of("qwen3_30b_a3b"))
+    sized = {**facts.models, "policy": replace(facts.models["policy"], footprint=mixture)}
+    push = measure_push("policy", replace(facts, models=sized))
+    assert (push.joined, push.tensors) == (48 * 128 * 3, mixture.num_tensors)
+    assert predict_pause_s(replace(facts, models=sized)) is not None
 
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:

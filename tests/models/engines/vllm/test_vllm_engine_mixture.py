@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.vllm import options as vllm_options
@@ -27,13 +27,27 @@ from pathlib import Path
 from grmpipe.models.engines.vllm import vllm_worker
 
 HAND_OVER = vllm_worker.Inbox._load
+handed = []
 
 def without_experts(inbox, tensors):
     drops = Path({flag!r}).exists()
-    HAND_OVER(inbox, ((name, tensor) for name, tensor in tensors if not (drops and ".experts." in name)))
+    seen = [(name, tensor) for name, tensor in tensors if not (drops and ".experts." in name)]
+    handed.extend(name for name, _ in seen)
+    HAND_OVER(inbox, seen)
 
 vllm_worker.Inbox._load = without_experts
-Faulty = vllm_worker.WeightReceiver
+
+class Faulty(vllm_worker.WeightReceiver):
+    def take_handed(self):
+        names = handed.copy()
+        handed.clear()
+        return names
+
+    def digest(self):
+        return self.weight_transfer_engine._application._digests()
+
+    def load_experts_alone(self):
+        self.weight_transfer_engine._experts._layers = {{}}
 """
 
 
@@ -64,12 +78,14 @@ def test_experts_arrive_and_dropped_experts_are_reported_by_the_same_push(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm_options, "WORKER_EXTENSION", "faulty_mixture.Faulty")
     paths = [save_mixture(tmp_path / str(seed), model_path, seed) for seed in range(2)]
-    model = load_causal_lm(paths[1])
+    model, first = load_causal_lm(paths[1]), load_causal_lm(paths[0])
     engine = VllmEngine(EngineSpec(path=paths[0], role="policy"), VllmConfig(kv_cache_mb=16))
+    ask = engine._process.ask_workers
     ids = prompt_of(40)
 
-    async def push(version: int) -> WeightReceipt:
-        stream = WeightStream(model, "float32", 1 << 16, names=CheckpointNames.of(model.config))
+    async def push(version: int, model: PreTrainedModel = model) -> WeightReceipt:
+        # An expert's tensor has 4 KB: the four of a layer come in two buckets.
+        stream = WeightStream(model, "float32", 10_000, names=CheckpointNames.of(model.config))
         store = ObjectStore("float32")
         await engine.pause()
         await engine.begin_weights()
@@ -82,6 +98,12 @@ def test_experts_arrive_and_dropped_experts_are_reported_by_the_same_push(
     async def scene() -> None:
         assert await engine.score(ids) == pytest.approx(logprobs_of(paths[0], ids), abs=1e-3)
         healthy = await push(1)
+        stacks = [
+            f"model.layers.{layer}.mlp.experts.{one}_proj" for layer in range(2) for one in ("down", "gate", "up")
+        ]
+        (handed,) = await ask("take_handed")
+        assert sorted(name for name in handed if ".experts." in name) == stacks, "all experts of a layer at once"
+        joined, scored = await ask("digest"), await engine.score(ids)
         assert (healthy.unapplied, len(healthy.checksums)) == ((), len(model.state_dict()) + 2 * (3 * 4 - 2))
         assert await engine.score(ids) == pytest.approx(logprobs_of(paths[1], ids), abs=1e-3)
         with torch.no_grad():
@@ -91,7 +113,14 @@ def test_experts_arrive_and_dropped_experts_are_reported_by_the_same_push(
         dropped = await push(2)
         assert set(dropped.unapplied) == {name for name in dropped.checksums if ".experts." in name}
         flag.unlink()
-        assert (await push(3)).unapplied == ()
+        assert (await push(3, first)).unapplied == ()
+        await ask("load_experts_alone")
+        model.load_state_dict(load_causal_lm(paths[1]).state_dict())
+        await ask("take_handed")
+        assert (await push(4)).unapplied == ()
+        assert sum(".experts." in name for name in (await ask("take_handed"))[0]) == 2 * 3 * 4
+        assert await ask("digest") == joined, "bit for bit what vLLM makes of one expert after the other"
+        assert await engine.score(ids) == scored
 
     try:
         asyncio.run(scene())
