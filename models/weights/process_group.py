@@ -7,7 +7,11 @@ stay out of torch's registry: sender and receiver may share a process, and leavi
 """
 
 import os
+import socket
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -20,6 +24,7 @@ from grmpipe.models.rendezvous import address_towards, store_at
 from grmpipe.models.types import GroupLink
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+LOOK_EVERY_S = 1.0  # for a sender that has left, while a bucket doesn't come
 
 
 class _Backend(Protocol):
@@ -32,7 +37,7 @@ class _Backend(Protocol):
 
 class BroadcastLink:
     """One member's end of a group. Joining under a new name leaves the old group; a failed member leaves, so that the
-    others notice. Gloo doesn't tell a receiver in the middle of a bucket, which waits for its timeout.
+    others notice. Gloo doesn't tell a receiver in the middle of a bucket, which looks for the sender's store instead.
 
     Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after each.
     """
@@ -107,7 +112,8 @@ class BroadcastLink:
         if not packed_B.numel():
             return
         timeout_s = link.timeout_s if self._connected else link.meeting_timeout_s
-        reason = _failure(self._backend, packed_B, timeout_s + link.time_for_bytes_s(packed_B.numel()))
+        limit_s = timeout_s + link.time_for_bytes_s(packed_B.numel())
+        reason = _failure(self._backend, packed_B, limit_s, link)
         if reason is not None:
             if self._link is link:  # a caller that gave up may have joined another group since
                 self.leave()
@@ -118,17 +124,43 @@ class BroadcastLink:
         self._connected = True
 
 
-def _failure(backend: _Backend, packed_B: Tensor, timeout_s: float) -> str | None:
+def _failure(backend: _Backend, packed_B: Tensor, timeout_s: float, link: GroupLink) -> str | None:
     """Broadcast, and return why it failed.
 
     Returned, not raised: a traceback would keep the backend, and so the connections, alive.
     """
-    timeout = timedelta(seconds=timeout_s)
+    looks = link.backend == "gloo" and link.rank > 0
+    ends_s = time.monotonic() + timeout_s
+    work = backend.broadcast(packed_B, 0, timedelta(seconds=timeout_s))
+    while True:
+        left_s = max(0.001, ends_s - time.monotonic())
+        try:
+            work.wait(timedelta(seconds=min(LOOK_EVERY_S, left_s) if looks else left_s))
+            return None
+        except RuntimeError as error:
+            if not looks or work.is_completed() or time.monotonic() >= ends_s:
+                return _plain(error)
+        if _has_left(link, ends_s - time.monotonic()):
+            # Gloo has no abort: its end of the group stays, with the bucket's memory, until its own timeout.
+            threading.Thread(target=_outlast, args=(backend, work, timeout_s), name="left-group", daemon=True).start()
+            return "the sender left the group, or ended"
+
+
+def _has_left(link: GroupLink, limit_s: float) -> bool:
+    """Whether nobody listens at the sender's store any more. A machine that is gone doesn't answer: false."""
     try:
-        backend.broadcast(packed_B, 0, timeout).wait(timeout)
-    except RuntimeError as error:
-        return _plain(error)
-    return None
+        socket.create_connection((link.address, link.port), timeout=max(0.001, limit_s)).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _outlast(backend: _Backend, work: dist.Work, limit_s: float) -> None:
+    """Keep a group while it waits: its last reference would wait in the caller's thread."""
+    with suppress(RuntimeError):
+        work.wait(timedelta(seconds=limit_s))
 
 
 def read_published(link: GroupLink, version: int) -> bytes:

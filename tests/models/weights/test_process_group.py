@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -37,3 +40,37 @@ def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
     else:
         with pytest.raises(ConnectionError, match="no process group was joined"):
             group.send(["w"], torch.zeros(1, dtype=torch.uint8))
+
+
+def test_a_receiver_in_the_middle_of_a_bucket_ends_soon_after_its_sender_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo doesn't tell it: it would wait for its whole time limit."""
+    monkeypatch.setattr(process_group, "LOOK_EVERY_S", 0.01)
+    store, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    waits: list[float] = []
+
+    class Hung:
+        """A broadcast without an end, whose sender leaves after the receiver has looked for it twice."""
+
+        def broadcast(self, *args: object) -> Hung:
+            return self
+
+        def wait(self, limit: timedelta) -> None:
+            waits.append(limit.total_seconds())
+            if len(waits) == 3:
+                store.close()
+            ended.wait(limit.total_seconds())
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return False
+
+    monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: (Hung(), object()))
+    group = BroadcastLink()
+    group.join(replace(LINK, port=store.getsockname()[1], rank=1, timeout_s=600.0))
+    with pytest.raises(
+        ConnectionError, match=r"receiving 'w' in the group 'one' of 2 failed: the sender left the group"
+    ):
+        group.receive(["w"], [torch.uint8], [(4,)])
+    ended.set()  # for the thread that keeps the broadcast until its limit
+    assert len(waits) >= 3 and set(waits[:3]) == {0.01}
+    assert group.name is None, "another group may be joined"

@@ -105,7 +105,6 @@ def test_vllm_joins_the_experts_of_a_push() -> None:
     sized = {**facts.models, "policy": replace(facts.models["policy"], footprint=mixture)}
     push = measure_push("policy", replace(facts, models=sized))
     assert (push.joined, push.tensors) == (48 * 128 * 3, mixture.num_tensors)
-    assert predict_pause_s(replace(facts, models=sized)) is not None
 
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:
