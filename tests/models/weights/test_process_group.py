@@ -67,9 +67,7 @@ def test_a_receiver_in_the_middle_of_a_bucket_ends_soon_after_its_sender_left(mo
     monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: (Hung(), object()))
     group = BroadcastLink()
     group.join(replace(LINK, port=store.getsockname()[1], rank=1, timeout_s=600.0))
-    with pytest.raises(
-        ConnectionError, match=r"receiving 'w' in the group 'one' of 2 failed: the sender left the group"
-    ):
+    with pytest.raises(ConnectionError, match=r"receiving 'w' in the group 'one' of 2 failed: the sender left"):
         group.receive(["w"], [torch.uint8], [(4,)])
     ended.set()  # for the thread that keeps the broadcast until its limit
     assert len(waits) >= 3 and set(waits[:3]) == {0.01}
