@@ -165,11 +165,11 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
 
 
 def predict_pause_s(facts: RunFacts) -> float | None:
-    """The pause of the policy's engines for a push. None if the size of the model or the device is unknown."""
-    where = facts.describe_seats(LEARNER)
-    if facts.models[POLICY].footprint is None or facts.devices[where.pool] is None:
+    """The pause of the policy's engines for a push. None if nothing is pushed, or a size or the device is unknown."""
+    if not {LEARNER, POLICY} <= facts.placement.seats.keys() or facts.models[POLICY].footprint is None:
         return None
-    return round(push_s(POLICY, facts, where), 4)
+    where = facts.describe_seats(LEARNER)
+    return round(push_s(POLICY, facts, where), 4) if facts.devices[where.pool] is not None else None
 
 
 def count_cores(facts: RunFacts) -> int:

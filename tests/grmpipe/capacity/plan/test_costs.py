@@ -83,12 +83,14 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
     assert push(16) == pytest.approx(0.05 + calls_s + num_bytes / (50e9 * 0.7)), "nine times as long"
 
 
-def test_the_predicted_pause_is_the_plans_and_absent_where_a_size_or_a_device_is_unknown() -> None:
+def test_the_predicted_pause_is_the_plans_and_absent_where_something_is_unknown() -> None:
     facts = facts_with()
     assert predict_pause_s(facts) == pytest.approx(push_s("policy", facts, facts.describe_seats("learner")), abs=1e-4)
     unsized = {**facts.models, "policy": replace(facts.models["policy"], footprint=None)}
     assert predict_pause_s(replace(facts, models=unsized)) is None
     assert predict_pause_s(replace(facts, devices=dict.fromkeys(facts.devices))) is None
+    engines = {role: seats for role, seats in facts.placement.seats.items() if role != "learner"}
+    assert predict_pause_s(replace(facts, placement=replace(facts.placement, seats=engines))) is None
 
 
 def test_merged_adapters_of_a_mixture_send_no_experts() -> None:
