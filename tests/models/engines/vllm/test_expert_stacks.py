@@ -24,7 +24,7 @@ def make_stacks(num_layers: int, num_experts: int) -> Any:
     from grmpipe.models.engines.vllm.expert_stacks import ExpertStacks
 
     return ExpertStacks(
-        SimpleNamespace(layer_name=f"model.layers.{layer}.mlp.experts", global_num_experts=num_experts)  # type: ignore[misc]
+        SimpleNamespace(layer_name=f"model.layers.{layer}.mlp.experts", global_num_experts=num_experts)
         for layer in range(num_layers)
     )
 
