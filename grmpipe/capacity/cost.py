@@ -17,8 +17,8 @@ DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers
 SYNC_FIXED_S = 0.05  # no push takes less
 # What a push takes besides its bytes: a tensor goes through an engine's loader, mostly in Python (1.1 ms for one of an
 # expert: vLLM 0.32 for CPUs, a mixture beside a dense model of its size; 0.1 ms if they are joined before); a bucket is
-# made, sent and checked
-# (assumed); an engine is asked to pause, to receive and to resume, over Ray. It scores the probe after its pause.
+# made, sent and checked (assumed); an engine is asked to pause, to receive and to resume, over Ray. It scores the probe
+# after its pause.
 TENSOR_S, JOINED_S, BUCKET_S, ENGINE_S = 1e-3, 1e-4, 5e-3, 3 * 1.1e-3
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
 # (benchmarks/plan_rates.md).
