@@ -11,6 +11,7 @@ from grmpipe.trackers.mlflow_tracker import MlflowConfig
 from grmpipe.trackers.prometheus_tracker import PrometheusConfig
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
+from grmpipe.trackers.trackio_tracker import TrackioConfig
 from grmpipe.trackers.wandb_tracker import WandbConfig
 from grmpipe.trackers.webhook_tracker import WebhookConfig
 
@@ -29,6 +30,7 @@ class TrackingConfig(Bounded):
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     webhook: WebhookConfig = field(default_factory=WebhookConfig)
 
