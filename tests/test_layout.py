@@ -106,6 +106,7 @@ LIBRARIES = {
     "wandb": "grmpipe/trackers/wandb_tracker.py",
     "tensorboard": "grmpipe/trackers/tensorboard_tracker.py",
     "mlflow": "grmpipe/trackers/mlflow_tracker.py",
+    "opentelemetry": "grmpipe/trackers/opentelemetry_tracker.py",
     "trackio": "grmpipe/trackers/trackio_tracker.py",
     "omegaconf": "grmpipe/config/io/yaml_io.py",
     "hydra": "grmpipe/cli.py",

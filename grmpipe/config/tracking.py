@@ -8,6 +8,7 @@ from typing import cast
 from grmpipe.config.keys.dotted_path import check_takes, find_at, is_dotted, unknown_value
 from grmpipe.models.bounds import Bounded, at_least
 from grmpipe.trackers.mlflow_tracker import MlflowConfig
+from grmpipe.trackers.opentelemetry_tracker import OpenTelemetryConfig
 from grmpipe.trackers.prometheus_tracker import PrometheusConfig
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
@@ -31,6 +32,7 @@ class TrackingConfig(Bounded):
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    opentelemetry: OpenTelemetryConfig = field(default_factory=OpenTelemetryConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     webhook: WebhookConfig = field(default_factory=WebhookConfig)
 

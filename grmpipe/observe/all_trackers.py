@@ -62,6 +62,14 @@ class AllTrackers:
             shown = [self._masked(row) for row in rows[: self._table_rows]]
             self._each(lambda tracker: tracker.table(step, shown))
 
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        takers = [one for one in self._trackers.items() if type(one[1]).span is not Tracker.span]
+        if takers:  # thousands a step, and most trackers take none
+            shown = {key: mask(arg, self._secrets) if isinstance(arg, str) else arg for key, arg in args.items()}
+            for owner, tracker in takers:
+                with self._guard.watch(owner):
+                    tracker.span(lane, name, start_s, end_s, shown)
+
     def alarm(self, text: str) -> None:
         shown = mask(text, self._secrets)
         self._each(lambda tracker: tracker.alarm(shown))

@@ -9,6 +9,7 @@ from pathlib import Path
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import AppendFile
 from grmpipe.observe.plain_json import json_bytes
+from grmpipe.scheduler.events import EventSink, NoEvents
 
 SPILL_EVENTS = 256  # kept in memory, at most
 SPILL_AFTER_S = 5.0  # a kill loses at most this much of the run's time
@@ -23,7 +24,9 @@ class Timeline:
     I/O errors never surface: `failures` counts them.
     """
 
-    def __init__(self, path: Path, run_id: str = "") -> None:
+    def __init__(self, path: Path, run_id: str = "", others: EventSink | None = None) -> None:
+        """others: get every span, too."""
+        self._others = others or NoEvents()
         self._file = AppendFile(path)
         self._lanes = Lanes()
         self._pending: list[bytes] = []
@@ -38,6 +41,7 @@ class Timeline:
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
         """Record a span. Overlapping spans of a lane get their own rows, "policy-0 · 2" and so on."""
+        self._others.span(lane, name, start_s, end_s, **args)
         row = self._lanes.place(lane, start_s, end_s)
         if row is not None:
             if row.num_spans == 1:

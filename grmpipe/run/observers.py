@@ -162,7 +162,7 @@ class Observers:
                 PaidAnswers(run_dir, run_id, guard, is_kept=spending.is_bounded),
                 is_service=is_service,
             ),
-            timeline=Timeline(run_dir / "timeline.json", run_id),
+            timeline=Timeline(run_dir / "timeline.json", run_id, trackers),
             console=console,
             progress=Progress(console.console if console else None),
             files=list_files(config),

@@ -55,6 +55,11 @@ class Tracker:
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Take rollouts, every `tracking.table_every` steps. Their texts are free of secrets."""
 
+    def span(self, lane: str, name: str, start_s: float, end_s: float, args: Mapping[str, str | int | float]) -> None:
+        """Take a span of the timeline: what an engine, the learner or a stage, the lane, did in seconds of
+        time.monotonic.
+        """
+
     def alarm(self, text: str) -> None:
         """Take an alarm of the run, in a sentence or two, free of secrets."""
 
