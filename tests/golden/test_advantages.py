@@ -33,7 +33,7 @@ def steps(*values: float, tail: int = 0) -> Rewards:
     return Rewards(num_tokens=len(values) + tail, ends_K=tuple(range(1, len(values) + 1)), values_K=values)
 
 
-def estimated(name: str, *groups: list[Rewards], **keys: float) -> list[list[float]]:
+def estimated(name: str, *groups: list[Rewards], **keys: object) -> list[list[float]]:
     """Advantages by rollout, per token."""
     found = estimate(groups, AlgorithmConfig(estimator=name, **keys))  # type: ignore[arg-type]
     return [advantages_N.tolist() for group in found for advantages_N in group]
@@ -68,6 +68,15 @@ def test_grpo_divides_by_the_population_std() -> None:
 
 def test_grpo_divides_by_the_sample_std() -> None:
     assert standardize(ONE_RIGHT, "sample") == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "process", "process_grpo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_the_deviation_is_the_one_that_is_chosen(name: str) -> None:
+    """Rewards 0, 1, 2 and 5 of one token each: mean 2, sum of squares about it 14."""
+    group = [outcome(one) for one in (0.0, 1.0, 2.0, 5.0)]
+    for std, unit in (("none", 1.0), ("population", math.sqrt(14 / 4)), ("sample", math.sqrt(14 / 3))):
+        expected = [pytest.approx([one / unit], rel=1e-4) for one in (-2.0, -1.0, 0.0, 3.0)]
+        assert estimated(name, group, std=std) == expected
 
 
 def test_dr_grpo_only_centers() -> None:
@@ -259,8 +268,21 @@ def test_gae_at_lambda_1_is_the_return_less_the_value_and_at_0_the_td_error() ->
     monte_carlo, returned = gae(rewards, values, np.ones(9), 0.9, 1.0)
     assert monte_carlo == pytest.approx(returns(rewards.tolist(), 0.9) - values)
     assert returned == pytest.approx(returns(rewards.tolist(), 0.9))
+    assert gae(rewards, values, np.ones(9))[1] == pytest.approx(rewards[::-1].cumsum()[::-1])
     td, _ = gae(rewards, values, np.ones(9), 0.9, 0.0)
     assert td == pytest.approx(rewards + 0.9 * np.append(values[1:], 0.0) - values)
+
+
+def test_estimators_of_a_critic_take_its_values_and_both_discounts() -> None:
+    """gamma 0.5, lambda 0.25: deltas 0, 0, 0.5; each advantage is an eighth of the next one."""
+    valued = Rewards(num_tokens=3, ends_K=(3,), values_K=(1.0,), expected_N=np.array([0.125, 0.25, 0.5]))
+    discounts = {"gamma": 0.5, "gae_lambda": 0.25}
+    raw_N = np.array([0.5 / 64, 0.5 / 8, 0.5])
+    assert estimated("gae_raw", [valued] * 2, **discounts) == [pytest.approx(raw_N.tolist())] * 2
+    centered_N = raw_N - raw_N.sum() / 3
+    assert estimated("gae", [valued] * 2, std="none", **discounts) == [pytest.approx(centered_N.tolist())] * 2
+    scaled_N = centered_N / math.sqrt(2 * (centered_N**2).sum() / 5)  # 6 tokens
+    assert estimated("gae", [valued] * 2, std="sample", **discounts) == [pytest.approx(scaled_N.tolist(), rel=1e-4)] * 2
 
 
 def test_gae_carries_the_values_through_what_the_environment_said() -> None:
@@ -376,5 +398,7 @@ def test_a_group_without_a_trained_sibling_has_no_gradient_for_any_estimator() -
 
 
 def test_raft_imitates_the_best_of_a_group_and_nobody_where_all_are_equal() -> None:
+    least = MIN_GROUP_STD  # by which rewards must differ more
+    assert estimated("raft", [outcome(least), outcome(0.0), outcome(-1.0)]) == [[1.0], [1.0], [0.0]]
     best, equal = [outcome(0.2), outcome(0.9, 2), outcome(0.9)], [outcome(1.0), outcome(1.0)]
     assert estimated("raft", best, equal) == [[0.0], [1.0, 1.0], [1.0], [0.0], [0.0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,12 +219,33 @@ def test_gae_over_turns_equals_the_slow_reference(gamma: float, lam: float, by_t
 def test_gae_over_turns_without_discounts_is_gae_also_for_rewards_within_turns() -> None:
     """A reward in the middle of a turn counts once."""
     rewards = Rewards(
-        num_tokens=9, ends_K=(2, 4, 7, 9), values_K=(1.0, 2.0, 4.0, 8.0), expected_N=DRAW.normal(size=9),
+        num_tokens=9, ends_K=(2, 4, 8, 9), values_K=(1.0, 2.0, 4.0, 8.0), expected_N=DRAW.normal(size=9),
         turn_ends_U=(4, 4, 9),
     )  # fmt: skip
     algorithm = AlgorithmConfig(estimator="gae_turns", gae_turns=GaeTurns(high_level_gamma=1.0))
     for mine, expected in zip(gae_of_turns(rewards, algorithm), compute_gae(rewards, algorithm), strict=True):
         np.testing.assert_allclose(mine, expected, atol=1e-12)
+
+
+def test_a_turn_without_tokens_discounts_nothing() -> None:
+    algorithm = AlgorithmConfig(estimator="gae_turns", gae_turns=GaeTurns(high_level_gamma=0.5))
+    rewards = valued(2, 3)
+    (found, _), (expected, _) = (
+        gae_of_turns(replace(rewards, turn_ends_U=ends_U), algorithm) for ends_U in ((2, 2, 5), (2, 5))
+    )
+    assert found == pytest.approx(expected)
+
+
+def test_gae_over_turns_is_whitened_as_the_others_are() -> None:
+    """Raw 4.5, 3.5 and 1, as by hand above, twice: mean 3, sum of squares about it 13."""
+    rewards = Rewards(
+        num_tokens=3, ends_K=(2, 3), values_K=(3.0, 5.0), expected_N=np.array([1.0, 2.0, 4.0]), turn_ends_U=(2, 3)
+    )
+    discount = GaeTurns(high_level_gamma=0.5)
+    centered, deviation = (1.5, 0.5, -2.0), math.sqrt(13 / 5)
+    for std, unit in (("none", 1.0), ("sample", deviation)):
+        found = estimated("gae_turns", [rewards] * 2, gae_turns=discount, std=std)
+        assert found == [pytest.approx([one / unit for one in centered], rel=1e-4)] * 2
 
 
 def test_the_critic_learns_the_returns_of_its_estimator() -> None:
