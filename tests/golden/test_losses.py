@@ -26,7 +26,7 @@ from grmpipe.algorithm.losses import (
 )
 from grmpipe.algorithm.objective import Objective, kl, policy_loss
 from grmpipe.algorithm.parts import AGGREGATIONS, KL_ESTIMATORS, LOSSES
-from grmpipe.algorithm.settings import DualClip
+from grmpipe.algorithm.settings import DualClip, Sapo
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -319,6 +319,8 @@ def test_sapo_is_a_soft_gate_with_a_temperature_by_the_sign_of_the_advantage() -
         loss_mask_T=torch.ones(4, dtype=torch.float64),
         sequence_lengths_S=torch.tensor([4]),
     )
+    cold = sapo(tokens, AlgorithmConfig(loss="sapo", sapo=Sapo(temperature_pos=2.0))).loss_T.detach().numpy()
+    np.testing.assert_allclose(cold[:2], -4 / 2 / (1 + np.exp(-2 * (r[:2] - 1))), rtol=1e-12)
     loss = sapo(tokens, AlgorithmConfig(loss="sapo")).loss_T
     tau = np.where(a > 0, 1.0, 1.05)
     gate = 1 / (1 + np.exp(-tau * (r - 1)))

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from grmpipe.algorithm.rewards import place_rewards
+from grmpipe.config.judge import Scale
+from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mix_verdicts
-from grmpipe.judge.votes import average_weighted, best_indices, majority, mean, median, score_std, total
+from grmpipe.judge.votes import (
+    average_weighted,
+    best_indices,
+    majority,
+    mean,
+    median,
+    score_std,
+    total,
+    vote_named,
+    voted,
+)
 from grmpipe.types import RewardSpan, Verdict
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
@@ -57,6 +70,36 @@ def test_the_majority_takes_what_most_gave_and_the_middle_of_a_tie() -> None:
     assert majority((7, 7, 1)) == 7
     assert majority((7, 1, 7, 1)) == 4
     assert majority((9, 2, 1)) == 4
+
+
+def test_a_verdict_holds_the_vote_its_reward_on_the_scale_and_how_far_the_judgements_part() -> None:
+    """Scores 2, 4 and 9 of 1 to 9: mean 5, the middle of the scale; population std sqrt(26 / 3)."""
+    rollout = rollout_of_text("g", 3, "an answer")
+    verdict = voted("mine", rollout, [2, 4, 9], mean, Scale(low=1, high=9))
+    (span,) = verdict.rewards
+    assert (span.turn, span.start, span.end) == (0, 0, len(rollout.turns[0].completion.token_ids))
+    assert (verdict.score, span.value, verdict.breakdown, verdict.num_judgements) == (5, 0.5, {"mine": 0.5}, 3)
+    assert verdict.score_std == pytest.approx(math.sqrt(26 / 3))
+    assert voted("mine", rollout, [2, 4, 9], median, Scale(low=1, high=9)).score == 4
+
+
+def lowest(scores: list[float]) -> object:
+    if len(scores) > 3:
+        raise KeyError("many")
+    return min(scores) if len(scores) > 1 else "one"
+
+
+def test_a_vote_of_ones_own_is_asked_and_named_where_it_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_votes", sys.modules[__name__])
+    vote = vote_named("my_votes.lowest")
+    assert vote([3, 2, 5]) == 2
+    with pytest.raises(
+        ValueError, match=r"^judge\.vote: .*lowest .*returned 'one'; return a number, .* of 1 judgements"
+    ):
+        vote([3])
+    with pytest.raises(ValueError, match=r"judge\.vote: .*lowest .*KeyError.*many") as raised:
+        vote([1, 2, 3, 4])
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_every_span_keeps_its_share_in_a_mix_with_a_mean_of_steps(bench: Any) -> None:
