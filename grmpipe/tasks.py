@@ -16,7 +16,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.task_settings import EVALUATIONS
 from grmpipe.run.build.start_cluster import preload
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.prepare import Prepared, prepare
+from grmpipe.run.prepare import Prepared, check_trackers, prepare
 from grmpipe.run.run_context import HasConfig, Run, run_in_directory
 from grmpipe.run.run_watcher import RunWatcher
 from grmpipe.run.signals import stoppable
@@ -84,8 +84,7 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
         if lock.place.complete:
             watcher.note_opened(lock.place.run_dir)
             return objective_of_complete(lock.place.run_dir)
-        if missing := config.tracking.find_missing():
-            raise ConfigError(missing)
+        check_trackers(config)
         with preload(config):
             prepared = task.prepare(config)
             for line in (*lock.place.notes, *task.notes(prepared)):

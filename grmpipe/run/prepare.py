@@ -61,7 +61,7 @@ from grmpipe.roles.learners import (
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import Model, Roles, resolve_roles
-from grmpipe.run.run_prompts import load_stored_tasks, read_data, read_demonstrations
+from grmpipe.run.run_prompts import check_canaries, load_stored_tasks, read_data, read_demonstrations
 from grmpipe.scheduler.placement import Placement
 from grmpipe.types import Prompt
 from grmpipe.workflows.play_workflow import workflow_player
@@ -115,6 +115,7 @@ def prepare(config: RunConfig) -> Prepared:
     math_rule.check_installed(config.judges.values())
     check_peft(() if joined else reversed([*config.models.values()]))
     data = read_data(config)
+    check_canaries(config)
     check_objective(config)
     with section(""):
         try_own_parts(config.algorithm, config.train.group_size, config.rollout.max_new_tokens)
@@ -226,6 +227,12 @@ def check_own_judges(config: RunConfig) -> None:
                 load_custom_judge(judge)
             if judge.kind == "function":
                 FunctionJudge(judge)
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Check that each tracker has what it writes with."""
+    if missing := config.tracking.find_missing():
+        raise ConfigError(missing)
 
 
 def check_calibrations(prepared: Prepared) -> None:

@@ -142,6 +142,13 @@ def read_demonstrations(path: str | None, renderer: Renderer, seed: int) -> Demo
     return Demonstrations(conversations, renderer, seed)
 
 
+def check_canaries(config: RunConfig) -> None:
+    """Check that the file of canaries can be read, which the run does at its first evaluation."""
+    if (path := config.judge_monitor.canaries_path) is not None:
+        with section("judge_monitor.canaries_path: "):
+            load_labelled(path)
+
+
 def load_stored_tasks(config: RunConfig, role: str, data: Data) -> PromptStream | None:
     """The stored judging tasks of a model that learns to judge: a GRM next to the policy, or the policy itself, whose
     tasks are on other prompts than its own. Without a file of them, checks that the policy's prompts have references.

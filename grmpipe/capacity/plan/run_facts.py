@@ -12,6 +12,7 @@ from grmpipe.config.io.key_errors import ModelNotHere, section
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.catalogs import resolve_model
 from grmpipe.data.prompts import Data
+from grmpipe.judge.calibration import read_calibration
 from grmpipe.judge.context_limits import check_answer_fits, check_policy
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.footprint import Footprint, Heads, footprint_of_shape, read_footprint, read_heads
@@ -21,8 +22,8 @@ from grmpipe.roles.learners import check_experts, check_learns
 from grmpipe.roles.machines import check_machine
 from grmpipe.roles.role_placement import seat_roles
 from grmpipe.roles.roles import LearnerRole, Model, Roles, ServedRole, resolve_roles
-from grmpipe.run.prepare import check_judges, check_objective
-from grmpipe.run.run_prompts import read_data
+from grmpipe.run.prepare import check_judges, check_objective, check_trackers
+from grmpipe.run.run_prompts import check_canaries, load_stored_tasks, read_data, read_demonstrations
 from grmpipe.scheduler.devices import DeviceSpec, device_called, find_device
 from grmpipe.scheduler.placement import ClusterConfig, Placement, PoolConfig
 from grmpipe.types import Prompt
@@ -110,6 +111,7 @@ def collect_facts(config: RunConfig) -> RunFacts:
     checks: list[Callable[[], None]] = [
         lambda: check_machine(config.cluster, placement),
         lambda: roles.check_installed(joined=joined),
+        lambda: check_trackers(config),
     ]
     for check in checks:
         try:
@@ -121,6 +123,7 @@ def collect_facts(config: RunConfig) -> RunFacts:
         check_policy(config.rollout, policy, data)
     else:
         check_answer_fits(config.rollout, roles.served["policy"])
+    check_files(config, data, policy)
     found = [sized.model for sized in models.values() if sized.model is not None]
     check_judges(config, roles, found, data)
     return RunFacts(
@@ -133,6 +136,19 @@ def collect_facts(config: RunConfig) -> RunFacts:
         devices=devices,
         unchecked=(*unchecked, *lacking),
     )
+
+
+def check_files(config: RunConfig, data: Data, policy: Model | None) -> None:
+    """Check the files that a run reads at its start, beside those of its prompts."""
+    check_canaries(config)
+    for role in config.learns_to_judge:
+        load_stored_tasks(config, role, data)
+    if policy is not None:
+        read_demonstrations(config.algorithm.sft.path, policy.renderer, config.seed)
+    for judge in config.asked.judges.values():
+        if judge.calibration is not None:
+            with section(f"{judge.key}.calibration: "):
+                read_calibration(judge.calibration)
 
 
 def find_longest(prompts: Iterable[Prompt]) -> tuple[Prompt, ...]:

@@ -53,6 +53,27 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "experiment"),
+    [
+        ("grm.train.data_path", "cotrain"),
+        ("judge_monitor.canaries_path", "quickstart"),
+        ("algorithm.sft.path", "quickstart"),
+        ("judge.calibration", "quickstart"),
+    ],
+)
+def test_a_plan_refuses_a_file_that_the_run_would_not_find(key: str, experiment: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: .*nothing\.jsonl"):
+        planned(f"+experiment={experiment}", f"{key}=nothing.jsonl")
+
+
+def test_a_plan_says_what_a_tracker_lacks_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRMPIPE_WEBHOOK_URL", raising=False)
+    text = " ".join(planned("+experiment=quickstart", "tracking.trackers=[webhook]").split())
+    assert "not checked here" in text
+    assert "tracking.trackers: webhook can't be used here; set the variable GRMPIPE_WEBHOOK_URL" in text
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [(0.0121, "0.0121 s"), (120.0, "120 s"), (121.0, "2.0 min"), (3599.0, "60.0 min"), (29200.0, "8.1 h")],
 )
