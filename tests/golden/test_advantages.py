@@ -310,6 +310,17 @@ def test_whitening_is_over_the_tokens_of_the_batch() -> None:
     assert first == pytest.approx([0.5 / 1.0] * 3, rel=1e-5)
 
 
+def test_two_tokens_are_enough_to_whiten_and_a_batch_that_trains_none_stays_as_it_is() -> None:
+    pair = [[outcome(1.0)], [outcome(-1.0)]]
+    (first,), (second,) = whiten(pair, [[np.ones(1)], [-np.ones(1)]], "population")
+    assert (first[0], second[0]) == pytest.approx((1.0, -1.0), rel=1e-5)
+    near = MIN_GROUP_STD / 10  # the deviation is less than what is added to it
+    (first,), (second,) = whiten(pair, [[np.array([near])], [np.zeros(1)]], "population")
+    assert 0 < first[0] < 0.1 and second[0] == pytest.approx(-first[0])
+    ((same,),) = whiten([[masked(outcome(1.0, 3))]], [[np.ones(3)]], "population")
+    assert same.tolist() == [1.0, 1.0, 1.0]
+
+
 def masked(rewards: Rewards) -> Rewards:
     return replace(rewards, is_trained=False)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.algorithm.advantages import compute_gae, gae_of_turns
+from grmpipe.algorithm.advantages import compute_gae, gae_of_turns, to_come_by_turn
 from grmpipe.algorithm.parts import all_advantages_zero, estimate, estimator_named
 from grmpipe.algorithm.rewards import Rewards, place_rewards
 from grmpipe.algorithm.settings import GaeTurns, Gigpo, MtGrpo
@@ -86,6 +86,14 @@ def test_gigpo_sees_a_gradient_where_outcomes_are_equal_and_turns_are_not() -> N
 def test_equal_turns_give_gigpo_no_advantage_however_many_there_are_of_a_mean() -> None:
     group = [turns(*[0.7] * number, keys="s" * number, mean=True) for number in (1, 3, 5)]
     assert all_advantages_zero(group, AlgorithmConfig(estimator="gigpo"))
+
+
+def test_what_is_to_come_of_a_mean_is_the_mean_by_share_and_nothing_after_the_last_reward() -> None:
+    """Turns of one token; steps of shares 1/4 and 3/4 that earned 1 and 2, and a turn without a step."""
+    rewards = Rewards(
+        num_tokens=3, ends_K=(1, 2), values_K=(0.25, 1.5), shares_K=(0.25, 0.75), turn_ends_U=(1, 2, 3),
+    )  # fmt: skip
+    assert to_come_by_turn(rewards, 1.0).tolist() == [1.75, 2.0, 0.0]
 
 
 def slow_gigpo(group: list[Rewards], gamma: float, weight: float) -> list[list[float]]:

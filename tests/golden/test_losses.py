@@ -60,6 +60,13 @@ def gradient(tokens: Scored, policy: PolicyLoss) -> list[float]:
     return tokens.logprobs_T.grad.tolist()
 
 
+def test_the_mean_log_ratio_of_a_rollout_is_held_within_20_though_its_tokens_are_not() -> None:
+    """Of two tokens each: 30 and 16, mean 23; -30 and -16; 30 and -10, mean 10."""
+    ratios = [math.exp(one) for one in (30.0, 16.0, -30.0, -16.0, 30.0, -10.0)]
+    found_S = scored(ratios, [1.0] * 6, [2, 2, 2]).mean_log_ratio_S()
+    assert found_S.tolist() == pytest.approx([20.0, -20.0, 10.0])
+
+
 def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss_T=tokens.logprobs_T.sum(), clipped_T=torch.zeros(()))
 

@@ -74,5 +74,13 @@ def test_a_long_sample_is_more_work_than_as_many_tokens_in_short_ones() -> None:
     assert tokens == [8192, 9216]  # by tokens alone the short ones would be 512 more, next to the long one
 
 
+def test_imbalance_is_the_time_of_all_rounds_over_that_without_waiting() -> None:
+    """Slowest ranks 3 and 2, means 2 and 2."""
+    done = RankWork()
+    done.add([3.0, 1.0])
+    done.add([2.0, 2.0])
+    assert done.imbalance == 5 / 4
+
+
 def test_empty_batch_is_balanced() -> None:
     assert RankWork().imbalance == 1.0 and deal([], 10, 2) == []
