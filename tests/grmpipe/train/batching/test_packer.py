@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.models.types import VersionSpan
+from grmpipe.models.types import TokenScores, VersionSpan
 from grmpipe.train.batching.packer import (
     EARLY_SHARE,
     MicroBatchRound,
@@ -34,6 +34,21 @@ def sample(index: int, length: int) -> TrainingSample:
         advantages=(0.0, *(0.5,) * (length - 1)),
         versions=(VersionSpan(model="policy", version=index, start=0, end=length),),
     )  # fmt: skip
+
+
+def test_a_sample_without_a_teacher_beside_one_with_a_teacher_is_taught_nothing() -> None:
+    scores = TokenScores(
+        logprobs_N=np.array([0.0, -1.0, -2.0]),
+        top_ids_NK=np.array([[0, 0], [7, 8], [8, 9]]),
+        top_logprobs_NK=np.array([[0.0, 0.0], [-0.5, -1.5], [-0.25, -2.5]]),
+    )
+    teacher = pack([replace(sample(0, 3), teacher=scores), sample(1, 2)]).teacher
+    assert teacher is not None and teacher.top_ids_EK is not None and teacher.top_logprobs_EK is not None
+    assert teacher.taught_E.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0]
+    assert teacher.logprobs_E.tolist() == [0.0, -1.0, -2.0, 0.0, 0.0]
+    assert teacher.top_ids_EK.tolist() == [[0, 0], [7, 8], [8, 9], [0, 0], [0, 0]]
+    assert teacher.top_logprobs_EK[2:].tolist() == [[-0.25, -2.5], [0.0, 0.0], [0.0, 0.0]]
+    assert pack([sample(1, 2)]).teacher is None
 
 
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
