@@ -237,9 +237,9 @@ def test_gae_over_turns_without_discounts_is_gae_also_for_rewards_within_turns()
 
 def test_a_turn_without_tokens_discounts_nothing() -> None:
     algorithm = AlgorithmConfig(estimator="gae_turns", gae_turns=GaeTurns(high_level_gamma=0.5))
-    rewards = valued(2, 3)
+    rewards = valued(1, 2, 3)
     (found, _), (expected, _) = (
-        gae_of_turns(replace(rewards, turn_ends_U=ends_U), algorithm) for ends_U in ((2, 2, 5), (2, 5))
+        gae_of_turns(replace(rewards, turn_ends_U=ends_U), algorithm) for ends_U in ((1, 3, 3, 6), (1, 3, 6))
     )
     assert found == pytest.approx(expected)
 
