@@ -164,7 +164,7 @@ def read_setup(config: RunConfig) -> Setup:
     pools = {role: where.pool for role, where in config.placement.roles.items() if role in config.served}
     return Setup(
         judge="outside" if judging.roles and not judging.local_roles else judge,
-        grms=judging.local_roles or (POLICY,),
+        grms=judging.host_roles or (POLICY,),
         num_judgements=max((judge.num_judgements for judge in judging.generative.values()), default=1),
         max_staleness=config.train.max_staleness,
         rate_limited=any(endpoint is not None and endpoint.is_limited for endpoint in endpoints),

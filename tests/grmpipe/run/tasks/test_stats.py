@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from configs import run_config
+from configs import judge_config, run_config
 
+from grmpipe.config.grm import GrmConfig
+from grmpipe.config.reward import RewardConfig
 from grmpipe.config.run_sections import ClusterConfig
+from grmpipe.models.settings import LoraConfig, PolicyConfig
 from grmpipe.run.tasks.stats import read_setup
 from grmpipe.scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
@@ -24,3 +27,15 @@ def test_a_run_that_takes_all_cores_of_this_machine_knows_it(monkeypatch: pytest
     config = run_config(placement=placement(4))
     joined = replace(config, cluster=ClusterConfig(address="head:6379"))
     assert read_setup(joined).cores_taken == 0
+
+
+def test_advice_names_the_models_whose_engines_have_slots() -> None:
+    adapter = GrmConfig(path="tiny://grm", lora=LoraConfig(rank=4, sync="adapters"))
+    config = run_config(
+        policy=PolicyConfig(path="tiny://policy"),
+        grm=adapter,
+        models={"second": replace(adapter, adapter_of="grm")},
+        judges={"second": judge_config(model="second")},
+        reward=RewardConfig(kind="jury", members=["judge", "second"]),
+    )
+    assert read_setup(config).grms == ("grm",)
