@@ -30,7 +30,7 @@ def test_a_run_that_takes_all_cores_of_this_machine_knows_it(monkeypatch: pytest
 
 
 def test_advice_names_the_models_whose_engines_have_slots() -> None:
-    adapter = GrmConfig(path="tiny://grm", lora=LoraConfig(rank=4, sync="adapters"))
+    adapter = GrmConfig(path="tiny://grm", lora=LoraConfig(rank=4, sync="adapters", path="x"))
     config = run_config(
         policy=PolicyConfig(path="tiny://policy"),
         grm=adapter,
