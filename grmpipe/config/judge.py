@@ -224,9 +224,8 @@ class ToolsConfig(Bounded):
     isolation: str = one_of((INPROCESS, "process"), INPROCESS, "isolation")
     # [calls] Most calls of a judgement; after them, or after half of judge.max_new_tokens, the verdict is asked for.
     max_calls: int = at_least(1, 8)
-    max_s: float = positive(
-        30.0
-    )  # [seconds] Limit on all calls of a judgement together; then the verdict is asked for.
+    # [seconds] Limit on all calls of a judgement together; then the verdict is asked for.
+    max_s: float = positive(30.0)
     max_result_chars: int = at_least(1, 2000)  # [characters] Longest result; the middle of a longer one is left out.
     # Whether functions with a parameter of the type State get the final state of the rollout that is judged, as
     # an env of your own gave it (saved).
