@@ -32,7 +32,7 @@ def watch_loop() -> Iterator[None]:
     try:
         yield
     finally:
-        watchdog.ended.set()
+        watchdog.end()
 
 
 class _Watchdog:
@@ -41,11 +41,19 @@ class _Watchdog:
     def __init__(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
         self._loop = loop
         self._thread_id = thread_id
-        self.ended = threading.Event()
+        self._ended = threading.Event()
+        self._beat = threading.Event()
+
+    def end(self) -> None:
+        """End the thread at once, also if it waits for a sign of life: a loop that has ended gives none."""
+        self._ended.set()
+        self._beat.set()
 
     def run(self) -> None:
-        while not self.ended.wait(CHECK_S):
-            beat = threading.Event()
+        while not self._ended.wait(CHECK_S):
+            beat = self._beat = threading.Event()
+            if self._ended.is_set():
+                return
             try:
                 self._loop.call_soon_threadsafe(beat.set)
             except RuntimeError:  # the loop is closed
@@ -55,12 +63,12 @@ class _Watchdog:
     def _await(self, beat: threading.Event) -> None:
         begun_s, limit_s, level = time.monotonic(), BLOCKED_S, 0
         while not beat.wait(limit_s):
-            if self.ended.is_set() or beat.wait(CHECK_S / 2):  # a process that was stopped goes on
+            if self._ended.is_set() or beat.wait(CHECK_S / 2):  # a process that was stopped goes on
                 return
             level, text = self._found(time.monotonic() - begun_s)
             log.log(level, "%s", text)
             limit_s *= 2
-        if level and not self.ended.is_set():
+        if level and not self._ended.is_set():
             log.log(level, "the event loop goes on, after %.0f s", time.monotonic() - begun_s)
 
     def _found(self, blocked_s: float) -> tuple[int, str]:

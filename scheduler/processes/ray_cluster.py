@@ -298,7 +298,7 @@ class RayCluster:
         found = await asyncio.gather(*(ask.options(scheduling_strategy=place).remote() for place in places))
         return tuple(itertools.chain.from_iterable(found))
 
-    def _environment(self, role: str, gpus: float, devices: Sequence[str]) -> dict[str, dict[str, str]]:
+    def _environment(self, role: str, gpus: float, devices: Sequence[str] = ()) -> dict[str, dict[str, str]]:
         """Variables of a process on a GPU: its threads; for an engine no settings of torch's allocator, which are the
         learner's. An engine that sleeps has an allocator of its own, and refuses expandable segments.
 

@@ -117,8 +117,8 @@ def suggest_fp8(role: ServedRole, facts: RunFacts) -> str:
     """What fp8 would save a judge whose weights never change, where its device multiplies in fp8; else empty. It is
     not chosen by itself: rounded weights judge otherwise.
     """
-    device, sized = facts.devices.get(role.pool), facts.models[role.name]
-    if role.takes_weights or role.is_shared or role.engine.quantizes or not role.engine.fp8_option:
+    device, sized = facts.devices.get(role.pool), facts.models.get(role.name)
+    if sized is None or role.takes_weights or role.is_shared or role.engine.quantizes or not role.engine.fp8_option:
         return ""
     if device is None or "fp8" not in device.tflops or sized.footprint is None:
         return ""

@@ -228,6 +228,8 @@ class SimulatedRanks(SimulatedProcess):
                 case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
+                case "list_uncompiled":
+                    return [""] * self._num_ranks
                 case "expect" | "discard" | "close" | "sender.connect":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")

@@ -3,6 +3,7 @@ step in progress, and the batch of one whose numbers were not finite, as a file 
 """
 
 import asyncio
+import base64
 import json
 import logging
 import time
@@ -268,11 +269,16 @@ def restore_flow(context: RunContext, prompts: Prompts) -> tuple[PipelineState, 
     return flow, kept
 
 
+def to_plain(value: bytes | np.ndarray) -> object:
+    """A value that JSON doesn't know, as the journal has it."""
+    return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value.tolist()
+
+
 def save_failed_batch(batch: Sequence[JudgedGroup], path: Path) -> str:
     """Append the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(group), default=np.ndarray.tolist) + "\n" for group in batch)
+            file.writelines(json.dumps(asdict(group), default=to_plain) + "\n" for group in batch)
     except OSError as refused:  # a full disk must not hide the first cause
         return f"\nthe batch could not be written to {path}: {refused.strerror}"
     return f"\nthe batch is in {path}, one group per line"

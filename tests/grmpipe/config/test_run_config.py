@@ -90,7 +90,10 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["tracking.wandb_mode=offline"], "unknown key 'tracking.wandb_mode'; did you mean tracking.wandb.mode?"),
         (["algorithm.icepop_low=0.4"], "unknown key 'algorithm.icepop_low'; did you mean algorithm.icepop.low?"),
         (["judge.timeout_s=9"], "unknown key 'judge.timeout_s'; did you mean judge.limits.timeout_s?"),
-        (["tracking.project=mine"], "unknown key 'tracking.project'; did you mean tracking.wandb.project?"),
+        (
+            ["tracking.project=mine"],
+            "unknown key 'tracking.project'; did you mean tracking.wandb.project or tracking.trackio.project?",
+        ),
         (["tracking.wandb.mode=disabled"], "tracking.wandb.mode: unknown mode 'disabled'; known: auto, online"),
         (["tracking.trackers=[comet]"], "tracking.trackers: unknown value 'comet'; known: wandb, tensorboard, mlflow"),
         (["judge.model=x.grm"], "there is no model 'x.grm'; type one of policy, grm"),
