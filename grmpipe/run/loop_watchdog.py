@@ -33,6 +33,7 @@ def watch_loop() -> Iterator[None]:
         yield
     finally:
         watchdog.end()
+        thread.join(CHECK_S)
 
 
 class _Watchdog:
