@@ -227,7 +227,7 @@ def report(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> str:
         "",
         "Written by `benchmarks/evidence_credit.py`.",
         f"Rollouts until a true accuracy of {GOAL:.2f}: the mean over {WINDOW} steps of {GROUPS} groups of {SIBLINGS},",
-        f"on problems that the policy hasn't seen: of one to six calls, or long ones, of {LONG.min_calls} to six. Runs",
+        f"on problems that the policy hasn't seen: of 1 to 6 calls, or long ones, of {LONG.min_calls} to 6. Runs",
         "of a seed and a length have the same problems. Ratio to the whole answer: the geometric mean over the pairs,",
         "with its 95 % interval (t). The rubric has a criterion for each call, one for the answer, which is essential",
         "(a wrong answer earns nothing), and the fault of any other call. Coefficients were chosen on runs of other",

@@ -417,26 +417,26 @@ def check_states(config: RunConfig) -> None:
     for judge in config.asked.judges.values():
         if not judge.tools.state:
             continue
-        key, off = f"{judge.key}.tools.state", f"or {judge.key}.tools.state=false"
+        key = f"{judge.key}.tools.state"
         learner = config.trained_grms.get(judge.model)
         about = STATELESS.get(config.task, "")
         if config.task == "evaluate" and config.evaluate.what != "policy":
             about = "a file of labels"
         if about:
-            raise ValueError(f"{key}: task={config.task} judges {about}, without states; type {off[3:]}")
+            raise ValueError(f"{key}: task={config.task} judges {about}, without states; type {key}=false")
         if learner is not None:
             raise ValueError(
                 f"{key}: labelled judgements have no states; type "
-                f"{config.models[judge.model].key}.train.enabled=false, {off}"
+                f"{config.models[judge.model].key}.train.enabled=false, or {key}=false"
             )
         if config.env.env_kind.path or config.env.env_kind.is_workflow:
             raise ValueError(
                 f"{key}: env.kind={config.env.kind} gives no state; type env=custom env.target=my_module.MyEnv, an "
-                f"environment that returns saved=..., {off}"
+                f"environment that returns saved=..., or {key}=false"
             )
         if config.judge_monitor.every and config.trains_policy:
             raise ValueError(
-                f"{key}: canaries and adversarial replies have no states; type judge_monitor.every=0, {off}"
+                f"{key}: canaries and adversarial replies have no states; type judge_monitor.every=0, or {key}=false"
             )
 
 

@@ -366,7 +366,7 @@ class PrinciplesPrompt:
         path = find_template("principles.template", template)
         self._label, text = f"principles.template {path}", path.read_text(encoding="utf-8")
         self._template = ConversationTemplate(self._label, text)
-        self.guard = TextGuard.of(self._label, self._template.markers)
+        self._guard = TextGuard.of(self._label, self._template.markers)
         refuse_unknown(self._label, self._template.tree, self.FIELDS)
         self.render(PROBE)
 
@@ -382,10 +382,10 @@ class PrinciplesPrompt:
         have.
         """
         known = {"reference": prompt.reference, "criteria": show_criteria(self._rubric.join(prompt)) or None}
-        fields = make_fields(self._template, self.guard, prompt)
+        fields = make_fields(self._template, self._guard, prompt)
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
-            return self._template.render(fields, self.guard.messages(prompt.messages))
+            return self._template.render(fields, self._guard.messages(prompt.messages))
         except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 

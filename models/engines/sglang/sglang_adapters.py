@@ -42,7 +42,6 @@ from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_f
 NEEDED = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 TAKEN = frozenset({*NEEDED, "gate_proj", "o_proj", "down_proj", "qkv_proj", "gate_up_proj"})
 
-
 Errand = Coroutine[Any, Any, Any]
 
 
