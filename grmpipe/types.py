@@ -275,6 +275,11 @@ class RewardSpan:
     value: float
     share: float | None = None
 
+    @property
+    def place(self) -> str:
+        """The same for all rewards of these tokens."""
+        return f"{self.turn}:{self.start}-{self.end}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherScores:
@@ -370,6 +375,10 @@ class JudgedCriterion:
     caps: bool = False
 
 
+# Judge -> name of a criterion, or place of a step -> how far it is met, or how right, from 0 to 1.
+RewardsByPart = Mapping[str, Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
     """The result of judging a rollout: the verdict or its failure, and the judgements behind it for the journal.
@@ -404,6 +413,19 @@ class JudgeReport:
         return self.by_judge or {"": self}
 
     @property
+    def rewards_by_part(self) -> RewardsByPart:
+        """Without judges of whole responses, and parts that have no score."""
+        found = dict[str, Mapping[str, float]]()
+        for name, own in self.own_reports.items():
+            spans = own.verdict.rewards if isinstance(own.verdict, Verdict) else ()
+            parts = {one.name: one.met for one in own.criteria if one.met is not None} or {
+                span.place: span.value / span.share for span in spans if span.share
+            }
+            if parts:
+                found[name] = parts
+        return found
+
+    @property
     def critiques(self) -> tuple[str, ...]:
         """The texts of all judgements that count."""
         return tuple(one.completion.text for own in self.own_reports.values() for one in own.judgements)
@@ -413,12 +435,15 @@ class JudgeReport:
 class JudgedGroup:
     """The siblings of one prompt, in sibling order, with their verdicts. `version`: the lowest of the sampled
     tokens.
+
+    by_part: what judges of criteria, or of steps, say of each (`JudgeReport.rewards_by_part`); empty: not kept.
     """
 
     group_id: str
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     verdicts: tuple[Verdict | Failed, ...]
+    by_part: tuple[RewardsByPart, ...] = ()
 
     @property
     def version(self) -> int:

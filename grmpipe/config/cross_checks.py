@@ -458,6 +458,8 @@ def check_cotrain(config: RunConfig) -> None:
         judge = config.judging.find_training_judge(role)
         if cotrain.labeller is not None:
             check_labeller(config, role, cotrain.labeller, f"{key}.labels_from")
+        if (scores := judge.protocol_kind.scores) in ("steps", "criteria"):
+            check_labels_of_parts(config, role, scores)
         if judge.protocol_kind.about == "pair" and cotrain.rollout_share > 0 and cotrain.labels_from is None:
             raise ValueError(
                 f"{key}.rollout_share: the rule labels single rollouts, and a judge of pairs learns from pairs; type "
@@ -471,6 +473,24 @@ def check_cotrain(config: RunConfig) -> None:
                 f"algorithm.estimator: {config.algorithm.estimator} compares over a whole batch, and its groups may be "
                 f"judged by different versions of a GRM that learns; with {key}.enabled type algorithm.estimator=grpo"
             )
+
+
+def check_labels_of_parts(config: RunConfig, role: str, scores: str) -> None:
+    """Check that a judge of steps or criteria has labels of these: a rule, or a judge of responses, gives none."""
+    cotrain, key = config.trained_grms[role], f"{config.models[role].key}.train"
+    alike = [name for name, one in config.judging.generative.items() if one.protocol_kind.scores == scores]
+    others = [name for name in alike if config.judging.generative[name].model != role]
+    way_out = f"{key}.labels_from={others[0] if others else f'<a .jsonl file of labels of {scores}>'}"
+    if cotrain.labels_from is None and cotrain.rollout_share > 0:
+        raise ValueError(
+            f"{key}.rollout_share: the rule labels whole rollouts, and this judge learns from labels of {scores}; type "
+            f"{way_out}, or {key}.rollout_share=0 with a file of such labels as {key}.data_path"
+        )
+    if cotrain.labeller is not None and cotrain.labeller not in others:
+        raise ValueError(
+            f"{key}.labels_from: {cotrain.labeller} says nothing of single {scores}, from which this judge learns; "
+            f"type {way_out}"
+        )
 
 
 def check_labeller(config: RunConfig, role: str, labeller: str, key: str) -> None:
@@ -534,10 +554,12 @@ def check_self_judging(config: RunConfig) -> None:
             f"{judge.temperature:g}, rollouts at {rollout.temperature:g}; type {judge.key}.temperature="
             f"{rollout.temperature:g}"
         )
-    if judge.protocol_kind.about == "pair" and config.algorithm.self_judging.data_path is None:
+    of_whole = judge.protocol_kind.about != "pair" and judge.protocol_kind.scores == "responses"
+    if not of_whole and config.algorithm.self_judging.data_path is None:
+        wanted = "rankings" if judge.protocol_kind.about == "pair" else f"labels of {judge.protocol_kind.scores}"
         raise ValueError(
-            "algorithm.self_judging.data_path: a judge of pairs can't learn from single rollouts; give rankings of "
-            "other prompts"
+            f"algorithm.self_judging.data_path: a rule labels single rollouts, and this judge learns from {wanted}; "
+            "give a file of them, on other prompts"
         )
     if config.algorithm.overlong_buffer.share > 0 and judge.max_new_tokens > rollout.max_new_tokens:
         raise ValueError(

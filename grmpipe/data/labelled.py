@@ -1,7 +1,7 @@
 """Reads labels from files: which response is better, or the score of one. Never guesses a label."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grmpipe.data.catalogs import find_catalog
@@ -56,7 +56,7 @@ def load_labelled(
     items = tuple(combine_raters(read, scale[1], findings))
     if not items:
         raise ValueError(f"{file}: holds no labelled items; {str(findings) or EXAMPLES}")
-    refuse_duplicates(file, items)
+    refuse_duplicates(file, [item.item_id for item in items])
     note_doubled(items, findings)
     # A warning is what the console shows.
     log.warning("%s: read as %s", file, "; ".join(filter(None, (describe_items(items), str(findings)))))
@@ -120,12 +120,12 @@ def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
     yield from ((f"response {index}", response) for index, response in enumerate(item.responses))
 
 
-def refuse_duplicates(file: Path, items: Sequence[Labelled]) -> None:
+def refuse_duplicates(file: Path, item_ids: Iterable[str]) -> None:
     seen: set[str] = set()
-    for item in items:
-        if item.item_id in seen:
-            raise ValueError(f"{file}: item_id {item.item_id!r} occurs twice; give each item a different one, or none")
-        seen.add(item.item_id)
+    for item_id in item_ids:
+        if item_id in seen:
+            raise ValueError(f"{file}: item_id {item_id!r} occurs twice; give each item a different one, or none")
+        seen.add(item_id)
 
 
 def note_doubled(items: Sequence[Labelled], findings: Findings) -> None:

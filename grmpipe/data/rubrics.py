@@ -137,6 +137,15 @@ def parse_criterion(found: object, where: str) -> Criterion:
     )
 
 
+def encode_criterion(criterion: Criterion) -> str | dict[str, object]:
+    """The criterion as `parse_criterion` reads it, with all that a judge sees: its text alone, if that is all."""
+    if criterion.kind == "graded" and not criterion.levels and not criterion.evidence:
+        return criterion.text
+    known = {"kind": criterion.kind, "evidence": criterion.evidence}
+    levels = {"levels": {str(score): meaning for score, meaning in criterion.levels}} if criterion.levels else {}
+    return {"text": criterion.text, **known, **levels}
+
+
 def parse_levels(fields: Mapping[str, object], where: str) -> tuple[tuple[int, str], ...]:
     """The levels of a criterion, ours or those of Prometheus; none: it has none."""
     own = fields.get("levels", {})

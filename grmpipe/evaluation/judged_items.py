@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.kinds.labels import round_score
+from grmpipe.judge.kinds.label_format import round_score
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Labelled, ScoredResponse, Verdict
 
 Outcome = Literal["right", "wrong", "tied", "failed"]

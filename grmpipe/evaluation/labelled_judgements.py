@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from grmpipe.judge.grm import GrmClient, GrmQuestion
-from grmpipe.judge.kinds.labels import judged_right, num_scores
+from grmpipe.judge.kinds.label_format import judged_right, num_scores
 from grmpipe.pipeline.health import OutageBreaker
 from grmpipe.scheduler.run_together import raise_first_failure
 from grmpipe.types import Failed, Judgement, Prompt
@@ -21,7 +21,7 @@ Split = Literal["train", "held_out"]
 class LabelledJudgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parsed judgement, and whether it agrees with the label of what it judged.
 
-    label: the item's, in the format of grmpipe/judge/kinds/labels.py.
+    label: the item's, in the format of grmpipe/judge/kinds/label_format.py.
     """
 
     split: Split

@@ -45,6 +45,11 @@ class Trajectory:
     def has_environment(self) -> bool:
         return any(passage.voice == "environment" for passage in self.passages)
 
+    @property
+    def policy_text(self) -> str:
+        """What the policy wrote, without other voices."""
+        return "\n".join(passage.text for passage in self.passages if passage.voice == "policy")
+
     def change_texts(self, change: Callable[[str], str]) -> Trajectory:
         """The trajectory with every text of the policy and of the environment changed; the notes stay."""
         return Trajectory(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from grmpipe.pipeline.interfaces import RolloutTimes
-from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeSession, Prompt, Rollout, Verdict
+from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeSession, Prompt, RewardsByPart, Rollout, Verdict
 
 
 class GroupState(Enum):
@@ -93,6 +93,7 @@ class Group:
         self.times: dict[int, RolloutTimes] = {}
         self._rollouts: dict[int, Rollout] = {}
         self._verdicts: dict[int, Verdict | Failed] = {}
+        self._by_part: dict[int, RewardsByPart] = {}
 
     # -- what it has ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,7 @@ class Group:
             prompt=self.prompt,
             rollouts=tuple(self._rollouts[sibling] for sibling in range(self.size)),
             verdicts=tuple(self._verdicts[sibling] for sibling in range(self.size)),
+            by_part=tuple(self._by_part.get(sibling, {}) for sibling in range(self.size)),
         )
 
     def end(self, version: int) -> GroupEnd:
@@ -177,11 +179,12 @@ class Group:
             self._enter(GroupState.JUDGING)
         return True
 
-    def add_verdict(self, sibling: int, verdict: Verdict | Failed) -> bool:
+    def add_verdict(self, sibling: int, verdict: Verdict | Failed, by_part: RewardsByPart | None = None) -> bool:
         """Add a verdict, or the failure to get one. Returns False if it is late or repeated."""
         if not self.is_open or sibling not in self._rollouts or sibling in self._verdicts:
             return False
         self._verdicts[sibling] = verdict
+        self._by_part[sibling] = by_part or {}
         if len(self._verdicts) == self.size:
             self._close()
         return True
@@ -191,6 +194,7 @@ class Group:
         assert self.is_open, self.state
         num_void = len(self._verdicts)
         self._verdicts.clear()
+        self._by_part.clear()
         self.judging_begun = False
         return num_void
 

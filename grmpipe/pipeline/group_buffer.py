@@ -272,7 +272,7 @@ class GroupBuffer:
     def add_report(self, group: Group, sibling: int, report: JudgeReport, *, journalled: bool = False) -> bool:
         """Add a verdict's report. Returns False if it is refused. journalled: whether the journal has it already."""
         with self._moving(group):
-            if not group.add_verdict(sibling, report.verdict):
+            if not group.add_verdict(sibling, report.verdict, report.rewards_by_part):
                 return False
             if not journalled:
                 self._journal.record_verdict(group.get_rollout(sibling), report)

@@ -14,13 +14,14 @@ from grmpipe.config.reward_checks import check_sources
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.demonstrations import Demonstrations, load_demonstrations, make_sample
 from grmpipe.data.labelled import load_labelled
+from grmpipe.data.labelled_parts import LabelledParts, load_labelled_parts
 from grmpipe.data.prompts import Data, disjoint, find_place, identify_prompt, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.kinds.function_judge import FunctionJudge
 from grmpipe.judge.kinds.labels import JudgingTasks, find_rule
 from grmpipe.judge.kinds.rule import RuleBrokenError
 from grmpipe.models.chat.renderer import Renderer
-from grmpipe.types import Prompt, RankedResponses
+from grmpipe.types import Labelled, Prompt, RankedResponses
 
 log = logging.getLogger(__name__)
 
@@ -108,13 +109,16 @@ def load_judging_tasks(
     """Judging tasks from labelled work, as a judge asks them, without those on one of these other prompts."""
     with section(f"{judge.key}."):
         judging_tasks = JudgingTasks.under(judge, data.labels)
-    items = load_labelled(
-        path,
-        scale=(judge.scale.low, judge.scale.high),
-        num_tiny=count,
-        columns=data.columns,
-        score_range=data.labels.score_range,
-    )
+    scale, about = (judge.scale.low, judge.scale.high), judge.protocol_kind.scores
+    items: Sequence[Labelled | LabelledParts]
+    if about == "responses":
+        items = load_labelled(
+            path, scale=scale, num_tiny=count, columns=data.columns, score_range=data.labels.score_range
+        )
+    else:
+        items = load_labelled_parts(
+            path, about=about, scale=scale, columns=data.columns, score_range=data.labels.score_range
+        )
     known = {identify_prompt(prompt) for prompt in others}
     kept = [item for item in items if identify_prompt(item.prompt) not in known]
     if not kept:

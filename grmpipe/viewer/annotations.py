@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from grmpipe.data.rubrics import encode_criterion
 from grmpipe.models.stored_files import sync_directory
 from grmpipe.observe.journal import end_of_last_line
 from grmpipe.observe.plain_json import json_bytes
@@ -192,7 +193,7 @@ def parse_said(field: str, said: str, scale: tuple[float, float] | None, rubric:
     if field in ("met", "unmet"):
         if not said.isdecimal() or int(said) >= len(rubric):
             raise ValueError(f"{field}: no criterion {said!r} here")
-        return {"criterion": rubric[int(said)].text, "right": field == "met"}
+        return {"criterion": encode_criterion(rubric[int(said)]), "right": field == "met"}
     try:
         score = float(said)
     except ValueError:

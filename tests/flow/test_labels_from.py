@@ -134,6 +134,63 @@ def test_a_judge_of_pairs_learns_from_pairs_that_another_judge_ranks(
         assert one != other and {one, other} <= set(known) and max(known, key=float) in (one, other)
 
 
+BY_CRITERIA = ("protocol=rubric", "template=tiny_criteria", "parser=score_line", "rubric.criteria_per_call=1")
+# "Score: 7" for every step. Patterns have a group for each score.
+ALIKE = """from grmpipe.judge.parse import Form
+
+alike = Form(line=lambda number, scale, num_scores: f"(?=Score: {number})" * (num_scores - 1) + f"Score: {number}")
+"""
+
+
+def judge_both(*settings: str) -> list[str]:
+    return [f"{judge}.{one}" for judge in ("judge", "judges.cheap") for one in settings]
+
+
+@pytest.mark.long
+def test_a_judge_by_a_rubric_learns_criterion_by_criterion(small_run: Callable) -> None:
+    models = ("policy=tiny_phrases", "data=tiny_rubric", "grm=tiny_criteria", "models.cheap.path=tiny://grm_criteria")
+    by_criteria = (*models, "judges.cheap.vote=mean", *judge_both(*BY_CRITERIA))
+    files = small_run(*SMALL, *by_criteria, experiment="cascade_learning")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    assert files.summary["versions"]["cheap"] >= 1
+    by_part = read_parts(files)
+    tasks = [line["prompt"] for line in files.lines("cotrain/cheap/rollouts")]
+    assert tasks
+    for task in tasks:
+        ((criterion,), label) = task["rubric"], float(task["reference"].removeprefix("graded "))
+        share = by_part[task["prompt_id"].partition("/c")[0]][criterion["name"]]
+        assert label == pytest.approx(1 + 9 * share, abs=0.01)
+        assert task["messages"][-1]["content"].endswith(criterion["text"])
+
+
+@pytest.mark.long
+def test_a_judge_of_steps_learns_step_by_step(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "alike_form.py").write_text(ALIKE)
+    (tmp_path / "by_steps.jinja").write_text("Q: {{ question }}\nA:\n{% for step in steps %}{{ step }}{% endfor %}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = (
+        "protocol=steps", f"template={tmp_path / 'by_steps.jinja'}", "parser=alike_form.alike", "split.step_end=';'",
+        "vote=mean",
+    )  # fmt: skip
+    files = small_run(*SMALL, *judge_both(*settings), experiment="cascade_learning")
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    by_part = read_parts(files)
+    tasks = [line["prompt"] for line in files.lines("cotrain/cheap/rollouts")]
+    assert any(";" in task["reference"] for task in tasks), "some have several steps"
+    for task in tasks:
+        shares = [(float(label.removeprefix("graded ")) - 1) / 9 for label in task["reference"].split("; ")]
+        assert shares == pytest.approx([*by_part[task["prompt_id"]].values()], abs=0.01)
+
+
+def read_parts(files: Any) -> dict[str, dict[str, float]]:
+    """Rollout -> what the good judge says of its criteria or steps, where it was asked."""
+    found = dict(load_verdicts(files.run_dir / "judgements.jsonl"))
+    known = {f"{group}/{sibling}": report.rewards_by_part for (group, sibling), report in found.items()}
+    return {key: dict(parts["judge"]) for key, parts in known.items() if "judge" in parts}
+
+
 @pytest.mark.long
 def test_the_map_of_a_calibrated_judge_that_learns_changes_with_its_version(small_run: Callable) -> None:
     like_cheap = ("grm.path=tiny://grm_hasty", "judge.num_judgements=4", "judge.max_new_tokens=72")
@@ -176,3 +233,19 @@ def test_two_judges_that_label_each_other_are_refused(small_run: Callable) -> No
     train = "{enabled: true, labels_from: cheap, warmup_steps: 0, rollout_share: 1}"
     with pytest.raises(ConfigError, match=r"grm\.train\.labels_from: cheap learns from grm in turn.* models\.cheap\."):
         small_run(f"grm.train={train}", experiment="cascade_learning")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["labels_from=judge"], r"judge says nothing of single criteria, .*labels_from=<a \.jsonl file of labels of crit"),
+        (["labels_from=null", "data_path=a.jsonl"], r"rollout_share: the rule labels whole rollouts.*rollout_share=0"),
+    ],
+)
+def test_a_judge_by_a_rubric_is_refused_labels_of_whole_responses(
+    small_run: Callable, overrides: list[str], told: str
+) -> None:
+    rubric = [f"judges.cheap.{one}" for one in BY_CRITERIA]
+    train = [f"models.cheap.train.{one}" for one in overrides]
+    with pytest.raises(ConfigError, match=told):
+        small_run("data=tiny_rubric", "judges.cheap.vote=mean", *rubric, *train, experiment="cascade_learning")

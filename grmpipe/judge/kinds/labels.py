@@ -1,54 +1,67 @@
 """Judging tasks made of labelled work: the question, and the rule that says whether a judge in training answers right.
 
-The prompt is the same as in judging; the label is its `reference`, in a format that the rule reads. Asks no model.
+The prompt is the same as in judging; the label is its `reference` (label_format.py). Asks no model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
+from grmpipe.data.labelled_parts import LabelledParts
 from grmpipe.data.trained_prompts import LABELLED, digest_prompt
+from grmpipe.judge.evidence import find_fault, read_quotes
+from grmpipe.judge.kinds.label_format import (
+    RIGHT,
+    WRONG,
+    PartLabel,
+    describe_label,
+    join_parts,
+    judged_right,
+    measure_agreement,
+    num_scores,
+    round_score,
+)
 from grmpipe.judge.kinds.rule import Rule, rule_named
 from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.trajectory import Trajectory
 from grmpipe.judge.verdict import outcome, report_score
+from grmpipe.judge.votes import MET
 from grmpipe.models.types import Message
-from grmpipe.types import JudgeReport, Labelled, Prompt, Rollout, ScoredResponse
+from grmpipe.types import Criterion, JudgeReport, Labelled, Prompt, Rollout, ScoredResponse
 
-SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
-GRADED_LABEL = re.compile(r"graded((?: -?[0-9.]+)+)")  # a score, or the grades of several responses in the order shown
-BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # response numbers in the order shown, from 1
-RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); unparseable is wrong, the format earns nothing
+WORK = "judged_text"  # column of a judging task whose criteria need evidence: what the policy wrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingTasks:
-    """Makes judging tasks of labelled work, as the judge's protocol asks: about one response, all at once, or two."""
+    """Makes judging tasks of labelled work, as the judge's protocol asks: about one response, its steps, its criteria,
+    all responses at once, or two.
+
+    criteria_per_call: most criteria in one task, as in judging; 0: all.
+    """
 
     template: JudgePrompt
     protocol: str
     labels: LabelConfig
+    scale: Scale
     show_thoughts: bool = False
+    criteria_per_call: int = 0
 
     @staticmethod
     def under(judge: JudgeConfig, labels: LabelConfig) -> JudgingTasks:
         """Judging tasks as `judge` asks in a run. Raises ValueError for an unusable protocol or template."""
-        if judge.protocol_kind.scores != "responses":
-            known = [name for name, protocol in PROTOCOLS.items() if protocol.scores == "responses"]
+        if judge.protocol_kind.scores == "turns":
+            known = [name for name, protocol in PROTOCOLS.items() if protocol.scores != "turns"]
             raise ValueError(
-                f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
+                f"protocol: labels are of responses, their steps or their criteria, and {judge.protocol} judges turns; "
                 f"type judge.protocol={' or '.join(known)}"
             )
         if judge.principles.kind == "shared":
@@ -69,10 +82,12 @@ class JudgingTasks:
             template=template,
             protocol=judge.protocol,
             labels=labels,
+            scale=judge.scale,
             show_thoughts=judge.format.show_thoughts,
+            criteria_per_call=judge.rubric.criteria_per_call,
         )
 
-    def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
+    def of(self, items: Sequence[Labelled | LabelledParts]) -> tuple[Prompt, ...]:
         """All judging tasks that the items allow. A judge of one response can't use rankings; a judge of pairs can't
         use single responses. Raises ValueError if no task is left.
         """
@@ -90,25 +105,101 @@ class JudgingTasks:
     def _about(self) -> str:
         return protocol_named(self.protocol).about
 
-    def ask(self, task_id: str, prompt: Prompt, response: Trajectory | str, label: str) -> Prompt:
+    def ask(self, task_id: str, prompt: Prompt, response: Trajectory | str, label: PartLabel) -> Prompt:
         """The task to judge a response that has a label."""
-        return self._asked(task_id, prompt, [response], label)
+        return self._asked(task_id, prompt, [response], str(label))
 
-    def label_side(self, right: bool) -> str:
-        """The label of a response of which only right or wrong is known: the judge has to pass it or to fail it."""
-        return f"{'at least' if right else 'below'} {self.labels.pass_score}"
+    def ask_steps(
+        self,
+        task_id: str,
+        prompt: Prompt,
+        steps: Sequence[Trajectory | str],
+        labels: Sequence[PartLabel | None],
+        source: str = "",
+    ) -> Prompt:
+        """The task to judge the steps of a response. labels: one for each; None: it has none."""
+        return self._asked(task_id, prompt, steps, join_parts(labels), source)
 
-    def label_score(self, score: float) -> str:
-        return {
-            "exact": f"exactly {round_score(score)}",
-            "same_side": self.label_side(score >= self.labels.pass_score),
-            "graded": f"graded {score:g}",
-        }[self.labels.rule]
+    def ask_criteria(
+        self,
+        task_id: str,
+        prompt: Prompt,
+        response: Trajectory | str,
+        labels: Sequence[tuple[Criterion, PartLabel]],
+        source: str = "",
+    ) -> list[Prompt]:
+        """The tasks to judge a response by the criteria that have labels, as many in each as in a call of the judge."""
+        size = self.criteria_per_call or len(labels)
+        chunks = [labels[start : start + size] for start in range(0, len(labels), size)]
+        return [
+            self._asked(
+                task_id if len(chunks) == 1 else f"{task_id}/c{number * size}",
+                prompt,
+                [response],
+                join_parts([label for _, label in some]),
+                source,
+                [criterion for criterion, _ in some],
+            )
+            for number, some in enumerate(chunks)
+        ]
 
-    def _of(self, item: Labelled) -> list[Prompt]:
+    def label_side(self, right: bool) -> PartLabel:
+        """The label of a response, or a step, of which only right or wrong is known: the judge has to pass it or to
+        fail it.
+        """
+        return PartLabel("at least" if right else "below", self.labels.pass_score)
+
+    def label_score(self, score: float) -> PartLabel:
+        if self.labels.rule == "same_side":
+            return self.label_side(score >= self.labels.pass_score)
+        return PartLabel("graded", score) if self.labels.rule == "graded" else PartLabel("exactly", round_score(score))
+
+    def label_criterion(self, criterion: Criterion, share: float, *, only_side: bool = False) -> PartLabel:
+        """The label of a criterion in the scores by which the judge answers. share: how far it is met, from 0 to 1.
+        only_side: whether only met or not is known.
+        """
+        is_met = share >= MET
+        if criterion.kind == "yes_no":
+            return PartLabel("exactly", self.scale.high if is_met else self.scale.low)
+        scores = [score for score, _ in criterion.levels] or [self.scale.low, self.scale.high]
+        low, high = scores[0], scores[-1]
+        bounds = (low, high) if criterion.levels else None
+        wanted = low + share * (high - low)
+        if only_side or self.labels.rule == "same_side":
+            middle = low + MET * (high - low)
+            first_met = next(one for one in scores if one >= middle) if criterion.levels else math.ceil(middle)
+            return PartLabel("at least" if is_met else "below", first_met, bounds)
+        if self.labels.rule == "graded":
+            return PartLabel("graded", wanted, bounds)
+        nearest = min(scores, key=lambda one: abs(one - wanted)) if criterion.levels else round_score(wanted)
+        return PartLabel("exactly", nearest, bounds)
+
+    def _of(self, item: Labelled | LabelledParts) -> list[Prompt]:
+        if isinstance(item, LabelledParts):
+            return self._parted(item)
         if isinstance(item, ScoredResponse):
             return [] if self._about == "pair" else [self._scored(item)]
         return self.rank(item.item_id, item.prompt, item.responses, item.grades, item.subset)
+
+    def _parted(self, item: LabelledParts) -> list[Prompt]:
+        if not item.criteria:
+            labels = [None if share is None else self._label_step(share, item.is_yes_no) for share in item.shares]
+            return [self.ask_steps(item.item_id, item.prompt, item.texts, labels, item.subset)]
+        known = {one.text: one for one in self.template.find_rubric(item.prompt)}
+        criteria = [known.get(one.text, one) for one in item.criteria]
+        labelled = [
+            (one, self.label_criterion(one, share, only_side=item.is_yes_no))
+            for one, share in zip(criteria, item.shares, strict=True)
+            if share is not None
+        ]
+        (response,) = item.texts
+        return self.ask_criteria(item.item_id, item.prompt, response, labelled, item.subset)
+
+    def _label_step(self, share: float, is_yes_no: bool) -> PartLabel:
+        score = self.scale.to_score(share)
+        # Right or wrong says nothing of the score but its side.
+        only_side = is_yes_no and self.labels.rule == "exact"
+        return self.label_side(score >= self.labels.pass_score) if only_side else self.label_score(score)
 
     def rank(
         self,
@@ -141,75 +232,29 @@ class JudgingTasks:
         return [ask_among(f"{names[top]}/{other}", [top, other]) for top in tops for other in others]
 
     def _scored(self, item: ScoredResponse) -> Prompt:
-        # Right or wrong says nothing of the score but its side.
-        only_side = item.is_yes_no and self.labels.rule == "exact"
-        right = item.score >= self.labels.pass_score
-        label = self.label_side(right) if only_side else self.label_score(item.score)
-        return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
+        label = self._label_step(self.scale.to_reward(item.score), item.is_yes_no)
+        return self._asked(item.item_id, item.prompt, [item.response], str(label), item.subset)
 
     def _asked(
-        self, task_id: str, prompt: Prompt, responses: Sequence[Trajectory | str], label: str, source: str = ""
+        self,
+        task_id: str,
+        prompt: Prompt,
+        shown: Sequence[Trajectory | str],
+        label: str,
+        source: str = "",
+        criteria: Sequence[Criterion] = (),
     ) -> Prompt:
-        messages = self.template.render(prompt, *responses)
+        columns: dict[str, object] = {LABELLED: digest_prompt(prompt)}
+        if any(one.evidence for one in criteria):
+            columns[WORK] = "\n".join(one if isinstance(one, str) else one.policy_text for one in shown)
         return Prompt(
             prompt_id=task_id,
-            messages=messages,
+            messages=self.template.render(prompt, *shown, criteria=criteria or None),
             source=source,
             reference=label,
-            columns={LABELLED: digest_prompt(prompt)},
+            rubric=tuple(criteria),
+            columns=columns,
         )
-
-
-def round_score(score: float) -> int:
-    """The nearest whole score, upwards from a half."""
-    return math.floor(score + 0.5)
-
-
-def judged_right(scores: Sequence[float], label: str) -> bool:
-    """Whether scores, in the order shown, agree with a label. Raises ValueError for a label not made by this module."""
-    if grades := read_grades(label):
-        if len(grades) == 1:
-            return round_score(scores[0]) == round_score(grades[0])
-        top = max(grades)
-        best, others = (
-            [s for s, grade in zip(scores, grades, strict=True) if (grade == top) is is_top] for is_top in (True, False)
-        )
-        return min(best) > max(others)
-    if match := BEST_LABEL.fullmatch(label):
-        first, count = int(match[1]) - 1, int(match[2])
-        return len(scores) == count and all(scores[first] > s for i, s in enumerate(scores) if i != first)
-    if not (match := SCORE_LABEL.fullmatch(label)):
-        raise ValueError(f"reference {label[:80]!r} is not a label of a judgement")
-    (score,), bound = scores, int(match[2])
-    return {"exactly": score == bound, "at least": score >= bound, "below": score < bound}[match[1]]
-
-
-def measure_agreement(scores: Sequence[float], label: str, scale: Scale) -> float:
-    """How far scores agree with a label: RIGHT or WRONG. For a graded label between them: of a score by its distance,
-    of several by the pairs that they order as the grades do, less those in opposite order (Kendall's tau over the pairs
-    of different grades).
-    """
-    grades = read_grades(label)
-    if not grades:
-        return RIGHT if judged_right(scores, label) else WRONG
-    if len(grades) == 1:
-        return RIGHT - (RIGHT - WRONG) * min(1.0, abs(scores[0] - grades[0]) / (scale.high - scale.low))
-    pairs = [(i, j) for i, j in itertools.combinations(range(len(grades)), 2) if grades[i] != grades[j]]
-    signs = [np.sign((scores[i] - scores[j]) * (grades[i] - grades[j])) for i, j in pairs]
-    return float(sum(signs)) / len(pairs)
-
-
-def read_grades(label: str) -> tuple[float, ...]:
-    """Those of a graded label; none of another."""
-    match = GRADED_LABEL.fullmatch(label)
-    return tuple(map(float, match[1].split())) if match else ()
-
-
-def num_scores(label: str) -> int:
-    """The number of scores that a judgement gives under this label."""
-    if grades := read_grades(label):
-        return len(grades)
-    return int(match[2]) if (match := BEST_LABEL.fullmatch(label)) else 1
 
 
 def label_rule(parser: Parser, scale: Scale) -> Rule:
@@ -243,9 +288,25 @@ class LabelReward:
         reward, shown = WRONG, Scale()
         if rollout.status == "finished":
             scores = self._parser(rollout.answer, num_scores(label), self._scale)
-            reward = WRONG if isinstance(scores, str) else measure_agreement(scores, label, self._scale)
+            if not isinstance(scores, str):
+                usable = self._drop_unproved(prompt, scores, rollout.answer)
+                reward = measure_agreement(usable, label, self._scale)
         share = (reward - WRONG) / (RIGHT - WRONG)
         return report_score(outcome(rollout, reward), shown.to_score(share), {"label": reward})
+
+    def _drop_unproved(self, task: Prompt, scores: Sequence[float], answer: str) -> list[float | None]:
+        """The scores, with None for a criterion that is called met without a quote of the response, where it needs one:
+        in a run its judgement would fail.
+        """
+        work = task.columns.get(WORK)
+        if not isinstance(work, str):
+            return list(scores)
+        quotes, usable = read_quotes(answer, len(scores)), list[float | None]()
+        for number, (criterion, score) in enumerate(zip(task.rubric, scores, strict=True), 1):
+            ends = [one for one, _ in criterion.levels] or [self._scale.low, self._scale.high]
+            claims = criterion.evidence and score >= ends[0] + MET * (ends[-1] - ends[0])
+            usable.append(None if claims and find_fault(quotes.get(number, ()), work) else score)
+        return usable
 
 
 Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # a judging task's, in rejection sampling
@@ -267,14 +328,6 @@ def add_hint(judging_task: Prompt) -> Prompt:
         role=message.role, content=f"{message.content}\n\n{describe_label(judging_task.reference)}"
     )
     return dataclasses.replace(judging_task, messages=(*before, hinted_message))
-
-
-def describe_label(label: str) -> str:
-    if match := BEST_LABEL.fullmatch(label):
-        return f"The best response is: Response {match[1]}"
-    if len(grades := read_grades(label)) > 1:
-        return f"The true grades are: {', '.join(f'{grade:g}' for grade in grades)}"
-    return f"The true score is: {label.removeprefix('exactly ').removeprefix('graded ')}"
 
 
 def without_hint(rollout: Rollout, prompt_ids: tuple[int, ...]) -> Rollout:

@@ -220,7 +220,7 @@ class RubricSession(PointwiseSession):
         per_call = context.config.rubric.criteria_per_call or len(names)
         waiting = [names[start : start + per_call] for start in range(0, len(names), per_call)]
         name = f"{rollout.group_id}/{rollout.sibling}"
-        work = "\n".join(passage.text for one in shown for passage in one.passages if passage.voice == "policy")
+        work = "\n".join(one.policy_text for one in shown)
         questions: list[GrmQuestion] = []
         while waiting:
             some = waiting.pop(0)

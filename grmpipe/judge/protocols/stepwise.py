@@ -14,7 +14,7 @@ from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.trajectory import Passage, Trajectory, branch_at, show_opening, show_replies
 from grmpipe.judge.votes import Weights
 from grmpipe.models.types import UNKNOWN_ID
-from grmpipe.types import Failed, RewardSpan, Rollout
+from grmpipe.types import Failed, Prompt, RewardSpan, Rollout
 
 MOST_STEPS = 32  # in a turn: a judge that must score more in one list loses count
 
@@ -27,6 +27,11 @@ class ResponseStep:
     start: int
     end: int
     text: str
+
+    @property
+    def place(self) -> str:
+        """As `RewardSpan.place`."""
+        return f"{self.turn}:{self.start}-{self.end}"
 
 
 def split_steps(
@@ -84,20 +89,21 @@ class StepwiseSession(PointwiseSession):
         steps = split_steps(rollout, config.split.step_end, context.decode, thoughts=config.format.show_thoughts)
         share = 1 / len(steps)
         return ScoredParts(
-            shown=tuple(self._shown(rollout, steps)),
+            shown=tuple(show_steps(self._prompt, rollout, steps)),
             weights=Weights((share,) * len(steps)),
             places=tuple(
                 RewardSpan(turn=step.turn, start=step.start, end=step.end, value=0.0, share=share) for step in steps
             ),
         )
 
-    def _shown(self, rollout: Rollout, steps: Sequence[ResponseStep]) -> Iterator[Trajectory]:
-        """Each step; the first one after the environment's opening, the last one of a turn with the replies to it."""
-        for number, step in enumerate(steps):
-            opening = show_opening(self._prompt, rollout) if number == 0 else ()
-            begins_turn = number == 0 or steps[number - 1].turn != step.turn
-            branch = branch_at(rollout, step.turn) if begins_turn else ()
-            ends_turn = number + 1 == len(steps) or steps[number + 1].turn != step.turn
-            after = show_replies(rollout, step.turn) if ends_turn else ()
-            text = Passage(voice="policy", text=step.text, turn=step.turn)
-            yield Trajectory(passages=(*opening, *branch, text, *after))
+
+def show_steps(prompt: Prompt, rollout: Rollout, steps: Sequence[ResponseStep]) -> Iterator[Trajectory]:
+    """Each step; the first one after the environment's opening, the last one of a turn with the replies to it."""
+    for number, step in enumerate(steps):
+        opening = show_opening(prompt, rollout) if number == 0 else ()
+        begins_turn = number == 0 or steps[number - 1].turn != step.turn
+        branch = branch_at(rollout, step.turn) if begins_turn else ()
+        ends_turn = number + 1 == len(steps) or steps[number + 1].turn != step.turn
+        after = show_replies(rollout, step.turn) if ends_turn else ()
+        text = Passage(voice="policy", text=step.text, turn=step.turn)
+        yield Trajectory(passages=(*opening, *branch, text, *after))

@@ -33,7 +33,7 @@ from grmpipe.evaluation.labelled_judgements import (
 )
 from grmpipe.judge.context_limits import check_thinking_budget
 from grmpipe.judge.grm import GrmClient
-from grmpipe.judge.kinds.labels import judged_right
+from grmpipe.judge.kinds.label_format import judged_right
 from grmpipe.judge.votes import average_weighted, best_indices, mean
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.packed_check import check_packable

@@ -17,6 +17,7 @@ from grmpipe.envs.play import Play, Player, RolloutRequest, play_single_turn
 from grmpipe.envs.retry_episode import ActingEngine, free_after, with_attempts
 from grmpipe.envs.thinking_budget import ReasoningEngine
 from grmpipe.judge.composition.combine_verdicts import reaches
+from grmpipe.judge.kinds.label_format import PartLabel
 from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import Rule
 from grmpipe.judge.tool_grm import JudgeTools, make_limits
@@ -28,7 +29,7 @@ from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.roles.roles import Model
 from grmpipe.types import Prompt, Rollout
 
-Own = tuple[Prompt, Rollout, str]  # with its label
+Own = Callable[[], Prompt]  # makes a judging task of a rollout
 NAME_IN_SEEDS = "lesson"  # names a judging task in seeds and group ids: another name would change every sample
 CHECK_S = 1.0  # between two checks whether further rollouts may come
 
@@ -51,19 +52,16 @@ class Recent:
     def has_both(self) -> bool:
         return bool(self.right and self.wrong)
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self.right or self.wrong)
-
 
 class JudgingTaskStream:
     """A stream of judging tasks. A share of `rollout_share` are the run's rollouts, right and wrong ones alternately,
     or what people have labelled so far; the others are stored judging tasks.
 
     They alternate because a judge that sees more wrong than right ones learns to reject; a judge that compares gets
-    siblings of different labels instead. Until there are rollouts of
-    both kinds, stored judging tasks take their place; without stored ones, one kind is used only after the warm-up, if
-    no rollouts of the other kind can come.
+    siblings of different labels instead. A judge that is asked about one criterion at a time gets those that are met
+    and those that aren't of the same criterion: of all together it would learn which criteria are often met. Until
+    there are rollouts of both kinds, stored judging tasks take their place; without stored ones, one kind is used only
+    after the warm-up, if no rollouts of the other kind can come.
     """
 
     def __init__(
@@ -84,11 +82,12 @@ class JudgingTaskStream:
         """
         self._pass_reward = pass_reward
         self._key = key
-        self._judging_tasks = judging_tasks
+        self.tasks = judging_tasks
         self._rule = rule
         self._stored = stored
         self._share = rollout_share if stored is not None else 1.0
-        self._recent = Recent(window)
+        self._recent: dict[str, Recent] = {}  # by what a task asks: a criterion; empty: a whole response
+        self._window = window
         self._compared: deque[Prompt] = deque(maxlen=window)
         self._annotated: PromptStream | None = None
         self._seed = seed
@@ -99,7 +98,7 @@ class JudgingTaskStream:
     @property
     def has_balance(self) -> bool:
         """Whether there are stored judging tasks, or right rollouts and wrong ones."""
-        return self._stored is not None or self._recent.has_both
+        return self._stored is not None or bool(self._list_balanced())
 
     @property
     def is_usable(self) -> bool:
@@ -119,17 +118,21 @@ class JudgingTaskStream:
         except ValueError:  # for example a rubric, which the rule can't read
             return
         right = self.passes(grade)
-        self._take(right, (prompt, rollout, self._judging_tasks.label_side(right)))
+        self._take(right, self._ask_later(prompt, rollout, self.tasks.label_side(right)))
 
     def add_judged(self, prompt: Prompt, rollout: Rollout, reward: float, score: float) -> None:
         """Add a rollout that another judge has judged. score: the reward on the scale of the judge that learns."""
-        self._take(self.passes(reward), (prompt, rollout, self._judging_tasks.label_score(score)))
+        self._take(self.passes(reward), self._ask_later(prompt, rollout, self.tasks.label_score(score)))
+
+    def add_task(self, right: bool, task: Prompt) -> None:
+        """Add a task whose label another judge has given to parts of a rollout. right: whether all of them pass."""
+        self._take(right, lambda: task, task.rubric[0].text if len(task.rubric) == 1 else "")
 
     def add_ranked(self, group_id: str, prompt: Prompt, rewards: Sequence[tuple[Rollout, float]]) -> None:
         """Add siblings that another judge has judged, for a judge that compares them."""
-        thoughts = self._judging_tasks.show_thoughts
+        thoughts = self.tasks.show_thoughts
         shown = [make_trajectory(prompt, rollout, thoughts=thoughts) for rollout, _ in rewards]
-        self._compared += self._judging_tasks.rank(group_id, prompt, shown, [reward for _, reward in rewards])
+        self._compared += self.tasks.rank(group_id, prompt, shown, [reward for _, reward in rewards])
         if self._compared:
             self._usable.set()
 
@@ -138,10 +141,23 @@ class JudgingTaskStream:
         self._annotated = PromptStream(judging_tasks, seed=self._seed)
         self._usable.set()
 
-    def _take(self, right: bool, own: Own) -> None:
-        self._recent.of(right).append(own)
-        if self._recent.has_both:
+    def _ask_later(self, prompt: Prompt, rollout: Rollout, label: PartLabel) -> Own:
+        """Most rollouts are never asked about: their texts are made when they are."""
+
+        def ask() -> Prompt:
+            shown = make_trajectory(prompt, rollout, thoughts=self.tasks.show_thoughts)
+            return self.tasks.ask(f"{rollout.group_id}/{rollout.sibling}", prompt, shown, label)
+
+        return ask
+
+    def _take(self, right: bool, own: Own, about: str = "") -> None:
+        recent = self._recent.setdefault(about, Recent(self._window))
+        recent.of(right).append(own)
+        if recent.has_both:
             self._usable.set()
+
+    def _list_balanced(self) -> list[Recent]:
+        return [one for one in self._recent.values() if one.has_both]
 
     async def until_usable(self, *, may_come: Callable[[], bool], warm: Callable[[], bool]) -> None:
         """Return once there is a judging task. Raises ValueError if all rollouts before the end of the warm-up are of
@@ -151,14 +167,14 @@ class JudgingTaskStream:
         """
         while not self._usable.is_set():
             if not may_come():
-                if not (warm() and self._recent.has_any):
+                if not (warm() and self._recent):
                     raise ValueError(self._why_unusable())
                 self._usable.set()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._usable.wait(), CHECK_S)
 
     def _why_unusable(self) -> str:
-        right, wrong = len(self._recent.right), len(self._recent.wrong)
+        right, wrong = (sum(len(one.of(side)) for one in self._recent.values()) for side in (True, False))
         return (
             f"{self._key}.data_path: is null, and by judge.rule {right} of the first responses are right and {wrong} "
             "wrong, so that the judge would learn one answer; give labelled judgements, or a larger train.group_size"
@@ -171,18 +187,16 @@ class JudgingTaskStream:
         )
         if own and self._annotated is not None:
             return self._annotated.at(before)
-        if self._stored is not None and not (own and (self._recent.has_both or self._compared)):
+        balanced = self._list_balanced()
+        if self._stored is not None and not (own and (balanced or self._compared)):
             return self._stored.at(prompt_index - before)
         seed = derive_seed(self._seed, f"{NAME_IN_SEEDS} {prompt_index}")
         if self._compared:
             return self._compared[seed % len(self._compared)]
-        right = before % 2 == 0 if self._recent.has_both else bool(self._recent.right)
-        candidates = self._recent.of(right)
+        recent = (balanced or list(self._recent.values()))[before // 2 % max(1, len(balanced))]
+        candidates = recent.of(before % 2 == 0 if balanced else bool(recent.right))
         assert candidates, "until_usable was waited for"
-        prompt, rollout, label = candidates[seed % len(candidates)]
-        task_id = f"{rollout.group_id}/{rollout.sibling}"
-        shown = make_trajectory(prompt, rollout, thoughts=self._judging_tasks.show_thoughts)
-        return self._judging_tasks.ask(task_id, prompt, shown, label)
+        return candidates[seed % len(candidates)]()
 
 
 # -- the flow of a GRM that is trained: its settings, and how it plays -------------------------------------------------

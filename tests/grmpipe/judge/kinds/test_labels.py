@@ -9,19 +9,13 @@ import pytest
 from configs import judge_config
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
-from grmpipe.judge.kinds.labels import (
-    JudgingTasks,
-    LabelReward,
-    describe_label,
-    find_rule,
-    judged_right,
-    measure_agreement,
-    num_scores,
-)
+from grmpipe.data.labelled_parts import LabelledParts
+from grmpipe.judge.kinds.label_format import describe_label, judged_right, measure_agreement, num_scores
+from grmpipe.judge.kinds.labels import JudgingTasks, LabelReward, find_rule
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.models.types import Completion, Message
-from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict
+from grmpipe.types import Criterion, Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict
 
 QUESTION = Prompt(prompt_id="q", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 
@@ -191,7 +185,7 @@ def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_judging_task()
 @pytest.mark.parametrize(
     ("judge", "told"),
     [
-        ({"protocol": "steps", "template": "steps", "parser": "boxed"}, r"judge\.protocol"),
+        ({"protocol": "turns", "template": "turns", "parser": "boxed"}, r"judge\.protocol"),
         (
             {"template": "shared_principles", "parser": "boxed", "principles": "shared"},
             r"judge\.principles\.kind=inline",
@@ -201,3 +195,79 @@ def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_judging_task()
 def test_a_judge_whose_judgements_no_label_fits_is_refused(judge: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         under("exact", **judge)
+
+
+# -- steps and criteria ------------------------------------------------------------------------------------------------
+
+SHORT = Criterion(text="Is short.")
+EXACT = Criterion(text="Names the product.", kind="yes_no")
+WHY = Criterion(text="Says why.", levels=((0, "No."), (1, "Hints."), (3, "Yes.")))
+QUOTED = Criterion(text="Names a number.", kind="yes_no", evidence=True)
+
+
+def parts(*criteria: Criterion, shares: tuple[float | None, ...], only_side: bool = False) -> LabelledParts:
+    texts = ("It is 42.",) if criteria else tuple(f"step {number}" for number in range(len(shares)))
+    return LabelledParts(
+        item_id="i", prompt=QUESTION, texts=texts, shares=shares, criteria=criteria, is_yes_no=only_side
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "only_side", "label"),
+    [
+        ("exact", True, "at least 8; any; below 8"), ("exact", False, "exactly 10; any; exactly 1"),
+        ("same_side", False, "at least 8; any; below 8"), ("graded", True, "graded 10; any; graded 1"),
+    ],
+)  # fmt: skip
+def test_a_task_about_steps_has_a_label_for_each(rule: str, only_side: bool, label: str) -> None:
+    tasks = under(rule, protocol="steps", template="steps", parser="boxed")
+    (task,) = tasks.of([parts(shares=(1.0, None, 0.0), only_side=only_side)])
+    asked = JudgePrompt.of(judge_config(protocol="steps", template="steps", parser="boxed"))
+    assert task.messages == asked.render(QUESTION, "step 0", "step 1", "step 2")
+    assert task.reference == label
+
+
+@pytest.mark.parametrize(
+    ("rule", "only_side", "label"),
+    [
+        ("exact", False, "exactly 7; exactly 10; exactly 3 from 0 to 3"),
+        ("same_side", False, "at least 6; exactly 10; at least 3 from 0 to 3"),
+        ("exact", True, "at least 6; exactly 10; at least 3 from 0 to 3"),
+        ("graded", False, "graded 7.3; exactly 10; graded 2.1 from 0 to 3"),
+    ],
+)
+def test_criteria_are_labelled_in_the_scores_by_which_they_are_judged(rule: str, only_side: bool, label: str) -> None:
+    tasks = under(rule, protocol="rubric", template="rubric", parser="boxed")
+    (task,) = tasks.of([parts(SHORT, EXACT, WHY, shares=(0.7, 0.7, 0.7), only_side=only_side)])
+    assert task.reference == label
+    asked = JudgePrompt.of(judge_config(protocol="rubric", template="rubric", parser="boxed"))
+    assert task.messages == asked.render(QUESTION, "It is 42.", criteria=(SHORT, EXACT, WHY))
+
+
+def test_criteria_are_asked_about_as_many_at_a_time_as_in_judging() -> None:
+    judge = {"protocol": "rubric", "template": "tiny_criteria", "rubric": {"criteria_per_call": 1}}
+    tasks = under("exact", **judge).of([parts(SHORT, EXACT, shares=(1.0, 0.0))])
+    assert [(task.prompt_id, task.reference) for task in tasks] == [("i/c0", "exactly 10"), ("i/c1", "exactly 1")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ('Evidence 1: "42"\n\\boxed{10}', 1.0), ("\\boxed{10}", -1.0), ('Evidence 1: "43"\n\\boxed{10}', -1.0),
+        ("\\boxed{1}", -1.0),
+    ],
+)  # fmt: skip
+def test_a_criterion_called_met_earns_only_with_words_of_the_response(text: str, reward: float) -> None:
+    judge = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
+    (task,) = under("exact", **judge).of([parts(QUOTED, shares=(1.0,))])
+    reader = PointwiseAdapter(LabelReward(judge_config(kind="label", **judge)))
+    verdict = asyncio.run(judge_alone(reader, task, judgement(text))).verdict
+    assert isinstance(verdict, Verdict) and verdict.outcome == reward
+
+
+def test_a_criterion_called_not_met_needs_no_words() -> None:
+    judge = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
+    (task,) = under("exact", **judge).of([parts(QUOTED, shares=(0.0,))])
+    reader = PointwiseAdapter(LabelReward(judge_config(kind="label", **judge)))
+    verdict = asyncio.run(judge_alone(reader, task, judgement("\\boxed{1}"))).verdict
+    assert isinstance(verdict, Verdict) and verdict.outcome == 1

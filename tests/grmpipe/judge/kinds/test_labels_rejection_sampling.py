@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.judge.kinds.labels import add_hint, describe_label, keep_critiques, without_hint
+from grmpipe.judge.kinds.label_format import describe_label
+from grmpipe.judge.kinds.labels import add_hint, keep_critiques, without_hint
 from grmpipe.models.types import Completion, Message
 from grmpipe.types import Prompt, Rollout, Turn
 
