@@ -238,7 +238,10 @@ def test_two_judges_that_label_each_other_are_refused(small_run: Callable) -> No
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["labels_from=judge"], r"judge says nothing of single criteria, .*labels_from=<a \.jsonl file of labels of crit"),
+        (
+            ["labels_from=judge"],
+            r"judge says nothing of single criteria, .*labels_from=<a \.jsonl file of labels of crit",
+        ),
         (["labels_from=null", "data_path=a.jsonl"], r"rollout_share: the rule labels whole rollouts.*rollout_share=0"),
     ],
 )

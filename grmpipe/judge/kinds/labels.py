@@ -129,7 +129,7 @@ class JudgingTasks:
         source: str = "",
     ) -> list[Prompt]:
         """The tasks to judge a response by the criteria that have labels, as many in each as in a call of the judge."""
-        size = self.criteria_per_call or len(labels)
+        size = self.criteria_per_call or max(1, len(labels))
         chunks = [labels[start : start + size] for start in range(0, len(labels), size)]
         return [
             self._asked(

@@ -43,7 +43,10 @@ def test_published_files_of_step_labels_are_read_as_they_are(
     [
         ({"prompt": "?", "steps": STEPS, "labels": [True, False]}, "labels: expected 3 labels, one per step"),
         ({"prompt": "?", "steps": STEPS, "labels": [True, False, "maybe"]}, "labels: expected true, false or null"),
-        ({"prompt": "?", "steps": STEPS, "scores": [1, 2, 11]}, r"scores: expected a number from 1 to 10 .*score_range"),
+        (
+            {"prompt": "?", "steps": STEPS, "scores": [1, 2, 11]},
+            r"scores: expected a number from 1 to 10 .*score_range",
+        ),
         ({"prompt": "?", "steps": STEPS, "label": 3}, r"label: expected the index of the first wrong step \(0 to 2\)"),
         ({"prompt": "?", "steps": "all in one", "label": 0}, "steps: expected a list of texts"),
         ({"steps": STEPS, "label": 0}, "prompt"),

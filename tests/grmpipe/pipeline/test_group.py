@@ -41,6 +41,15 @@ def test_all_verdicts_make_a_group_ready_and_its_version_is_the_lowest() -> None
     assert judged.version == 0
 
 
+def test_what_is_said_of_parts_goes_with_its_verdict() -> None:
+    made = group(size=2, rollouts=2)
+    made.add_verdict(0, verdict(), {"judge": {"short": 1.0}})
+    made.void_verdicts()
+    made.add_verdict(0, verdict(), {"judge": {"short": 0.5}})
+    made.add_verdict(1, verdict())
+    assert made.to_judged_group().by_part == ({"judge": {"short": 0.5}}, {})
+
+
 def test_a_failed_verdict_leaves_it_ready_and_too_many_drop_it_by_the_commonest_cause() -> None:
     partial, failed = group(), group()
     for sibling, result in enumerate((verdict(), LOST, verdict())):

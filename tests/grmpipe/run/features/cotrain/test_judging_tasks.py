@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -12,7 +13,7 @@ from grmpipe.judge.kinds.labels import JudgingTasks
 from grmpipe.judge.kinds.rule import rule_named
 from grmpipe.models.types import Completion, Message
 from grmpipe.run.features.cotrain.judging_tasks import JudgingTaskStream
-from grmpipe.types import Prompt, Rollout, Turn
+from grmpipe.types import Criterion, Prompt, Rollout, Turn
 
 QUESTION = Prompt(prompt_id="q", messages=(Message(role="user", content="6 x 7?"),), reference="42")
 STORED = Prompt(prompt_id="stored", messages=(Message(role="user", content="judge!"),), reference="below 8")
@@ -46,6 +47,17 @@ def test_right_and_wrong_rollouts_alternate_even_if_one_of_them_is_rare() -> Non
     for sibling in range(1, 50):
         judging_tasks.add(QUESTION, rollout("41", sibling))
     assert labels(judging_tasks, 6) == ["at least 8", "below 8"] * 3
+
+
+def test_tasks_on_one_criterion_alternate_within_each_criterion() -> None:
+    judging_tasks = stream(stored=False)
+    known = [("right", True), ("right", True), ("right", False), ("short", False), ("short", True), ("funny", False)]
+    for number, (text, met) in enumerate(known):
+        task = dataclasses.replace(STORED, prompt_id=f"{number}", rubric=(Criterion(text=text),), reference=str(met))
+        judging_tasks.add_task(met, task)
+    drawn = [judging_tasks.at(index) for index in range(8)]
+    asked = [(task.rubric[0].text, task.reference) for task in drawn]
+    assert asked == [(text, met) for text in ("right", "short") for met in ("True", "False")] * 2, "funny is never met"
 
 
 def test_own_rollouts_have_the_share_that_was_asked_for() -> None:
