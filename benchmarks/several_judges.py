@@ -153,9 +153,10 @@ COMPARISONS = {
         start="tiny://policy_judge",
         variants={
             "learns": Variant(overrides=("+experiment=self_judging",)),
+            "own_rollouts": Variant(overrides=("+experiment=self_judging", "algorithm.self_judging.data_path=null")),
             "only_judges": itself("judge.model=policy"),
         },
-        pairs=(("learns", "only_judges"),),
+        pairs=(("learns", "only_judges"), ("own_rollouts", "only_judges")),
     ),
 }
 
