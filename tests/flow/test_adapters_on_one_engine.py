@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.models.engines.embedded.embedded_engine import EmbeddedEngine
@@ -75,6 +78,55 @@ def test_a_jury_of_adapters_learns_on_one_engine_resumes_and_outlives_it(
     )  # fmt: skip
     assert measured.summary["status"] == "completed"
     assert [engine.model_name for engine in engines] == ["policy", "grm", "grm"], "one for each of the runs"
+
+
+@pytest.mark.long
+def test_policy_teacher_and_a_judge_that_learns_are_adapters_on_one_engine(
+    small_run: Callable, engines: list[EmbeddedEngine], tmp_path: Path
+) -> None:
+    from grmpipe.data.catalogs import resolve_model
+    from grmpipe.models.lm.causal_lm import load_causal_lm
+    from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, merge_state, save_adapters
+    from grmpipe.models.settings import LoraConfig
+
+    base, lora = resolve_model("tiny://policy_judge"), LoraConfig(rank=4, sync="adapters")
+    model = add_adapters(load_causal_lm(base), {ADAPTER: lora}, "float32")
+    for _, low_rank in adapters(model):
+        torch.nn.init.normal_(low_rank.b_OR, std=0.1)  # a teacher that differs from the policy
+    save_adapters(str(tmp_path / "teacher"), model, model.state_dict(), lora)
+    merged = tmp_path / "merged"
+    shutil.copytree(base, merged)
+    whole = merge_state(model, model.state_dict())
+    save_file(
+        {name: whole[name].contiguous() for name in load_file(merged / "model.safetensors")},
+        merged / "model.safetensors",
+    )
+
+    same_base = ("policy=tiny_judge", "policy.lora.rank=4", "policy.lora.sync=adapters", "grm.path=tiny://policy_judge")
+    judge = ("grm.adapter_of=policy", "grm.lora.rank=4", "grm.lora.sync=adapters", f"grm.train={TRAIN}")
+    taught = (
+        "algorithm.distill.teachers={default: teacher}",
+        "algorithm.distill.top_k=4",
+        "train.num_steps=3",
+        "train.max_staleness=0",
+    )
+    hosted = (
+        "+grm@models.teacher=adapter", "models.teacher.adapter_of=policy", "models.teacher.lora.rank=4",
+        f"models.teacher.lora.path={tmp_path / 'teacher'}",
+    )  # fmt: skip
+    files = small_run(*same_base, *judge, *taught, *hosted)
+    assert files.summary["status"] == "completed", files.summary["failure"]
+    assert [engine.model_name for engine in engines] == ["policy"], "one engine serves all three"
+    assert files.summary["versions"]["grm"] >= 3 and files.summary["versions"]["policy"] == 3
+    alone = small_run(
+        *same_base, *judge, *taught, "+policy@models.teacher=tiny", f"models.teacher.path={merged}", run_dir="alone"
+    )
+    assert alone.summary["status"] == "completed", alone.summary["failure"]
+    first, other = files.steps()[0], alone.steps()[0]
+    assert first["teacher/scored"] == other["teacher/scored"] > 0
+    # The teacher, not the policy under its name: the same scores as by its merged weights on engines of its own.
+    assert abs(first["train/distill_kl_nats"]) > 0.1
+    assert first["train/distill_kl_nats"] == pytest.approx(other["train/distill_kl_nats"], rel=1e-4)
 
 
 def test_an_adapter_of_another_base_is_refused_by_its_key(small_run: Callable, tmp_path: Path) -> None:
