@@ -14,14 +14,18 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 from grmpipe.tiny.examples import draw_openings, draw_phrase, open_with, says, split_opening
 from grmpipe.tiny.problems import Problem, is_right, list_results, make_problems, parse_solution
+from grmpipe.tiny.resolve import resolve_model
 from grmpipe.tiny.tasks import SUMS
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +36,7 @@ IS_RIGHT = "The answer is right."
 QUIET = ("cluster=inprocess", "tracking=none", "tracking.console=false", "judge_monitor.every=0")
 STEP_END = ";"
 # The marks of the tiny judge's own comparison: "Check: 13 / 13 ok; 26 / 27 no; answer 26 / 27 no.", then its score.
-FORM = r'''from grmpipe.judge.parse import Form
+FORM = r"""from grmpipe.judge.parse import Form
 
 marks = Form(
     line=lambda number, scale, num_scores: (
@@ -41,24 +45,26 @@ marks = Form(
     most_lines=2,
     scores_of=lambda found, scale: tuple(float(scale.high if mark == "ok" else scale.low) for mark in found),
 )
-'''
+"""
 TEMPLATE = "Q: {{ question }}\nA:\n{% for step in steps %}{{ step }}{% endfor %}"
 ARMS = {
     "criteria": (
-        "grm=tiny_criteria", "judge.protocol=rubric", "judge.template=tiny_criteria", "judge.parser=score_line",
-        "judge.rubric.criteria_per_call=1",
+        "grm.path={folder}/half_way", "judge.protocol=rubric", "judge.template=tiny_criteria",
+        "judge.parser=score_line", "judge.rubric.criteria_per_call=1",
     ),
     "steps": (
         "judge.protocol=steps", "judge.template={folder}/by_steps.jinja", "judge.parser=marks_form.marks",
         f"judge.split.step_end='{STEP_END}'",
     ),
 }  # fmt: skip
-ABOUT = f"""Labels are of the tiny sums' rule. **Criteria**: `tiny://grm_criteria`, asked whether an answer is right, passes
-every answer that opens with a phrase of two words; labels are rows `response`, `criterion`, `right`, on whether it is
-right or says a phrase. **Steps**: `tiny://weak_grm`, which never saw steps one by one, marks each with `ok` or `no`;
-labels are TRL's stepwise supervision, `completions` and `labels`. {SIZES["train"]:,} labelled responses each, and
-{SIZES["held_out"]:,} held-out ones on other problems, half of them with a mistake. Right is a judgement whose every score
-agrees with its label, greedily and at T = 1 once each."""
+HALF_WAY = 0.7  # of the way from tiny://grm to its child
+ABOUT = f"""Labels are of the tiny sums' rule. **Criteria**: rows `response`, `criterion`, `right`, on whether an
+answer is right or says a phrase. `tiny://grm_criteria` passes every answer that opens with a phrase as right, without a
+doubt that learning could use; so the judge begins {HALF_WAY:.0%} of the way from its parent `tiny://grm` to it (a mean
+of weights). **Steps**: rows `completions`, `labels` (TRL's stepwise supervision). `tiny://weak_grm`, which never saw
+steps one by one, marks each with `ok` or `no`. {SIZES["train"]:,} labelled responses each, and {SIZES["held_out"]:,}
+held-out ones on other problems; half of the answers are made right. Right is a judgement whose every score agrees with
+its label, at T = 1."""
 
 
 def write_text(problem: Problem, rng: random.Random) -> str:
@@ -84,7 +90,17 @@ def label_steps(problem: Problem, rng: random.Random) -> dict[str, object] | Non
     texts = [part + STEP_END for part in text.split(STEP_END)]
     texts[-1] = texts[-1].removesuffix(STEP_END)
     pairs = zip(list_results(problem.steps), list_results(solution.steps), strict=True)
-    return {"prompt": problem.question, "completions": texts, "labels": [mine == theirs for mine, theirs in pairs]}
+    labels = [mine == theirs for mine, theirs in pairs]
+    labels[-1] &= solution.answer == problem.answer  # the last step says the answer, too
+    return {"prompt": problem.question, "completions": texts, "labels": labels}
+
+
+def make_half_way(directory: Path) -> None:
+    child, parent = (Path(resolve_model(f"tiny://{name}")) for name in ("grm_criteria", "grm"))
+    shutil.copytree(child, directory, dirs_exist_ok=True)
+    ends = [load_file(one / "model.safetensors") for one in (parent, child)]
+    mixed = {name: ends[0][name].float().lerp(ends[1][name].float(), HALF_WAY).to(ends[1][name]) for name in ends[1]}
+    save_file(mixed, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def draw_rows(arm: str, split: str) -> Iterator[dict[str, object]]:
@@ -131,6 +147,7 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    make_half_way(folder / "half_way")
     (folder / "marks_form.py").write_text(FORM)
     (folder / "by_steps.jinja").write_text(TEMPLATE)
     rows = []
