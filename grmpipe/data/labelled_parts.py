@@ -62,9 +62,7 @@ def load_labelled_parts(
     wanted = {name: (fields, read) for name, of, fields, read in SCHEMAS if of == about}
     example = EXAMPLES[about]
     if "://" in path:
-        raise ValueError(
-            f"{path} labels whole responses, and this judge scores {about}; give a file: {example}"
-        )
+        raise ValueError(f"{path} labels whole responses, and this judge scores {about}; give a file: {example}")
     findings, items, left_out = Findings(file), list[tuple[str, LabelledParts]](), 0
     rows = list(read_rows(file, FIELDS, findings, arrays=True, columns=columns, values=VALUES))
     for number, where, row in drop_undone(rows, findings):

@@ -6,7 +6,6 @@ The prompt is the same as in judging; the label is its `reference` (label_format
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,8 +148,10 @@ class JudgingTasks:
         """
         return PartLabel("at least" if right else "below", self.labels.pass_score)
 
-    def label_score(self, score: float) -> PartLabel:
-        if self.labels.rule == "same_side":
+    def label_score(self, score: float, *, only_side: bool = False) -> PartLabel:
+        """only_side: whether only right or wrong is known, which says nothing of the score but its side."""
+        score = round(score, 9)  # it may have been a reward in between
+        if self.labels.rule == "same_side" or (only_side and self.labels.rule == "exact"):
             return self.label_side(score >= self.labels.pass_score)
         return PartLabel("graded", score) if self.labels.rule == "graded" else PartLabel("exactly", round_score(score))
 
@@ -161,14 +162,12 @@ class JudgingTasks:
         is_met = share >= MET
         if criterion.kind == "yes_no":
             return PartLabel("exactly", self.scale.high if is_met else self.scale.low)
-        scores = [score for score, _ in criterion.levels] or [self.scale.low, self.scale.high]
+        scores = list_scores(criterion, self.scale)
         low, high = scores[0], scores[-1]
         bounds = (low, high) if criterion.levels else None
-        wanted = low + share * (high - low)
         if only_side or self.labels.rule == "same_side":
-            middle = low + MET * (high - low)
-            first_met = next(one for one in scores if one >= middle) if criterion.levels else math.ceil(middle)
-            return PartLabel("at least" if is_met else "below", first_met, bounds)
+            return PartLabel("at least" if is_met else "below", low + MET * (high - low), bounds)
+        wanted = low + share * (high - low)
         if self.labels.rule == "graded":
             return PartLabel("graded", wanted, bounds)
         nearest = min(scores, key=lambda one: abs(one - wanted)) if criterion.levels else round_score(wanted)
@@ -183,7 +182,10 @@ class JudgingTasks:
 
     def _parted(self, item: LabelledParts) -> list[Prompt]:
         if not item.criteria:
-            labels = [None if share is None else self._label_step(share, item.is_yes_no) for share in item.shares]
+            labels = [
+                None if share is None else self.label_score(self.scale.to_score(share), only_side=item.is_yes_no)
+                for share in item.shares
+            ]
             return [self.ask_steps(item.item_id, item.prompt, item.texts, labels, item.subset)]
         known = {one.text: one for one in self.template.find_rubric(item.prompt)}
         criteria = [known.get(one.text, one) for one in item.criteria]
@@ -194,12 +196,6 @@ class JudgingTasks:
         ]
         (response,) = item.texts
         return self.ask_criteria(item.item_id, item.prompt, response, labelled, item.subset)
-
-    def _label_step(self, share: float, is_yes_no: bool) -> PartLabel:
-        score = self.scale.to_score(share)
-        # Right or wrong says nothing of the score but its side.
-        only_side = is_yes_no and self.labels.rule == "exact"
-        return self.label_side(score >= self.labels.pass_score) if only_side else self.label_score(score)
 
     def rank(
         self,
@@ -232,7 +228,7 @@ class JudgingTasks:
         return [ask_among(f"{names[top]}/{other}", [top, other]) for top in tops for other in others]
 
     def _scored(self, item: ScoredResponse) -> Prompt:
-        label = self._label_step(self.scale.to_reward(item.score), item.is_yes_no)
+        label = self.label_score(item.score, only_side=item.is_yes_no)
         return self._asked(item.item_id, item.prompt, [item.response], str(label), item.subset)
 
     def _asked(
@@ -255,6 +251,11 @@ class JudgingTasks:
             rubric=tuple(criteria),
             columns=columns,
         )
+
+
+def list_scores(criterion: Criterion, scale: Scale) -> list[int]:
+    """Its levels, or the ends of the judge's scale."""
+    return [score for score, _ in criterion.levels] or [scale.low, scale.high]
 
 
 def label_rule(parser: Parser, scale: Scale) -> Rule:
@@ -303,8 +304,8 @@ class LabelReward:
             return list(scores)
         quotes, usable = read_quotes(answer, len(scores)), list[float | None]()
         for number, (criterion, score) in enumerate(zip(task.rubric, scores, strict=True), 1):
-            ends = [one for one, _ in criterion.levels] or [self._scale.low, self._scale.high]
-            claims = criterion.evidence and score >= ends[0] + MET * (ends[-1] - ends[0])
+            low, *_, high = list_scores(criterion, self._scale)
+            claims = criterion.evidence and score >= low + MET * (high - low)
             usable.append(None if claims and find_fault(quotes.get(number, ()), work) else score)
         return usable
 

@@ -231,8 +231,8 @@ def test_a_task_about_steps_has_a_label_for_each(rule: str, only_side: bool, lab
     ("rule", "only_side", "label"),
     [
         ("exact", False, "exactly 7; exactly 10; exactly 3 from 0 to 3"),
-        ("same_side", False, "at least 6; exactly 10; at least 3 from 0 to 3"),
-        ("exact", True, "at least 6; exactly 10; at least 3 from 0 to 3"),
+        ("same_side", False, "at least 5.5; exactly 10; at least 1.5 from 0 to 3"),
+        ("exact", True, "at least 5.5; exactly 10; at least 1.5 from 0 to 3"),
         ("graded", False, "graded 7.3; exactly 10; graded 2.1 from 0 to 3"),
     ],
 )

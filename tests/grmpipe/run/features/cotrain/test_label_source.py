@@ -200,4 +200,4 @@ def test_people_are_asked_about_the_parts_that_the_judge_learns_from_and_their_f
     (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
     source.read_file()
     labels = {task.reference for task in map(stream.at, range(8))}
-    assert labels == ({"at least 8; below 8"} if judge is BY_STEPS else {"at least 6; exactly 1"})
+    assert labels == ({"at least 8; below 8"} if judge is BY_STEPS else {"at least 5.5; exactly 1"})
