@@ -94,6 +94,8 @@ class Viewer:
         self._environment = pages.make_environment()
         self._environment.globals["form_token"] = self.form_token
         self._static = {name: (files("grmpipe.viewer") / "static" / name).read_bytes() for name in STATIC}
+        look = files("grmpipe.observe") / "templates" / "look.css"
+        self._static["style.css"] = look.read_bytes() + self._static["style.css"]
         if len(self._runs) == 1:
             self.indexer.watch(next(iter(self._runs.values())))
 

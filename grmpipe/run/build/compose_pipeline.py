@@ -87,7 +87,9 @@ def compose(
         too_long=too_long,
         play=learners.cotrainings.record(play),
         judge=compose_teaching(config, judge, teachers),
-        judge_guard=JudgeHealth(compose_health(config), compose_teaching_health(config)),
+        judge_guard=JudgeHealth(
+            compose_health(config), compose_health(config, "scores of teachers") if config.teachers else None
+        ),
         trainer=compose_trainer(config, learners, demonstrations),
         push_weights=compose_push(learners.push, learners.share),
         journal=journal,
@@ -97,15 +99,17 @@ def compose(
     )
 
 
-def compose_health(config: RunConfig) -> ServiceHealth:
-    """The health of the judge, by the verdicts that are trained on, with the settings of the main judge."""
+def compose_health(config: RunConfig, counted: str = "verdicts") -> ServiceHealth:
+    """The health of the judge, by the verdicts that are trained on, with the settings of the main judge. counted: what
+    else is, such as the scores of teachers.
+    """
     judge = config.main_judge
     return ServiceHealth(
         "judging",
         max_failure_rate=judge.max_failure_rate,
         window=VERDICTS_WINDOW,
         pause_s=config.rollout.pause_s,
-        counted="verdicts",
+        counted=counted,
         key=f"{judge.key}.max_failure_rate",
     )
 
@@ -122,21 +126,6 @@ def compose_teaching(config: RunConfig, judge: Judge, teachers: Mapping[str, Tea
 
     places = PrioritySemaphore(max(1, config.judging.max_concurrency))
     return TeachingJudge(judge=judge, find_teacher=find, places=places, required=distill.required)
-
-
-def compose_teaching_health(config: RunConfig) -> ServiceHealth | None:
-    """The health of the teachers, by their scores; None without any."""
-    if not config.teachers:
-        return None
-    judge = config.main_judge
-    return ServiceHealth(
-        "judging",
-        max_failure_rate=judge.max_failure_rate,
-        window=VERDICTS_WINDOW,
-        pause_s=config.rollout.pause_s,
-        counted="scores of teachers",
-        key=f"{judge.key}.max_failure_rate",
-    )
 
 
 def compose_trainer(config: RunConfig, learners: Learners, demonstrations: Demonstrations | None) -> Trainer:

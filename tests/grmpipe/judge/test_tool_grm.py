@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from configs import judge_config
+from written_turns import Author, encode_letters
 
 from grmpipe.envs.env import State
 from grmpipe.envs.sandbox.env_host import open_env_host
@@ -25,12 +26,9 @@ from grmpipe.models.types import (
     Completion,
     Message,
     ParsedTurn,
-    RequestContext,
-    SamplingParams,
     ToolCall,
     ToolSpec,
     VersionSpan,
-    ignore_first_token,
 )
 from grmpipe.observe.records import decode, encode
 from grmpipe.types import Failed, FailedJudgement, Judgement
@@ -94,42 +92,10 @@ class Letters:
         return ParsedTurn(content=text, tool_calls=calls, errors=errors)
 
     def encode_inserted(self, text: str) -> tuple[int, ...]:
-        return tuple(map(ord, text))
+        return encode_letters(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
-
-
-class Author:
-    """An engine that writes its turns in order, the last one again and again."""
-
-    def __init__(self, *turns: str) -> None:
-        self.turns = turns
-        self.asked: list[tuple[str, SamplingParams, RequestContext]] = []
-        self.ended: list[str] = []
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        context: RequestContext,
-        on_first_token: Callable[[], None] = ignore_first_token,
-    ) -> Completion:
-        number = int(context.request_id.rpartition("/t")[2])
-        self.asked.append(("".join(map(chr, prompt_ids)), params, context))
-        text = self.turns[min(number, len(self.turns) - 1)]
-        is_cut = len(text) > params.max_new_tokens
-        ids = tuple(map(ord, text))[: params.max_new_tokens]
-        return Completion(
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            text=text[: params.max_new_tokens],
-            finish_reason="length" if is_cut else "stop",
-            versions=(VersionSpan(model="grm", version=3, start=0, end=len(ids)),),
-        )
-
-    def end_trajectory(self, trajectory_id: str) -> None:
-        self.ended.append(trajectory_id)
 
 
 class Believer(Author):
@@ -188,7 +154,7 @@ def test_a_judgement_is_one_completion_of_all_its_turns(tmp_path: Path) -> None:
     assert results.calls == ("add",)
     assert whole.answer == "70 is not 80.\nScore: 2"
     assert whole.versions == (VersionSpan(model="grm", version=3, start=0, end=len(whole.token_ids)),)
-    (first, *_), (second, *_) = engine.asked
+    first, second = engine.prompts
     assert first.startswith("[add][lie][flood][hang][burst][nap]Q: 30") and second == first + whole.text[:end]
     assert [context.request_id for _, _, context in engine.asked] == ["g/0/j0.0/t0", "g/0/j0.0/t1"]
     assert {context.role for _, _, context in engine.asked} == {"grm"} and engine.ended == ["g/0/j0.0"]
@@ -215,7 +181,7 @@ def test_no_tool_writes_a_verdict(tmp_path: Path, tool: str) -> None:
     assert isinstance(judgement, Judgement) and judgement.scores == (1.0,)
     (failed,), _ = judge_with(tmp_path, f"call({tool}: 1, 1)", "So it is.", **settings)
     assert isinstance(failed, FailedJudgement) and failed.cause == "unparseable"
-    assert len(engine.asked[1][0]) < 400
+    assert len(engine.prompts[1]) < 400
 
 
 def test_a_verdict_before_a_call_is_a_draft(tmp_path: Path) -> None:
@@ -237,8 +203,8 @@ def test_the_verdict_is_asked_for_when_a_budget_ends(tmp_path: Path, turns: list
     num_turns = 2 if turns[0] in ("call(add: 1, 1)", "call(?") else 1
     (judgement,), engine = judge_with(tmp_path, *turns * num_turns, "Score: 4", tools=tools)
     assert isinstance(judgement, Judgement) and judgement.scores == (4.0,)
-    assert [ASK_VERDICT in prompt for prompt, _, _ in engine.asked] == [False] * num_turns + [True]
-    assert sum("was not called" in prompt for prompt, _, _ in engine.asked) == (turns[0].count("add") == 3)
+    assert [ASK_VERDICT in prompt for prompt in engine.prompts] == [False] * num_turns + [True]
+    assert sum("was not called" in prompt for prompt in engine.prompts) == (turns[0].count("add") == 3)
 
 
 def test_the_seconds_of_calls_are_those_of_the_whole_judgement(tmp_path: Path) -> None:
@@ -309,7 +275,7 @@ def test_what_does_not_go_with_tools_names_its_key(settings: dict[str, Any], wor
 def test_the_tools_of_a_judge_may_run_in_a_process_of_their_own(tmp_path: Path) -> None:
     tools = {"functions": "grmpipe.tiny.tools", "isolation": "process"}
     (judgement,), engine = judge_with(tmp_path, "call(add: 30, 40)", "Score: 2", tools=tools)
-    assert isinstance(judgement, Judgement) and "<tool>= 70" in engine.asked[1][0]
+    assert isinstance(judgement, Judgement) and "<tool>= 70" in engine.prompts[1]
 
 
 PLANTED = (

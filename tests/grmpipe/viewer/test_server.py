@@ -505,7 +505,8 @@ def test_every_page_keeps_the_rules_for_keyboard_and_screen_reader(tmp_path: Pat
 
 
 def test_texts_and_curves_stand_out_in_light_and_dark_and_the_focus_is_seen() -> None:
-    css = (ROOT / "grmpipe" / "viewer" / "static" / "style.css").read_text()
+    sheets = (ROOT / "grmpipe" / one for one in ("observe/templates/look.css", "viewer/static/style.css"))
+    css = "".join(sheet.read_text() for sheet in sheets)
     light, dark = colour_schemes(css)
     for scheme in (light, {**light, **dark}):
         for ground in ("paper", "card"):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from scored_rollouts import LOST, prompt, rollout, verdict
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import RolloutRequest
@@ -21,7 +22,7 @@ from grmpipe.judge.composition.combine_verdicts import MeasuredSkill
 from grmpipe.judge.kinds.rule import is_right
 from grmpipe.judge.monitor.reward_hacking import REWARD, RewardHackingDetector
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.models.types import Completion, EngineRefused, Message, VersionSpan
+from grmpipe.models.types import EngineRefused
 from grmpipe.observe.all_trackers import AllTrackers
 from grmpipe.observe.journal import Mark
 from grmpipe.observe.recorder import EVAL_ROLLOUTS, EvalRecorder, load_eval_rollouts
@@ -35,36 +36,12 @@ from grmpipe.types import (
     JudgeSession,
     JudgeTask,
     Prompt,
-    RewardSpan,
     Rollout,
-    Turn,
     Verdict,
 )
 
 NOWHERE = Path("/dev/null/nowhere")  # no folder can be made there
 UNRECORDED = EvalRecorder(NOWHERE)
-LOST = Failed(stage="judge", cause="timeout", attempts=1)
-
-
-def completion(num_tokens: int, version: int = 0, text: str = "") -> Completion:
-    span = VersionSpan(model="policy", version=version, start=0, end=num_tokens)
-    return Completion(
-        token_ids=(1,) * num_tokens, logprobs=(0.0,) * num_tokens, text=text, finish_reason="stop", versions=(span,)
-    )
-
-
-def rollout(sibling: int, num_tokens: int = 4, version: int = 0, text: str = "", status: str = "finished") -> Rollout:
-    turn = Turn(new_ids=(1,), completion=completion(num_tokens, version, text))
-    return Rollout(group_id="g", sibling=sibling, turns=(turn,), status=status)  # type: ignore[arg-type]
-
-
-def verdict(score: float, **breakdown: float) -> Verdict:
-    span = RewardSpan(turn=0, start=0, end=1, value=(score - 1) / 9)
-    return Verdict(rewards=(span,), score=score, breakdown=breakdown, score_std=0.0, num_judgements=1)
-
-
-def prompt(reference: str | None = None) -> Prompt:
-    return Prompt(prompt_id="p", messages=(Message(role="user", content="?"),), reference=reference)
 
 
 def end_of(step: int, *, is_last: bool) -> StepEnd:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from configs import judge_config
+from written_turns import Author
 
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.play import RolloutRequest
@@ -61,32 +62,13 @@ def test_a_grm_that_learns_is_not_trained_on_the_end_of_its_thought() -> None:
     assert len(trained) == 60 - len(inserted) and set(trained) == set(RENDERER.encode_markup("a"))
 
 
-class Calls:
-    """An engine that calls a calculator, and then gives its verdict."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-        self.ended: list[str] = []
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        context: RequestContext,
-        on_first_token: Callable[[], None] = ignore_first_token,
-    ) -> Completion:
-        text = "add( 30, 4)" if context.request_id.endswith("/t0") else "34 is right.\nScore: 9"
-        ids = (*self.renderer.encode_markup(text), self.renderer.stop_token_ids[0])
-        span = VersionSpan(model="grm", version=0, start=0, end=len(ids))
-        return Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop", versions=(span,))
-
-    def end_trajectory(self, trajectory_id: str) -> None:
-        self.ended.append(trajectory_id)
-
-
 def test_a_grm_that_calls_is_trained_on_its_own_tokens_and_not_on_results() -> None:
     renderer = Renderer.load(str(SHIPPED / "grm_tools"))
-    grm, engine = Model(name="grm", path="", renderer=renderer, context_tokens=512), Calls(renderer)
+    grm = Model(name="grm", path="", renderer=renderer, context_tokens=512)
+    engine = Author(
+        "add( 30, 4)", "34 is right.\nScore: 9",
+        encode=lambda text: (*renderer.encode_markup(text), renderer.stop_token_ids[0]),
+    )  # fmt: skip
     judge = judge_config(max_new_tokens=60, tools={"functions": "grmpipe.tiny.tools", "max_calls": 2})
     specs = tuple(tool.spec for tool in load_tools("grmpipe.tiny.tools"))
     make_env = env_factory(judge.tools.make_env())
