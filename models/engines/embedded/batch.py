@@ -25,7 +25,7 @@ from grmpipe.models.engines.embedded.decoder import Decoder
 from grmpipe.models.engines.embedded.grammar import Grammar, Matcher
 from grmpipe.models.engines.embedded.kv_slots import CachedPrefix, KvSlots, ParkedRow, SlotPlaces
 from grmpipe.models.engines.embedded.ngrams import MAX_FED_TOKENS, NgramTable, RowDraft
-from grmpipe.models.engines.embedded.prompt_packing import PrefillPace, bin_by_length
+from grmpipe.models.engines.embedded.prompt_packing import PrefillPace, bin_by_length, whole_blocks
 from grmpipe.models.engines.embedded.sampling import draw, uniforms
 from grmpipe.models.engines.stop_conditions import StopConditions
 from grmpipe.models.lm.score import ScoredPass, ScoredText
@@ -308,10 +308,11 @@ class RunningBatch:
             self._join()
         if again or all(row.unfed or row.model in self.paused for row in self._running):
             return Changes(begun=(), finished=tuple(scored))
-        drafts = self._draft()
+        rows = self._put_paused_last()
+        drafts = self._draft(rows)
         begun, finished = [], []
-        for row, draft, sampled in zip(self._running, drafts, self._sample(drafts), strict=True):
-            if row.model in self.paused:  # its pending token was fed in vain, and will be again
+        for row, draft, sampled in zip(rows, drafts, self._sample(rows, drafts), strict=True):
+            if row.model in self.paused:  # it fills up a block: its pending token was fed in vain, and will be again
                 self._columns = None
                 continue
             if row.unfed:  # its next token was fed like any pending one
@@ -408,65 +409,64 @@ class RunningBatch:
                 answered.append(row)
         return answered
 
-    def _draft(self) -> list[list[int]]:
+    def _put_paused_last(self) -> list[Row]:
+        """Move the rows of paused models behind the others. Returns the rows of a pass: those others, in whole blocks,
+        whose last one may hold paused rows. A decoder's own padding would overwrite them.
+        """
+        ordered = sorted(self._running, key=lambda row: row.model in self.paused) if self.paused else self._running
+        if ordered != self._running:
+            moves = [(row.index, place, row.last_position) for place, row in enumerate(ordered)]
+            self._places.move(moves, len(ordered))
+            for row, (_, place, _) in zip(ordered, moves, strict=True):
+                row.index = place
+            self._running, self._columns = ordered, None
+        num_able = sum(row.model not in self.paused for row in ordered)
+        rows = ordered[: whole_blocks(num_able, self._decoder.row_block)]
+        if self._columns is not None and len(self._columns.pending_B) != len(rows):
+            self._columns = None
+        return rows
+
+    def _draft(self, rows: Sequence[Row]) -> list[list[int]]:
         """What each row may sample next, where a pass over a few more tokens costs little more."""
-        longest = MAX_FED_TOKENS // len(self._running) - 1
+        longest = MAX_FED_TOKENS // len(rows) - 1
         if self._ngrams is None or longest < 1:
-            return [[]] * len(self._running)
+            return [[]] * len(rows)
         return [
             row.draft.propose(min(longest, row.params.max_new_tokens - len(row.token_ids) - 1))
             if row.draft and not row.unfed and row.model not in self.paused
             else []
-            for row in self._running
+            for row in rows
         ]
 
-    def _sample(self, drafts: Sequence[Sequence[int]]) -> list[list[SampledToken]]:
+    def _sample(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> list[list[SampledToken]]:
         """Each row's next token, and what would follow it if the draft came true. Every position has its own random
         number, the same without a draft.
         """
         if self._columns is None:
-            self._columns = Columns.of(self._running, self._slots.shape.device)
+            self._columns = Columns.of(rows, self._slots.shape.device)
         columns, width = self._columns, 1 + max(map(len, drafts))
         if width > 1:
             columns = columns.append_drafts(drafts, width)
         by_row = (len(drafts), width)
         fed_BQ, positions_BQ = columns.pending_B.view(by_row), columns.positions_B.view(by_row)
-        models = [row.model for row in self._running]
+        models = [row.model for row in rows]
         logits_BQV = self._decoder.verify(fed_BQ, positions_BQ, columns.num_attended, models)
-        self._hold_to_patterns(logits_BQV[:, 0])
+        self._hold_to_patterns(rows, logits_BQV[:, 0])
         uniforms_P = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
         token_ids_P, logprobs_P, logprobs_PV = draw(
             logits_BQV.flatten(0, 1), columns.temperature_B, columns.limits_B3, uniforms_P
         )
         self._columns = columns.advance(token_ids_P) if width == 1 else None
-        top = self._find_likely(logprobs_PV, width)
+        top = find_likely(rows, logprobs_PV, width)
         sampled = [
             SampledToken(token_id=token_id, logprob=logprob, top=top.get(place))
             for place, (token_id, logprob) in enumerate(zip(token_ids_P.tolist(), logprobs_P.tolist(), strict=True))
         ]
         return [sampled[start : start + width] for start in range(0, len(sampled), width)]
 
-    def _find_likely(self, logprobs_PV: Tensor, width: int) -> dict[int, LikelyTokens]:
-        """The likeliest tokens for the places of the rows that ask for them; each row has `width` places."""
-        asked = {
-            place: row.params.top_logprobs
-            for index, row in enumerate(self._running)
-            if row.params.top_logprobs
-            for place in range(index * width, (index + 1) * width)
-        }
-        if not asked:
-            return {}
-        most = min(max(asked.values()), logprobs_PV.shape[1])
-        top = logprobs_PV[[*asked]].topk(most)
-        ids_NK, logprobs_NK = top.indices.cpu().numpy(), top.values.cpu().numpy()
-        return {
-            place: LikelyTokens(ids_K=ids_K[:k], logprobs_K=logprobs_K[:k])
-            for (place, k), ids_K, logprobs_K in zip(asked.items(), ids_NK, logprobs_NK, strict=True)
-        }
-
-    def _hold_to_patterns(self, logits_BV: Tensor) -> None:
+    def _hold_to_patterns(self, rows: Sequence[Row], logits_BV: Tensor) -> None:
         """Tokens that would leave a row's pattern get -inf, in place: log-probs are those of what is left."""
-        matchers = {index: row.matcher for index, row in enumerate(self._running) if row.matcher is not None}
+        matchers = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
         if matchers:
             assert self._grammar is not None
             forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
@@ -610,6 +610,25 @@ class RunningBatch:
         row.siblings.num_members -= 1
         if row.siblings.num_members == 0:
             del self._siblings_by_prompt[row.model, row.siblings.prompt_ids]
+
+
+def find_likely(rows: Sequence[Row], logprobs_PV: Tensor, width: int) -> dict[int, LikelyTokens]:
+    """The likeliest tokens for the places of the rows that ask for them; each row has `width` places."""
+    asked = {
+        place: row.params.top_logprobs
+        for index, row in enumerate(rows)
+        if row.params.top_logprobs
+        for place in range(index * width, (index + 1) * width)
+    }
+    if not asked:
+        return {}
+    most = min(max(asked.values()), logprobs_PV.shape[1])
+    top = logprobs_PV[[*asked]].topk(most)
+    ids_NK, logprobs_NK = top.indices.cpu().numpy(), top.values.cpu().numpy()
+    return {
+        place: LikelyTokens(ids_K=ids_K[:k], logprobs_K=logprobs_K[:k])
+        for (place, k), ids_K, logprobs_K in zip(asked.items(), ids_NK, logprobs_NK, strict=True)
+    }
 
 
 def join_likely(row: Row) -> TopLogprobs | None:

@@ -18,7 +18,7 @@ from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.lm.causal_lm import load_causal_lm
 from grmpipe.models.lm.lora import ADAPTER, adapters, add_adapters, list_outgoing, merge_state, save_adapters
 from grmpipe.models.settings import EmbeddedConfig, LoraConfig
-from grmpipe.models.types import Completion, PromptScoring, WeightBucket
+from grmpipe.models.types import Completion, PromptScoring, SamplingParams, WeightBucket
 from grmpipe.models.weights.object_store import ObjectStore
 from grmpipe.models.weights.weight_stream import WeightStream
 
@@ -157,6 +157,49 @@ def test_requests_of_other_adapters_go_on_during_a_push_of_one(
     with torch.no_grad():
         logprobs_TV = pushed(torch.tensor([ids])).logits[0].log_softmax(-1)
     assert scores == pytest.approx([float(logprobs_TV[t, ids[t + 1]]) for t in range(len(ids) - 1)], abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_rows_of_a_paused_adapter_are_in_no_pass_and_go_on_as_if_it_had_not_been(
+    stored: Any, open_with: Open, prompt_of: Any, batch_invariant: bool
+) -> None:
+    def run(pause: bool) -> tuple[list[tuple[int, ...]], list[tuple[str, ...]]]:
+        """The tokens of each request, and whose rows each pass took while `a` was paused."""
+        engine = open_with(stored, batch_invariant=batch_invariant)
+        engine.close()  # its thread: this test makes the steps
+        batch, passes = engine._worker._batch, []
+        verify = batch._decoder.verify
+
+        def watched(*args: Any) -> Any:
+            passes.append(tuple(args[3]))
+            return verify(*args)
+
+        batch._decoder.verify = watched
+        rows = [
+            batch.submit(
+                prompt_of(5 + 3 * i), SamplingParams(max_new_tokens=25 if i % 3 else 10, seed=i), 0, model=name
+            )
+            for i, name in enumerate("acabaacabaab")
+        ]
+        with torch.inference_mode():
+            for _ in range(4):
+                batch.step()
+            passes.clear()
+            if pause:
+                batch.paused.add("a")
+                for _ in range(30):
+                    batch.step()
+            batch.paused.clear()
+            seen = list(passes)
+            while batch.has_work:
+                batch.step()
+        return [tuple(row.token_ids) for row in rows], seen
+
+    found, passes = run(pause=True)
+    assert found == run(pause=False)[0] and {len(tokens) for tokens in found} == {10, 25}
+    own = [sum(name != "a" for name in names) for names in passes]
+    assert own[0] == 5 and own[-1] < 5  # they end one by one
+    assert [len(names) for names in passes] == [8 if batch_invariant else number for number in own]
 
 
 def test_an_adapter_of_another_base_is_refused_by_its_key(
