@@ -1,12 +1,10 @@
-"""The tasks from the command line: a sweep, the doctor, and their exit codes."""
+"""The tasks of the command: a sweep, the doctor, and their exit codes."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +19,10 @@ from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TINY_RUN = (
     "+experiment=quickstart", "cluster=inprocess", "tracking=none", "train.num_steps=1", "train.groups_per_batch=2",
     "train.group_size=2", "data.num_eval_prompts=4", "data.num_prompts=32",
 )  # fmt: skip
-
-
-def launch(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
 
 
 def test_a_sweep_runs_each_point_in_a_directory_of_its_own_and_has_their_objectives(
@@ -136,19 +128,18 @@ def test_an_evaluation_of_a_judge_refuses_typed_keys_of_a_policy(
     assert (told is not None) == refused
 
 
-def test_the_doctor_names_packages_cores_gpus_and_tracking(tmp_path: Path) -> None:
-    result = launch(tmp_path, "task=doctor")
-    assert result.returncode == 0, result.stderr
-    for part in ("torch", "transformers", "ray", "cores", "GPUs", "wandb", "tensorboard"):
-        assert any(line.startswith(part) for line in result.stdout.splitlines()), part
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_doctor_names_the_memory_of_chosen_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_names_packages_cores_gpus_tracking_and_the_memory_of_chosen_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     entry.run_task(entry.compose(overrides=["task=doctor"]))
-    assert "\nthis run" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for part in ("torch", "transformers", "ray", "cores", "GPUs", "wandb", "tensorboard"):
+        assert any(line.startswith(part) for line in said.splitlines()), part
+    assert "\nthis run" not in said
     entry.run_task(entry.compose(overrides=["task=doctor", f"policy.path={SHIPPED / 'policy'}"]))
     assert re.search(r"\nthis run        about 2\.\d+ GB of .* \(policy ", capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_doctor_examines_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +182,3 @@ def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) ->
     assert f"peft            {importlib.metadata.version('peft')}\n" in doctor()
     monkeypatch.setattr("grmpipe.run.doctor.doctor.find_version", lambda package: None)
     assert 'peft            not installed; for adapters (LoRA) type `pip install "grmpipe[lora]"`\n' in doctor()
-
-
-def test_error_of_an_unknown_task_names_the_known_ones(tmp_path: Path) -> None:
-    result = launch(tmp_path, "task=deploy")
-    assert result.returncode == 2
-    assert result.stderr.startswith("grmpipe: task: unknown task 'deploy'; known: train, ")

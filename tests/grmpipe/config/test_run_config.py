@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from configs import judge_config, run_config
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-import grmpipe.cli  # noqa: F401  registers the schema
+from grmpipe.cli import main
 from grmpipe.config.io.key_errors import ELSEWHERE, explain, list_keys, unknown_key
 from grmpipe.config.io.resume_rules import find_changed_keys
 from grmpipe.config.io.yaml_io import build, build_config, read_yaml, to_yaml
@@ -42,13 +42,6 @@ def told(*overrides: str) -> str:
     raise AssertionError(f"{overrides} is no mistake")
 
 
-def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *overrides],
-        cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -59,13 +52,32 @@ def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         ("rollout.group_deadline_s=1", "rollout.group_deadline_s: 1 s is less than"),
     ],
 )
-def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, message: str, tmp_path: Path) -> None:
-    result = launch(override, cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+def test_a_mistake_exits_2_with_one_message_and_no_traceback(
+    override: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["launch.py", override])
+    assert main() == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.out == ""
+    assert "Traceback" not in said.err
+    assert len(said.err.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir()), "nothing may be written before the configuration is right"
+
+
+def test_a_mistake_is_the_exit_code_of_the_process(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), "task=deploy"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("grmpipe: task: unknown task 'deploy'; known: train, ")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -198,9 +210,10 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "config.yaml") == config
 
 
-def test_a_judgement_of_every_shipped_judge_times_out_before_its_group(conf: None) -> None:
+def test_a_judgement_of_every_shipped_judge_times_out_before_its_group() -> None:
     for path in sorted((ROOT / "conf" / "judge").glob("*.yaml")):
-        config = build(compose("config", [f"judge={path.stem}", "judge.function=mine.reward"]))
+        judge = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = build_config({"judge": {**judge, "function": "mine.reward"}})
         check_deadlines(config)
         assert config.main_judge.limits.timeout_s < config.rollout.group_deadline_s, path
 
