@@ -54,12 +54,13 @@ def test_a_plan_accepts_more_slots_than_this_machine_has() -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
     """Except for a learner that isn't the policy's in a time-shared pool."""
-    shared = "time_shared" in placement
+    typed = ("+experiment=quickstart", "task=plan", "algorithm=ppo", "critic=policy")
+    run = () if "time_shared" in placement else typed
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        roles = build(compose("config", [f"placement={placement}"])).placement.roles
-    assert set(roles) == {"policy", "learner", "grm", "grm_learner", "critic", "meta_rm"}
-    if not shared:
-        checked(f"placement={placement}", "task=plan", "algorithm=ppo", "critic=policy")
+        config = build(compose("config", [f"placement={placement}", *run]))
+    assert set(config.placement.roles) == {"policy", "learner", "grm", "grm_learner", "critic", "meta_rm"}
+    if run:
+        check_seats(config)
 
 
 def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
